@@ -1,0 +1,77 @@
+"""The journal: finished layers, each in a file named by the digest of all that determined it.
+
+A run that is killed finds its layers here when it starts again; a layer whose weight or settings
+changed has another key and is computed anew. Bytes of a resumed run equal those of an
+uninterrupted one because both read the factors from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.disk import CHUNK, fsync_folder
+from blr.compressor.checkpoint.header import TensorEntry, read_header
+from blr.compressor.errors import InputError
+
+METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
+
+
+def layer_key(**determinants: Any) -> str:
+    """SHA-256 of everything the factors of one layer depend on, as canonical JSON."""
+    return hashlib.sha256(canonical_json(determinants)).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON text of `value`: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+class Journal:
+    """Factors of finished layers under one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
+        """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
+        path = self.folder / f"{key}.safetensors"
+        if not path.exists():
+            return None
+        try:
+            header = read_header(path)
+        except InputError:
+            return None  # damaged by the disk: compute the layer again
+        return header.entries, json.loads(header.metadata[METADATA_KEY])
+
+    def read_bytes(self, entry: TensorEntry) -> Iterator[bytes]:
+        """The stored bytes of a tensor that `load` returned, a chunk at a time."""
+        with open(entry.file, "rb") as file:
+            file.seek(entry.start)
+            for start in range(entry.start, entry.end, CHUNK):
+                yield file.read(min(CHUNK, entry.end - start))
+
+    def store(self, key: str, tensors: dict[str, Any], record: dict[str, Any]) -> None:
+        """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
+        from safetensors.torch import save_file
+
+        scratch = self.folder / f"{key}.tmp"
+        save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(record).decode()})
+        descriptor = os.open(scratch, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.chmod(scratch, 0o666 & ~_umask())
+        os.rename(scratch, self.folder / f"{key}.safetensors")
+        fsync_folder(self.folder)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,125 @@
+"""Compares tensor shapes with what config.json implies, from headers only and without torch.
+
+What a family's tensors look like is data (`shapes` in configs/<family>.yaml):
+
+    model.layers.*.self_attn.q_proj.weight: [num_attention_heads*head_dim, hidden_size]
+    h.*.attn.c_attn.weight: [n_embd, 3*n_embd]
+    model.layers.#: [num_hidden_layers]
+
+A dimension is an integer, a sum of products of integers and config keys, or `_` for any. `*` in
+a name stands for anything; a name that ends in `#` counts the modules numbered there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from blr.compressor.checkpoint.header import TensorEntry, quote, refuse
+from blr.compressor.checkpoint.source import Source
+
+ANY = "_"
+MAX_VALUE = 2**31  # no model dimension comes near
+REMEDY = "take config.json and weights from the same model"
+_TERM = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
+# Keys that configs leave out or set to null, by what transformers then takes
+_DEFAULTS: dict[str, str] = {
+    "num_key_value_heads": "num_attention_heads",
+    "n_inner": "4*n_embd",
+}
+
+
+def check_against_config(
+    source: Source, shapes: Mapping[str, Sequence[str | int]] | None = None
+) -> None:
+    """Refuses a checkpoint whose tensors do not have the shapes its config announces.
+
+    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks
+    nothing. A dimension whose config key is missing is not checked.
+
+    Raises:
+        InputError: a shape or layer count that differs, or a config value of the wrong type.
+        ValueError: `shapes` itself is malformed.
+    """
+    for pattern, symbols in (shapes or {}).items():
+        expected = [evaluate(source, symbol) for symbol in symbols]
+        if pattern.endswith("#"):
+            _check_count(source, pattern[:-1], expected[0], str(symbols[0]))
+            continue
+        matches = re.compile(fnmatch.translate(pattern)).match
+        for name, entry in source.entries.items():
+            if matches(name):
+                _check_shape(entry, expected, symbols)
+
+
+def evaluate(source: Source, symbol: str | int) -> int | None:
+    """Value of a symbolic dimension for the config of `source`; None if unknown or any.
+
+    Raises:
+        InputError: a config value that is no integer from 1 to 2**31.
+        ValueError: `symbol` is malformed.
+    """
+    if symbol == ANY:
+        return None
+    total = 0
+    for product in str(symbol).replace(" ", "").split("+"):
+        factors = [_factor(source, term) for term in product.split("*")]
+        if None in factors:
+            return None
+        total += math.prod(factor for factor in factors if factor is not None)
+    return total
+
+
+def _factor(source: Source, term: str) -> int | None:
+    if not _TERM.fullmatch(term):
+        raise ValueError(f"{term!r} is neither an integer nor a config key")
+    if term.isdigit():
+        return int(term)
+    value = source.config.get(term)
+    if value is None:
+        return _default(source, term)
+    if type(value) is not int or not 1 <= value <= MAX_VALUE:
+        path = source.folder / "config.json"
+        refuse(path, f"{term} {quote(value)}", "a positive integer", REMEDY)
+    return value
+
+
+def _default(source: Source, term: str) -> int | None:
+    """What a config key stands for when it is absent or null; None if that is not known."""
+    if term == "head_dim":
+        width, heads = (_factor(source, key) for key in ("hidden_size", "num_attention_heads"))
+        return width // heads if width and heads else None
+    return evaluate(source, _DEFAULTS[term]) if term in _DEFAULTS else None
+
+
+def _check_shape(
+    entry: TensorEntry, expected: Sequence[int | None], symbols: Sequence[str | int]
+) -> None:
+    agrees = len(entry.shape) == len(expected) and all(
+        want is None or have == want for have, want in zip(entry.shape, expected, strict=True)
+    )
+    if not agrees:
+        wanted = _listed(ANY if want is None else want for want in expected)
+        reason = quote(_listed(symbols), 160)[1:-1]
+        found = f"tensor {quote(entry.name)} of shape {_listed(entry.shape)}"
+        refuse(entry.file, found, f"{wanted} = {reason} by config.json", REMEDY)
+
+
+def _check_count(source: Source, prefix: str, expected: int | None, symbol: str) -> None:
+    """Compares the numbers right after `prefix` in tensor names with 0 … `expected` - 1."""
+    numbered = re.compile(fnmatch.translate(prefix).removesuffix(r"\Z").removesuffix(r"\z"))
+    numbers = set()
+    for name in source.entries:
+        if start := numbered.match(name):
+            digits = re.match(r"(\d{1,9})\.", name[start.end() :], re.ASCII)
+            numbers |= {int(digits[1])} if digits else set()
+    if expected is not None and numbers and numbers != set(range(expected)):
+        found = f"{len(numbers)} modules {quote(prefix + '#')}, numbered to {max(numbers)}"
+        refuse(source.folder, found, f"{symbol} = {expected} by config.json", REMEDY)
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return "[" + ", ".join(str(value) for value in values) + "]"

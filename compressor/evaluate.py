@@ -1,0 +1,173 @@
+"""Quality of a model: perplexity of decoders, STS correlation of sentence encoders."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.errors import InputError
+from blr.compressor.progress import Progress
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`perplexity` over `tokens` predicted tokens, each seen with at most `window` − 1 before it."""
+
+    perplexity: float
+    tokens: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Spearman:
+    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
+
+    spearman: float
+    pairs: int
+
+
+def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Tensor:
+    """Token ids [n] of a text file, without special tokens, cut to `max_tokens`.
+
+    Raises InputError for a file that is missing, empty or not UTF-8.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a readable UTF-8 text file ({error}); convert it") from None
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
+    if len(ids) < 2:
+        raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
+    return torch.tensor(ids)
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Any, ids: Tensor, window: int, stride: int, batch: int, progress: Progress
+) -> Perplexity:
+    """exp of the mean negative log-likelihood of `ids` [n] under a causal model.
+
+    Windows of `window` tokens start every `stride`; a token is scored in the first window that
+    has it beyond its first position, so with stride = window each window's first token is not
+    scored, and with a smaller stride every token has at least `window − stride` before it.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None) or window
+    if window > limit:
+        raise InputError(f"window {window} is longer than the model's context of {limit}")
+    stride = min(stride, window)
+    starts = list(range(0, max(len(ids) - window, 0) + 1, stride))
+    if starts[-1] + window < len(ids):
+        starts.append(starts[-1] + stride)
+    total, count = 0.0, 0
+    groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
+    with progress.layers(len(groups), "evaluating") as advance:
+        for group in groups:
+            advance("")
+            for rows, fresh in _stack(ids, group, window, stride):
+                loss = _losses(model, rows)[:, -fresh:]
+                total, count = total + float(loss.double().sum()), count + loss.numel()
+    return Perplexity(math.exp(total / count), count, window)
+
+
+def _stack(
+    ids: Tensor, starts: list[int], window: int, stride: int
+) -> list[tuple[Tensor, int]]:
+    """Windows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
+    groups: dict[tuple[int, int], list[Tensor]] = {}
+    for start in starts:
+        row = ids[start : start + window]
+        fresh = len(row) - 1 if start == 0 or stride == window else len(row) - (window - stride)
+        if fresh > 0:
+            groups.setdefault((len(row), fresh), []).append(row)
+    return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
+
+
+def _losses(model: Any, rows: Tensor) -> Tensor:
+    """Negative log-likelihood [m, w-1] of every token but the first of each row."""
+    rows = rows.to(model.device)
+    logits = model(rows, use_cache=False).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
+    ).view(len(rows), -1)
+
+
+@torch.inference_mode()
+def sts_spearman(
+    model: Any, tokenizer: Any, path: Path, batch: int, progress: Progress
+) -> Spearman:
+    """Spearman correlation on an STS file: rows of sentence, sentence, score (no header needed).
+
+    Sentences are embedded by the mean of the last hidden states over their tokens.
+    """
+    pairs = read_pairs(path)
+    sentences = [s for first, second, _ in pairs for s in (first, second)]
+    embeddings = embed(model, tokenizer, sentences, batch, progress).double()
+    cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
+    gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
+    return Spearman(100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1]),
+                    len(pairs))
+
+
+def read_pairs(path: Path) -> list[tuple[str, str, float]]:
+    """Sentence pairs and scores of a CSV file; a first row without a number is its header.
+
+    Raises InputError for a file that is missing or has other rows.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: not a readable CSV file ({error})") from None
+    if rows and not _is_number(rows[0][-1]):
+        rows = rows[1:]
+    for number, row in enumerate(rows, 1):
+        if len(row) < 3 or not _is_number(row[-1]):
+            raise InputError(f"{path}: row {number} is {row!r}, expected sentence, sentence, score")
+    if len(rows) < 2:
+        raise InputError(f"{path}: {len(rows)} rows, expected sentence, sentence, score")
+    return [(row[-3], row[-2], float(row[-1])) for row in rows]
+
+
+def embed(
+    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress
+) -> Tensor:
+    """Mean-pooled sentence embeddings [n, d], computed in batches of similar length."""
+    order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
+    groups = [order[n : n + batch] for n in range(0, len(order), batch)]
+    rows: dict[int, Tensor] = {}
+    with progress.layers(len(groups), "embedding") as advance:
+        for group in groups:
+            advance("")
+            pooled = _pool(model, tokenizer, [sentences[n] for n in group])
+            rows.update(zip(group, pooled, strict=True))
+    return torch.stack([rows[n] for n in range(len(sentences))])
+
+
+def _pool(model: Any, tokenizer: Any, sentences: list[str]) -> Tensor:
+    limit = model.config.max_position_embeddings - 2  # RoBERTa's positions start at 2
+    tokens = tokenizer(
+        sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+    ).to(model.device)
+    hidden = model(**tokens).last_hidden_state  # [m, w, d]
+    mask = tokens["attention_mask"][..., None].to(hidden)
+    return ((hidden * mask).sum(1) / mask.sum(1)).cpu()
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Ranks from 0, ties sharing their mean rank."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts.double() + 1) / 2)[inverse]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -1,0 +1,164 @@
+"""Factorizes the planned layers one after the other, each kept in the journal as it is done."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import CapabilityError, NumericsError
+from blr.compressor.plan import Layer, Plan, PlannedLayer
+from blr.compressor.progress import Progress
+from blr.compressor.recipe import Recipe
+from blr.compressor.structures import family
+from blr.compressor.structures.base import FitOptions, relative_error
+
+ALGORITHM = 1  # raise it when a factorizer's results change: journals of older runs are then void
+
+Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layer to factorize and everything that determines its factors."""
+
+    planned: PlannedLayer
+    recipe: Recipe
+    device: torch.device
+
+    @property
+    def layer(self) -> Layer:
+        return self.planned.layer
+
+    @property
+    def options(self) -> FitOptions:
+        seed = layer_seed(self.recipe.seed, self.layer.module)
+        return FitOptions(self.recipe.solver, self.recipe.rounds, seed)
+
+    def key(self, weight: Tensor) -> str:
+        """The journal's name for the factors of `weight` under these settings."""
+        return layer_key(
+            weight=hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest(),
+            dtype=self.layer.entry.dtype,
+            shape=self.layer.entry.shape,
+            spec=self.planned.spec.to_dict(),
+            options=[self.recipe.solver, self.recipe.rounds, self.recipe.seed, self.recipe.dtype],
+            module=self.layer.module,
+            algorithm=[ALGORITHM, __version__, torch.__version__],
+            machine=[str(self.device), torch.get_num_threads()],
+        )
+
+
+def factorize_layers(
+    source: Source,
+    recipe: Recipe,
+    plan: Plan,
+    journal: Journal,
+    device: str,
+    progress: Progress,
+) -> dict[str, Result]:
+    """Factors of every planned layer, from the journal where it has them.
+
+    Returns:
+        Module name to its stored factors and record (spec, type, relative error, notes).
+    """
+    target = pick_device(device)
+    results = {}
+    with progress.layers(len(plan.layers)) as advance:
+        for planned in plan.layers:
+            advance(planned.layer.module)
+            results[planned.layer.module] = _layer(
+                source, Job(planned, recipe, target), journal
+            )
+    return results
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes the GPU if there is one. Raises CapabilityError for a device that is absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise CapabilityError(f"device {name!r} cannot be used ({reason}); try --device cpu") from None
+    return device
+
+
+def layer_seed(seed: int, module: str) -> int:
+    """A seed for one layer that does not depend on which other layers are factorized."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
+
+
+def _layer(source: Source, job: Job, journal: Journal) -> Result:
+    weight = source.load_tensor(job.layer.entry)
+    key = job.key(weight)
+    done = journal.load(key)
+    if done is None:
+        tensors, record = factorize(weight, job)
+        journal.store(key, tensors, record)
+        done = journal.load(key)
+    assert done is not None
+    factors, record = done
+    return {suffix: factors[suffix] for suffix in job.planned.spec.shapes()}, record
+
+
+def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Fit one layer.
+
+    Args:
+        weight: as stored, [o, i], or [i, o] if the layer is transposed.
+
+    Returns:
+        Factors in the stored dtype, contiguous on the CPU, and the layer's record. The error is
+        that of the stored factors, rounding included.
+    """
+    check_finite(weight, job.layer.entry)
+    spec, structure = job.planned.spec, family(job.planned.spec.structure)
+    stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
+    work = weight.to(job.device, working_dtype(job.device))
+    work = work.mT.contiguous() if job.layer.transposed else work
+    fit = structure.fit(work, spec, None, job.options)
+    tensors = {name: tensor.to("cpu", stored).contiguous() for name, tensor in fit.tensors.items()}
+    check_range(tensors, job.layer)
+    back = structure.reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
+    record = {
+        "type": job.layer.type,
+        "spec": spec.to_dict(),
+        "error": relative_error(work, back),
+        "notes": fit.notes,
+    }
+    return tensors, record
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """float64 where it is cheap enough to be the default: on CPU and data-center GPUs."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def check_finite(weight: Tensor, entry: TensorEntry) -> None:
+    """Raise NumericsError with the count when a weight holds NaN or Inf."""
+    bad = int((~torch.isfinite(weight)).sum())
+    if bad:
+        raise NumericsError(
+            f"{entry.file}: tensor {entry.name!r} holds {bad} NaN or Inf values of "
+            f"{entry.parameters}, expected finite weights; repair the checkpoint or --exclude the layer"
+        )
+
+
+def check_range(tensors: dict[str, Tensor], layer: Layer) -> None:
+    """Raise NumericsError when factors are not finite in the dtype they are stored in."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NumericsError(
+                f"{layer.module}: factor {name} is not finite in {tensor.dtype}; "
+                "store the factors as --dtype float32 or bfloat16, or --exclude the layer"
+            )

@@ -1,0 +1,155 @@
+"""The small files of an output, and the checks it must pass before it is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.card import model_card
+from blr.compressor.checkpoint.disk import sha256_file, write_stream
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import InputError, OutputError
+from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
+from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.registry import auto_map, register
+from blr.compressor.modeling.vendor import vendored_files
+from blr.compressor.plan import Plan
+from blr.compressor.recipe import Recipe
+
+LAYERS = "blr_layers.json"
+PROBE = (
+    "The quick brown fox jumps over 13 lazy dogs; naïve façade — 東京, déjà-vu!\n"
+    "\tdef f(x):  return x**2 + 3.14159  # don't\n\n   HTTP/1.1 200 OK 你好 🙂"
+)
+
+
+def small_files(
+    source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], settings: Any
+) -> dict[str, bytes | Path]:
+    """Everything of an output but weights and manifest: name to contents, or file to carry over."""
+    carried: dict[str, bytes | Path] = {
+        str(name): source.folder / name for name in source.extra_files()
+    }
+    return {
+        **carried,
+        "config.json": _json(structured_config(source.config, plan)),
+        LAYERS: _json(records),
+        "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
+        "README.md": model_card(source, recipe, plan, records, settings).encode(),
+        **vendored_files(),
+    }
+
+
+def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The native configuration turned into ours: own model type, classes and layer table."""
+    config = {key: value for key, value in config.items() if key != "auto_map"}
+    native, classes = config["model_type"], auto_map(config["model_type"])
+    fallback = classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)
+    architectures = config.get("architectures") or [fallback]
+    return {
+        **config,
+        "model_type": f"blr_{native}",
+        "architectures": [PREFIX + name for name in architectures],
+        "auto_map": classes,
+        "blr": {
+            "format": FORMAT,
+            "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
+        },
+    }
+
+
+def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
+    """Check that transformers loads `folder` with no key missing or left over, tokenizer included.
+
+    Returns:
+        Files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type
+        of our own would otherwise select another tokenizer class.
+
+    Raises:
+        OutputError: the output would not load as it should (a bug, or a family we misread).
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    register(source.config["model_type"])
+    _check_keys(folder, model_class(config["architectures"][0]))
+    return _keep_tokenizer(source.folder, folder)
+
+
+def _check_keys(folder: Path, cls: Any) -> None:
+    with _silence():
+        _, info = cls.from_pretrained(folder, device_map="meta", output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(kind):
+            names = sorted(str(key) for key in info[kind])
+            raise OutputError(
+                f"{folder}: {kind.replace('_', ' ')} when reloaded: {names[:3]} of {len(names)}; "
+                "this checkpoint does not fit the architecture its config.json names"
+            )
+
+
+def _keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
+    """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same."""
+    before = token_ids(source)
+    if before is None or before[1] == (token_ids(folder) or (None, None))[1]:
+        return {}
+    path = folder / "tokenizer_config.json"
+    table = json.loads(path.read_bytes()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    size, _ = write_stream(path, [_json({**table, "tokenizer_class": before[0]})])
+    after = token_ids(folder)
+    if after is None or after[1] != before[1]:
+        raise OutputError(
+            f"{folder}: its tokenizer does not give the ids of the source's; "
+            f"this transformers version cannot carry a {before[0]} over to another model type"
+        )
+    return {path.name: (size, sha256_file(path))}
+
+
+def token_ids(folder: Path) -> tuple[str, list[int]] | None:
+    """Class name of the tokenizer in `folder` and its ids of a probing text; None without one."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((folder / name).exists() for name in names):
+        return None
+    try:
+        with _silence():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{folder}: its tokenizer does not load ({reason}); repair or remove the tokenizer files"
+        ) from None
+
+
+@contextlib.contextmanager
+def _silence() -> Any:
+    """Keep transformers' own bars and advice off standard error while we check."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _yaml(value: dict[str, Any]) -> bytes:
+    from ruamel.yaml import YAML
+
+    out = StringIO()
+    YAML(typ="safe").dump(value, out)
+    return out.getvalue().encode()

@@ -1,0 +1,65 @@
+"""What an output consists of, read from its small files: no torch, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.errors import InputError
+from blr.compressor.structures.specs import spec_from_dict
+
+
+def inspect_output(folder: Path) -> dict[str, Any]:
+    """One row a structured layer and the totals.
+
+    Raises InputError when `folder` is not an output of `blr compress`.
+    """
+    try:
+        records = json.loads((folder / "blr_layers.json").read_bytes())
+        layers = [_row(name, record) for name, record in records.items()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder}: not an output of blr compress ({error}); give the folder it wrote"
+        ) from None
+    dense = sum(row["dense_parameters"] for row in layers)
+    structured = sum(row["parameters"] for row in layers)
+    totals = {"dense_parameters": dense, "parameters": structured, "cf": dense / structured}
+    return {"output": str(folder), "layers": layers, **totals}
+
+
+def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    spec = spec_from_dict(record["spec"])
+    return {
+        "module": name,
+        "type": record["type"],
+        "structure": spec.structure,
+        "shape": [spec.out_features, spec.in_features],
+        "rank": spec.describe(),
+        "dense_parameters": spec.dense_parameters,
+        "parameters": spec.parameters,
+        "cf": spec.dense_parameters / spec.parameters,
+        "error": record["error"],
+        "notes": record["notes"],
+    }
+
+
+def inspect_text(result: dict[str, Any]) -> str:
+    """The table of `inspect_output` as aligned text."""
+    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "error")
+    rows = [
+        (
+            row["module"],
+            row["structure"],
+            "x".join(map(str, row["shape"])),
+            row["rank"],
+            f"{row['parameters']:,}",
+            f"{row['cf']:.3f}",
+            f"{row['error']:.4f}",
+        )
+        for row in result["layers"]
+    ]
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in (head, *rows)]
+    total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
+    return "\n".join([*(line.rstrip() for line in lines), f"{total} parameters, cf {result['cf']:.3f}"])

@@ -1,0 +1,57 @@
+"""Configurations of structured models: a native configuration plus the table of its layers.
+
+Shipped inside every checkpoint. ``BlrLlamaConfig`` is ``LlamaConfig`` with the model type
+``blr_llama`` and one more entry, ``blr``::
+
+    "blr": {"format": 1, "layers": {"model.layers.0.mlp.up_proj": {"structure": "blast", …}}}
+
+The classes are made on demand from whatever ``transformers`` provides, so no model's names are
+written here; the type of our own makes a loader without this code fail loudly instead of
+filling a dense model with random weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+PREFIX = "Blr"
+FORMAT = 1
+_classes: dict[str, type] = {}
+
+
+def native_name(name: str) -> str:
+    """``BlrLlamaConfig`` -> ``LlamaConfig``. Raises AttributeError for any other kind of name."""
+    if not name.startswith(PREFIX) or not hasattr(transformers, name.removeprefix(PREFIX)):
+        raise AttributeError(f"no structured variant of {name!r} in transformers")
+    return name.removeprefix(PREFIX)
+
+
+def config_class(name: str) -> type:
+    """The configuration class ``Blr<Native>Config``, made once.
+
+    Its tensor-parallel plan is empty: the native plan shards ``weight`` matrices that a
+    structured layer does not have.
+    """
+    if name not in _classes:
+        native: Any = getattr(transformers, native_name(name))
+        _classes[name] = type(
+            name,
+            (native,),
+            {
+                "__module__": __name__,
+                "__doc__": f"{native.__name__} of a model with structured layers.",
+                "__annotations__": {"blr": "dict | None"},
+                "blr": None,
+                "model_type": f"blr_{native.model_type}",
+                "base_model_tp_plan": {},
+            },
+        )
+    return _classes[name]
+
+
+def __getattr__(name: str) -> type:
+    if not name.startswith(PREFIX) or not name.endswith("Config"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return config_class(name)

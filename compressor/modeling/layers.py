@@ -1,0 +1,113 @@
+"""The structured layers as modules, one class a family. Shipped inside every checkpoint.
+
+Each stores the canonical factors under the names of its spec (``U``, ``V``, ``S``,
+``factors.n``) beside an optional dense ``bias``, and replaces an ``nn.Linear`` or a GPT-2
+``Conv1D``: it maps [..., in_features] to [..., out_features].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.kernels.blast.reference import blast_linear
+from blr.kernels.kronecker.reference import kronecker_linear
+from blr.kernels.lowrank.reference import lowrank_linear
+from blr.kernels.monarch.reference import monarch_linear
+
+
+class StructuredLinear(nn.Module):
+    """Base of the structured layers: allocates the tensors that `spec` names."""
+
+    def __init__(self, spec: Spec, bias: bool) -> None:
+        super().__init__()
+        self.spec = spec
+        self.in_features = spec.in_features
+        self.out_features = spec.out_features
+        self._allocate()
+        self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
+
+    def _allocate(self) -> None:
+        for name, shape in self.spec.shapes().items():
+            self.register_parameter(name, _initialized(shape))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.spec.structure} {self.in_features} -> {self.out_features}, "
+            f"{self.spec.describe()}, bias={self.bias is not None}"
+        )
+
+
+class LowRankLinear(StructuredLinear):
+    """``y = (x V) Uᵀ + bias``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lowrank_linear(x, self.U, self.V, self.bias)
+
+
+class MonarchLinear(StructuredLinear):
+    """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return monarch_linear(x, self.U, self.V, self.bias)
+
+
+class BlastLinear(StructuredLinear):
+    """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return blast_linear(x, self.U, self.S, self.V, self.bias)
+
+
+class KroneckerLinear(StructuredLinear):
+    """``y = K_0 K_1 … K_{L-1} x + bias``."""
+
+    def _allocate(self) -> None:
+        shapes = self.spec.shapes().values()
+        self.factors = nn.ParameterList([_initialized(shape) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kronecker_linear(x, list(self.factors), self.bias)
+
+
+LAYERS: dict[str, type[StructuredLinear]] = {
+    "svd": LowRankLinear,
+    "monarch": MonarchLinear,
+    "blast": BlastLinear,
+    "ks": KroneckerLinear,
+}
+
+
+def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
+    """The module for one entry of the configuration's layer table (`Spec.to_dict`)."""
+    spec = spec_from_dict(fields)
+    return LAYERS[spec.structure](spec, bias)
+
+
+def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
+    """Put a structured layer in the place of every module that `layers` names.
+
+    Args:
+        model: any module tree, on any device (usually meta).
+        layers: module name to the fields of its spec.
+
+    Raises:
+        KeyError: a name that is not a module of `model`.
+    """
+    modules = dict(model.named_modules())
+    for name, fields in layers.items():
+        if name not in modules:
+            raise KeyError(f"the configuration factorizes {name!r}, which this model does not have")
+        old = modules[name]
+        new = structured_linear(fields, bias=getattr(old, "bias", None) is not None)
+        new.to(device=next(old.parameters()).device, dtype=next(old.parameters()).dtype)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, new)
+
+
+def _initialized(shape: tuple[int, ...]) -> nn.Parameter:
+    """Random numbers of unit gain over the contracted axis, for training from scratch."""
+    return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)

@@ -1,0 +1,84 @@
+"""Structured models: native transformers models whose named layers are structured.
+
+Shipped inside every checkpoint. ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` that swaps
+the layers listed in ``config.blr`` before its weights are loaded. Classes are made on demand
+(`model_class`), for any architecture that transformers has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
+from blr.compressor.modeling.layers import replace_layers
+
+_classes: dict[str, type] = {}
+
+
+class StructuredModelMixin:
+    """Swaps the structured layers in, in the last step of a model's construction.
+
+    `post_init` is where every transformers model ends its `__init__`, on the meta device while
+    loading: the layers must be in place before it collects tied weights and parallel plans.
+    """
+
+    def post_init(self) -> None:
+        layers = (self.config.blr or {}).get("layers", {})
+        replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
+        super().post_init()
+
+
+def module_name(model: Any, stored_name: str) -> str:
+    """The module of `model` that holds the layer stored on disk as `stored_name`.
+
+    Applies the renamings that transformers applies to tensors of this architecture, then adds
+    or strips the base model's prefix, as its loader does.
+    """
+    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    name = rename_source_key(f"{stored_name}.weight", renamings, [])[0].removesuffix(".weight")
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        if candidate in modules:
+            return candidate
+    return name
+
+
+def model_class(name: str) -> type:
+    """The model class ``Blr<Native>``, made once; its tensors keep their names on disk."""
+    if name not in _classes:
+        native: Any = getattr(transformers, native_name(name))
+        config = config_class(PREFIX + native.config_class.__name__)
+        _keep_conversions(native, name, config.model_type)
+        _classes[name] = type(
+            name,
+            (StructuredModelMixin, native),
+            {
+                "__module__": __name__,
+                "__doc__": f"{native.__name__} with structured layers.",
+                "config_class": config,
+            },
+        )
+    return _classes[name]
+
+
+def _keep_conversions(native: Any, name: str, model_type: str) -> None:
+    """Give our classes the native renamings: transformers skips them for custom code otherwise."""
+    for source, target in ((native.__name__, name), (native.config_class.model_type, model_type)):
+        conversions = get_checkpoint_conversion_mapping(source)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
+
+
+def __getattr__(name: str) -> type:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return model_class(name)

@@ -1,0 +1,54 @@
+"""Which Auto classes each structured model answers to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from blr.compressor.modeling.configuration_blr import PREFIX, config_class
+from blr.compressor.modeling.modeling_blr import model_class
+
+
+def register(model_type: str) -> type:
+    """Make transformers' Auto classes know the structured variant of a native `model_type`.
+
+    Returns:
+        Its configuration class. Raises KeyError for a type that transformers does not have.
+    """
+    native = CONFIG_MAPPING[model_type]
+    config = config_class(PREFIX + native.__name__)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto, names in _native_classes(native).items():
+        classes = tuple(model_class(PREFIX + name) for name in names)
+        getattr(transformers, auto)._model_mapping.register(
+            config, classes[0] if len(classes) == 1 else classes, exist_ok=True
+        )
+    return config
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class."""
+    native = CONFIG_MAPPING[model_type]
+    table = {"AutoConfig": f"configuration_blr.{PREFIX}{native.__name__}"}
+    for auto, names in _native_classes(native).items():
+        table[auto] = f"modeling_blr.{PREFIX}{names[0]}"
+    return table
+
+
+def _native_classes(native: Any) -> dict[str, tuple[str, ...]]:
+    """Auto class to the names of the native model classes it gives for this configuration."""
+    found = {}
+    for name in dir(modeling_auto):
+        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
+        if not name.startswith("AutoModel") or mapping is None or native not in mapping:
+            continue
+        classes = mapping[native]
+        classes = classes if isinstance(classes, tuple | list) else (classes,)
+        known = tuple(c.__name__ for c in classes if hasattr(transformers, c.__name__))
+        if known and hasattr(transformers, name):
+            found[name] = known
+    return found

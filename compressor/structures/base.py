@@ -1,0 +1,49 @@
+"""What a factorizer receives and returns, and the errors it is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to fit: `solver` names one of the family's solvers, None takes its default.
+
+    `rounds` counts alternations (or gradient steps of a gradient solver); None takes the
+    solver's default. `seed` feeds the solvers that start from random numbers.
+    """
+
+    solver: str | None = None
+    rounds: int | None = None
+    seed: int = 0
+
+
+@dataclass
+class Fit:
+    """Factors found for one layer: `tensors` as named by the spec, in the weight's working dtype."""
+
+    tensors: dict[str, Tensor]
+    notes: list[str] = field(default_factory=list)
+
+
+def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:
+    """tr(M H Mᵀ) of `matrix` [o, i] with `gram` H [i, i]; the squared Frobenius norm if H is None.
+
+    With M = W − W' this is the squared error of the layer's output over the calibration inputs
+    (H = Σ x xᵀ).
+    """
+    weighted = matrix if gram is None else matrix @ gram
+    return float((weighted * matrix).sum())
+
+
+def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor | None = None) -> float:
+    """‖W − W'‖ / ‖W‖ in the norm of `gram` (Frobenius if None); 0 for a zero weight met exactly."""
+    total = weighted_norm_squared(weight, gram)
+    missed = max(weighted_norm_squared(weight - approximation, gram), 0.0)
+    if total <= 0.0:
+        return 0.0 if missed == 0.0 else float("inf")
+    return (missed / total) ** 0.5

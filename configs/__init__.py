@@ -1,0 +1,1 @@
+"""Architecture knowledge as data: one YAML file a family, and the table of short names."""

@@ -1,0 +1,28 @@
+"""Monarch linear layer in plain torch: a block-diagonal product, a transpose, another one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``y_k = Σ_l U_kl (V_klᵀ x_l)`` over b×b blocks of rank r' = r/b.
+
+    Source: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", section 2.
+
+    Args:
+        x: [..., i] with i = b·p, any float dtype, contiguous or not.
+        U: [b, q, r], the middle index runs over (input block l, s in r').
+        V: [b, p, r], the middle index runs over (output block k, s in r').
+        bias: [b·q] or None.
+
+    Returns:
+        [..., b·q] in the dtype of `x`.
+    """
+    blocks, _, rank = U.shape
+    batch = x.shape[:-1]
+    x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [b, n, p]
+    z = (x @ V).unflatten(-1, (blocks, rank // blocks))  # [l, n, k, r']
+    z = z.permute(2, 1, 0, 3).flatten(2)  # [k, n, l·r']
+    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, -1)  # [..., b·q]
+    return y if bias is None else y + bias

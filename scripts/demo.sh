@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The main job on the bundled checkpoint: install, compress, generate, perplexity before and after.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -d .venv ] || python3 -m venv .venv
+.venv/bin/python -m pip install --quiet --constraint tests/constraints.txt .
+blr=.venv/bin/blr model=tests/data/tiny-llama out=${1:-tiny-llama-blast}
+export HF_HUB_OFFLINE=1
+set -x
+$blr compress $model --method blast --cf 1.25 --output "$out"
+$blr generate "$out" "The protocol is" --max-new-tokens 32
+$blr eval $model --text tests/data/sample.txt
+$blr eval "$out" --text tests/data/sample.txt

@@ -1,0 +1,118 @@
+"""Every hostile checkpoint is refused with one line, quickly, with nothing written or run."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from blr.compressor.checkpoint.shapes import check_against_config
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.errors import InputError
+
+SECONDS = 10
+TABLE = Path(__file__).with_name("hostile.py")
+
+
+def load_table() -> ModuleType:
+    """hostile.py by path: in importlib mode, test files cannot import their neighbours."""
+    spec = importlib.util.spec_from_file_location("blr_hostile", TABLE)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hostile = load_table()
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Turns a hang, on a FIFO for instance, into a failure."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"over {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def snapshot(folder: Path) -> list[tuple[str, int, int]]:
+    """Every path below `folder` with size and time of change, links not followed."""
+    paths = sorted(folder.rglob("*"))
+    return [(str(p), p.lstat().st_size, p.lstat().st_mtime_ns) for p in paths]
+
+
+@pytest.mark.parametrize("case", hostile.HOSTILE)
+def test_refused(case: str, tmp_path: Path, alarm: None) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    entry = hostile.HOSTILE[case]
+    entry.build(folder)
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError) as error:
+        source = open_source(folder, allow_pickle=entry.allow_pickle, scratch=tmp_path / "scratch")
+        check_against_config(source, hostile.LLAMA_SHAPES)
+    message = str(error.value)
+    assert entry.fragment in message
+    assert len(message) < 500
+    assert message.isprintable()
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "canary").exists()
+
+
+def test_table_is_large() -> None:
+    assert len(hostile.HOSTILE) >= 30
+
+
+def test_good_twin_is_accepted(tmp_path: Path) -> None:
+    """What the hostile checkpoints are made from is good, so each fails for its own sake."""
+    source = open_source(hostile.write(tmp_path))
+    check_against_config(source, hostile.LLAMA_SHAPES)
+    assert source.entries.keys() == hostile.PICO.keys()
+
+
+def test_auto_map_is_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    hostile.auto_map(folder)
+    source = open_source(folder)
+    assert source.extra_files() == [Path("tokenizer_config.json")]
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_refused_without_torch_within_a_gigabyte(tmp_path: Path) -> None:
+    """All but the pickles again in one fresh process: no torch, and bounded memory."""
+    cases = [case for case, entry in hostile.HOSTILE.items() if not entry.allow_pickle]
+    for case in cases:
+        (tmp_path / case / "checkpoint").mkdir(parents=True)
+        hostile.HOSTILE[case].build(tmp_path / case / "checkpoint")
+    script = """
+import sys
+from pathlib import Path
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.errors import InputError
+for folder in sys.argv[1:]:
+    try:
+        open_source(Path(folder))
+    except InputError:
+        continue
+    assert "mismatch" in folder or "auto-map" in folder, folder
+assert not {"torch", "transformers", "safetensors", "numpy"} & sys.modules.keys()
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+    folders = [str(tmp_path / case / "checkpoint") for case in cases]
+    command = [sys.executable, "-I", "-c", script, *folders]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 2**20  # KiB

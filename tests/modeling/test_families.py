@@ -1,0 +1,118 @@
+"""Every family compresses, reloads and computes what its factors say it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pico import MODELS, inputs_for, save_pico
+from safetensors import safe_open
+
+import blr.compressor.modeling
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.compress import Settings, compress
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.plan import make_plan
+from blr.compressor.progress import Progress
+from blr.compressor.recipe import make_recipe
+from blr.compressor.structures import family
+
+METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
+AUTO = {"CausalLM": "AutoModelForCausalLM", "MaskedLM": "AutoModelForMaskedLM"}
+AUTO |= {"ImageClassification": "AutoModelForImageClassification"}
+
+
+def auto_class(name: str) -> Any:
+    """The Auto class for the pico model `name`."""
+    architecture = MODELS[name][2].replace("LMHeadModel", "ForCausalLM")
+    return getattr(transformers, AUTO.get(architecture.partition("For")[2], "AutoModel"))
+
+
+def compress_pico(name: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
+    """Save the pico model, compress it; returns both folders."""
+    source, output = save_pico(name, folder / "dense"), folder / "out"
+    recipe = make_recipe(**{"method": "svd", "cf": 1.5, **settings})
+    compress(open_source(source), recipe, output, Settings("pico"), Progress(quiet=True))
+    return source, output
+
+
+def rebuilt(name: str, source: Path, output: Path, recipe: Any) -> Any:
+    """The native model with every compressed weight replaced by the product of its factors."""
+    model = auto_class(name).from_pretrained(source, dtype=torch.float32)
+    modules = dict(model.named_modules())
+    with safe_open(output / "model.safetensors", "pt") as stored, torch.no_grad():
+        for planned in make_plan(open_source(source), recipe).layers:
+            spec, module = planned.spec, planned.layer.module
+            factors = {s: stored.get_tensor(f"{module}.{s}").double() for s in spec.shapes()}
+            weight = family(spec.structure).reconstruct(factors, spec).float()
+            target = modules[module_name(model, module)].weight
+            target.copy_(weight.T if planned.layer.transposed else weight)
+    return model.eval()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_same_logits_as_dense_rebuilt_from_factors(name: str, method: str, tmp_path: Path) -> None:
+    settings = {"method": method, "cf": 1.5, **METHODS[method]}
+    source, output = compress_pico(name, tmp_path, **settings)
+    if name == "opt":
+        blr.compressor.modeling.register("opt")
+    model = auto_class(name).from_pretrained(output, dtype=torch.float32).eval()
+    assert any(isinstance(module, StructuredLinear) for module in model.modules())
+    dense = rebuilt(name, source, output, make_recipe(**settings))
+    with torch.inference_mode():
+        found, expected = model(**inputs_for(model))[0], dense(**inputs_for(model))[0]
+    assert relative(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gpt2"])
+def test_generation_with_cache_equals_generation_without(name: str, tmp_path: Path) -> None:
+    _, output = compress_pico(name, tmp_path)
+    model = auto_class(name).from_pretrained(output, dtype=torch.float32).eval()
+    prompt = inputs_for(model)["input_ids"][:1]
+    arguments = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cached = model.generate(prompt, use_cache=True, **arguments)
+    assert cached.shape[1] == prompt.shape[1] + 16
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **arguments))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "vit"])
+def test_base_model_loads_from_a_head_checkpoint(name: str, tmp_path: Path) -> None:
+    _, output = compress_pico(name, tmp_path)
+    model, info = transformers.AutoModel.from_pretrained(output, output_loading_info=True)
+    assert not [key for key in info["missing_keys"] if "pooler" not in key]
+    structured = [m for m in model.modules() if isinstance(m, StructuredLinear)]
+    assert len(structured) >= 12
+
+
+def test_saving_a_loaded_model_keeps_its_names_on_disk(tmp_path: Path) -> None:
+    _, output = compress_pico("vit", tmp_path)
+    model = auto_class("vit").from_pretrained(output)
+    model.save_pretrained(tmp_path / "again")
+    with safe_open(output / "model.safetensors", "pt") as first:
+        with safe_open(tmp_path / "again" / "model.safetensors", "pt") as second:
+            assert set(first.keys()) == set(second.keys())
+
+
+def test_structured_layers_train(tmp_path: Path) -> None:
+    _, output = compress_pico("llama", tmp_path, method="blast", blocks=4, rounds=0)
+    model = auto_class("llama").from_pretrained(output)
+    ids = inputs_for(model)["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    layer = next(m for m in model.modules() if isinstance(m, StructuredLinear))
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in layer.parameters())
+
+
+def test_new_model_from_configuration_has_finite_weights(tmp_path: Path) -> None:
+    _, output = compress_pico("llama", tmp_path)
+    config = transformers.AutoConfig.from_pretrained(output)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

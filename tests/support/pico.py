@@ -1,0 +1,100 @@
+"""Pico models: every family, randomly initialized, small enough to compress in a moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 128
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 16,
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+# id -> (configuration class, its settings, model class)
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaConfig", {**_LLAMA, "tie_word_embeddings": False}, "LlamaForCausalLM"),
+    "llama-tied": ("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}, "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 16}, "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", _LLAMA, "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 16}, "Qwen3ForCausalLM"),
+    "gpt2": ("GPT2Config", _GPT2, "GPT2LMHeadModel"),
+    "bert": ("BertConfig", _BERT, "BertModel"),
+    "bert-mlm": ("BertConfig", _BERT, "BertForMaskedLM"),
+    "roberta": ("RobertaConfig", {**_BERT, "pad_token_id": 1}, "RobertaForMaskedLM"),
+    "vit": ("ViTConfig", _VIT, "ViTForImageClassification"),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 32,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 1,
+        },
+        "OPTForCausalLM",
+    ),
+}
+
+
+def save_pico(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Save the pico model `name` (random weights of visible size, biases too) into `folder`."""
+    config_name, settings, model_name = MODELS[name]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def inputs_for(model: Any) -> dict[str, torch.Tensor]:
+    """A batch that the model accepts."""
+    torch.manual_seed(1)
+    if hasattr(model.config, "image_size"):
+        return {"pixel_values": torch.randn(2, 3, 32, 32, dtype=model.dtype)}
+    return {"input_ids": torch.randint(2, VOCAB, (2, 24))}
