@@ -17,12 +17,15 @@ from blr.compressor.checkpoint.disk import (
     storage_errors,
     write_stream,
 )
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
+from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.shards import Slot, assign_shards, write_shards
-from blr.compressor.checkpoint.source import Source
+from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.errors import InputError
+from blr.compressor.families import find_family
 from blr.compressor.plan import Plan, make_plan
 from blr.compressor.progress import Progress
 from blr.compressor.recipe import Recipe
@@ -35,7 +38,8 @@ class Settings:
     """What is not part of the recipe: where and how to run.
 
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
-    "auto"; `max_shard_size` is in bytes.
+    "auto"; `max_shard_size` is in bytes; `overwrite`, `restart` and `allow_pickle` are as on the
+    command line.
     """
 
     source_name: str
@@ -44,6 +48,7 @@ class Settings:
     max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     restart: bool = False
+    allow_pickle: bool = False
 
 
 @dataclass
@@ -65,9 +70,9 @@ class Summary:
 
 
 def compress(
-    source: Source, recipe: Recipe, output: Path, settings: Settings, progress: Progress
+    folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
 ) -> Summary:
-    """Write the compressed checkpoint to `output`, resuming what an earlier run left.
+    """Write the compressed checkpoint of `folder` to `output`, resuming what an earlier run left.
 
     Everything that can be checked from headers is checked before torch is imported. `output` is
     absent until it is complete.
@@ -76,20 +81,31 @@ def compress(
         BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
     """
     started = monotonic()
-    plan = make_plan(source, recipe)
-    progress.notes(plan.notes)
-    needed = estimate_bytes(source, plan, recipe)
-    with Workspace(
-        output,
-        _quick_fingerprint(source, recipe, settings),
-        needed=needed,
-        overwrite=settings.overwrite,
-        restart=settings.restart,
-    ) as workspace:
+    with Workspace(output, overwrite=settings.overwrite, restart=settings.restart) as workspace:
+        source = open_checked(folder, settings.allow_pickle, workspace.pickled)
+        plan = make_plan(source, recipe)
+        progress.notes(plan.notes)
+        needed = estimate_bytes(source, plan, recipe)
         check_space(workspace.output.parent, needed)
         with storage_errors(workspace.output.parent, needed):
             records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
+
+
+def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
+    """`open_source`, and what its config.json implies for its tensors.
+
+    Raises InputError, also for a checkpoint that is an output of ours already.
+    """
+    source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
+    if source.model_type.startswith("blr_"):
+        raise InputError(
+            f"{folder}: model type {source.model_type!r} is already compressed by blr; "
+            "compress the dense checkpoint it came from"
+        )
+    family = find_family(source.model_type)
+    check_against_config(source, family.shapes if family else None)
+    return source
 
 
 def estimate_bytes(source: Source, plan: Plan, recipe: Recipe) -> int:
@@ -97,8 +113,7 @@ def estimate_bytes(source: Source, plan: Plan, recipe: Recipe) -> int:
     replaced = {planned.layer.entry.name for planned in plan.layers}
     kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
     factors = sum(
-        planned.spec.parameters * _item_bytes(planned.layer.entry, recipe)
-        for planned in plan.layers
+        planned.spec.parameters * _item_bytes(planned.layer.entry, recipe) for planned in plan.layers
     )
     extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
     return kept + 2 * factors + extra + (4 << 20)
@@ -110,7 +125,7 @@ def _item_bytes(entry: TensorEntry, recipe: Recipe) -> int:
     return entry.nbytes // max(entry.parameters, 1)
 
 
-def _quick_fingerprint(source: Source, recipe: Recipe, settings: Settings) -> dict[str, Any]:
+def _fingerprint(source: Source, recipe: Recipe, settings: Settings) -> dict[str, Any]:
     """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
     import hashlib
     from importlib.metadata import version
@@ -144,7 +159,7 @@ def _run(
     from blr.compressor.factorize import factorize_layers
     from blr.compressor.finish import check_reload, small_files
 
-    if workspace.finished:
+    if workspace.open(_fingerprint(source, recipe, settings)):
         workspace.commit()
         return read_records(workspace.output)
     results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
@@ -210,6 +225,11 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads((folder / "blr_layers.json").read_bytes()) if "blr" in config else {}
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of tensor data in one shard."""
+    return sum(entry.nbytes for entry in read_header(path).entries.values())
+
+
 def _summarize(
     source: Source,
     recipe: Recipe,
@@ -219,7 +239,6 @@ def _summarize(
     seconds: float,
 ) -> Summary:
     before = sum(entry.parameters for entry in source.entries.values())
-    weights = sorted(workspace.output.glob("*.safetensors"))
     by_type: dict[str, list[float]] = {}
     for record in records.values():
         by_type.setdefault(record["type"], []).append(record["error"])
@@ -230,7 +249,7 @@ def _summarize(
         parameters_before=before,
         parameters_after=before - plan.dense_parameters + plan.structured_parameters,
         bytes_before=sum(entry.nbytes for entry in source.entries.values()),
-        bytes_after=sum(path.stat().st_size for path in weights),
+        bytes_after=sum(tensor_bytes(path) for path in workspace.output.glob("*.safetensors")),
         layers=len(plan.layers),
         errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
         seconds=seconds,

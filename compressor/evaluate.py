@@ -75,9 +75,7 @@ def perplexity(
     return Perplexity(math.exp(total / count), count, window)
 
 
-def _stack(
-    ids: Tensor, starts: list[int], window: int, stride: int
-) -> list[tuple[Tensor, int]]:
+def _stack(ids: Tensor, starts: list[int], window: int, stride: int) -> list[tuple[Tensor, int]]:
     """Windows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
@@ -98,9 +96,7 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def sts_spearman(
-    model: Any, tokenizer: Any, path: Path, batch: int, progress: Progress
-) -> Spearman:
+def sts_spearman(model: Any, tokenizer: Any, path: Path, batch: int, progress: Progress) -> Spearman:
     """Spearman correlation on an STS file: rows of sentence, sentence, score (no header needed).
 
     Sentences are embedded by the mean of the last hidden states over their tokens.
@@ -110,8 +106,9 @@ def sts_spearman(
     embeddings = embed(model, tokenizer, sentences, batch, progress).double()
     cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1]),
-                    len(pairs))
+    return Spearman(
+        100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1]), len(pairs)
+    )
 
 
 def read_pairs(path: Path) -> list[tuple[str, str, float]]:
@@ -134,9 +131,7 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     return [(row[-3], row[-2], float(row[-1])) for row in rows]
 
 
-def embed(
-    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress
-) -> Tensor:
+def embed(model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress) -> Tensor:
     """Mean-pooled sentence embeddings [n, d], computed in batches of similar length."""
     order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
     groups = [order[n : n + batch] for n in range(0, len(order), batch)]

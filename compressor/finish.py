@@ -11,7 +11,7 @@ from typing import Any
 from blr.compressor.card import model_card
 from blr.compressor.checkpoint.disk import sha256_file, write_stream
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError, OutputError
+from blr.compressor.errors import OutputError
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.registry import auto_map, register
@@ -30,17 +30,25 @@ def small_files(
     source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], settings: Any
 ) -> dict[str, bytes | Path]:
     """Everything of an output but weights and manifest: name to contents, or file to carry over."""
-    carried: dict[str, bytes | Path] = {
-        str(name): source.folder / name for name in source.extra_files()
-    }
     return {
-        **carried,
+        **{str(name): _carried(source.folder / name) for name in source.extra_files()},
         "config.json": _json(structured_config(source.config, plan)),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
         "README.md": model_card(source, recipe, plan, records, settings).encode(),
         **vendored_files(),
     }
+
+
+def _carried(path: Path) -> bytes | Path:
+    """A file to carry over byte for byte, but for an `auto_map`: that would name code to run, in
+    this folder or another repository, to whoever trusts ours."""
+    if path.suffix != ".json" or b"auto_map" not in (data := path.read_bytes()):
+        return path
+    table = json.loads(data)
+    if not isinstance(table, dict) or "auto_map" not in table:
+        return path
+    return _json({key: value for key, value in table.items() if key != "auto_map"})
 
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -108,7 +116,10 @@ def _keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def token_ids(folder: Path) -> tuple[str, list[int]] | None:
-    """Class name of the tokenizer in `folder` and its ids of a probing text; None without one."""
+    """Class name of the tokenizer in `folder` and its ids of a probing text.
+
+    None when it has no tokenizer, or one that does not load without code of its own.
+    """
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -120,11 +131,8 @@ def token_ids(folder: Path) -> tuple[str, list[int]] | None:
                 folder, trust_remote_code=False, local_files_only=True
             )
             return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{folder}: its tokenizer does not load ({reason}); repair or remove the tokenizer files"
-        ) from None
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError):
+        return None
 
 
 @contextlib.contextmanager

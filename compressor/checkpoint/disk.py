@@ -75,10 +75,10 @@ def remove_tree(folder: Path) -> None:
 
 
 @contextmanager
-def storage_errors(folder: Path, needed: int) -> Iterator[None]:
+def storage_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
     """Turn operating-system errors while writing under `folder` into errors with a remedy.
 
-    `needed` is the estimate of the bytes the whole run writes there. The safetensors library
+    `needed` is the estimate of the bytes the whole run writes there, if known. The safetensors library
     reports its own I/O errors without a number, so its text is searched as well.
     """
     try:
@@ -98,12 +98,13 @@ def storage_errors(folder: Path, needed: int) -> Iterator[None]:
         raise _translate(code, folder, needed) from error
 
 
-def _translate(code: int, folder: Path, needed: int) -> BlrError:
+def _translate(code: int, folder: Path, needed: int | None) -> BlrError:
     what = os.strerror(code).lower()
     if code in FULL:
         return StorageError(
-            f"{folder}: {what}; the run needs about {needed} bytes there: "
-            "free or enlarge the disk, then run the same command again, it resumes"
+            f"{folder}: {what}; the run needs "
+            + (f"about {needed} bytes there: " if needed else "more room: ")
+            + "free or enlarge the disk, then run the same command again, it resumes"
         )
     if code in DENIED:
         return OutputError(f"{folder}: {what}; choose an output folder you can write to")

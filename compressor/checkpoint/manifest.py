@@ -39,9 +39,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What differs between the folder and its manifest, one line a file; empty when nothing."""
     listed = manifest["files"]
-    problems = [
-        f"{name}: {problem}" for name in listed if (problem := _check(folder, name, listed))
-    ]
+    problems = [f"{name}: {problem}" for name in listed if (problem := _check(folder, name, listed))]
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     extra = sorted(present - set(listed) - {MANIFEST})
     return problems + [f"{name}: not listed in the manifest" for name in extra]

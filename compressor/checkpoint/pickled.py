@@ -37,9 +37,7 @@ SHARD_BYTES = 2**30
 # which includes bytearray(10**12).
 GLOBALS = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)"
-    r"|torch \w+Storage|torch\.storage UntypedStorage|torch ("
-    + "|".join(TORCH_NAMES.values())
-    + ")"
+    r"|torch \w+Storage|torch\.storage UntypedStorage|torch (" + "|".join(TORCH_NAMES.values()) + ")"
 )
 # Other ways to name or build an object than the GLOBAL and REDUCE of pickle protocol 2
 OPCODES = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"})

@@ -42,8 +42,7 @@ def assign_shards(slots: list[Slot], max_bytes: int) -> dict[str, list[Slot]]:
     if len(ordered) == 1:
         return {"model.safetensors": ordered[0]}
     return {
-        f"model-{n:05d}-of-{len(ordered):05d}.safetensors": group
-        for n, group in enumerate(ordered, 1)
+        f"model-{n:05d}-of-{len(ordered):05d}.safetensors": group for n, group in enumerate(ordered, 1)
     }
 
 
@@ -65,9 +64,7 @@ def write_shards(
     return written
 
 
-def _shard_bytes(
-    slots: list[Slot], read: Callable[[TensorEntry], Iterator[bytes]]
-) -> Iterator[bytes]:
+def _shard_bytes(slots: list[Slot], read: Callable[[TensorEntry], Iterator[bytes]]) -> Iterator[bytes]:
     yield _header(slots)
     for slot in slots:
         yield from read(slot.origin)

@@ -214,9 +214,7 @@ def _is_plain(file: str, suffix: str) -> bool:
     return safe and file.endswith(suffix) and len(file) <= 255 and not file.startswith(".")
 
 
-def _read_shards(
-    shards: list[Path], weight_map: dict[str, str], index: Path
-) -> dict[str, TensorEntry]:
+def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) -> dict[str, TensorEntry]:
     """All entries of `shards`; with a `weight_map`, both must name the same tensors."""
     entries: dict[str, TensorEntry] = {}
     for shard in shards:

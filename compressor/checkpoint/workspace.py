@@ -26,33 +26,22 @@ class Workspace:
 
     Args:
         output: the folder to produce.
-        fingerprint: everything a resumed run must agree on, by name.
-        needed: estimated bytes, for the message when the disk is full.
         overwrite: replace an existing output of ours.
         restart: discard what an earlier run left instead of resuming it.
 
     Raises (on entering):
-        OutputError: locked by another run, not writable, occupied, or left by a run with
-            another fingerprint (the message names what changed).
+        OutputError: locked by another run, not writable, or occupied.
     """
 
-    def __init__(
-        self,
-        output: Path,
-        fingerprint: dict[str, Any],
-        *,
-        needed: int = 0,
-        overwrite: bool = False,
-        restart: bool = False,
-    ) -> None:
+    def __init__(self, output: Path, *, overwrite: bool = False, restart: bool = False) -> None:
         self.output = Path(os.path.abspath(output))
         self.partial = self.output.with_name(self.output.name + ".blr-partial")
         self.retired = self.output.with_name(self.output.name + ".blr-replaced")
         self.lock_file = self.output.with_name(self.output.name + ".blr-lock")
         self.journal = Journal(self.partial / "journal")
-        self.fingerprint = json.loads(canonical_json(fingerprint))
-        self.needed, self.overwrite, self.restart = needed, overwrite, restart
-        self.finished = False  # an earlier run had finished all but the last rename
+        self.pickled = self.partial / "pickled"  # room for converted pickle weights
+        self.fingerprint: dict[str, Any] = {}
+        self.overwrite, self.restart = overwrite, restart
 
     def __enter__(self) -> Workspace:
         from filelock import FileLock, Timeout
@@ -60,7 +49,7 @@ class Workspace:
         check_parent(self.output)
         self._lock = FileLock(self.lock_file, mode=0o644)
         try:
-            with storage_errors(self.output.parent, self.needed):
+            with storage_errors(self.output.parent):
                 self._lock.acquire(blocking=False)
         except Timeout:
             raise OutputError(
@@ -68,7 +57,9 @@ class Workspace:
             ) from None
         HELD_LOCKS.add(self.lock_file)
         try:
-            self._prepare()
+            self._refuse_occupied_output()
+            if self.restart:
+                remove_tree(self.partial)
         except BaseException:
             self._unlock()
             raise
@@ -78,6 +69,25 @@ class Workspace:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._unlock()
+
+    def open(self, fingerprint: dict[str, Any]) -> bool:
+        """Make the partial folder ready for a run, or find it finished.
+
+        Args:
+            fingerprint: everything a resumed run must agree on, by name, JSON-ready.
+
+        Returns:
+            True when an earlier run had done all but the last rename: only `commit` is left.
+
+        Raises:
+            OutputError: left by a run with another fingerprint (the message names what changed).
+        """
+        self.fingerprint = json.loads(canonical_json(fingerprint))
+        if self._left_complete():
+            return True
+        self.journal.folder.mkdir(parents=True, exist_ok=True)
+        self._check_fingerprint()
+        return False
 
     def commit(self) -> None:
         """Turn the partial folder, whose manifest is written, into the output.
@@ -95,17 +105,6 @@ class Workspace:
         os.rename(self.partial, self.output)
         fsync_folder(self.output.parent)
         remove_tree(self.retired)
-
-    def _prepare(self) -> None:
-        self._refuse_occupied_output()
-        if self.restart:
-            remove_tree(self.partial)
-        self.finished = self._left_complete()
-        if self.finished:
-            return
-        with storage_errors(self.output.parent, self.needed):
-            self.journal.folder.mkdir(parents=True, exist_ok=True)
-            self._check_fingerprint()
 
     def _left_complete(self) -> bool:
         """Whether an earlier run with our fingerprint was stopped after its manifest."""
@@ -137,13 +136,10 @@ class Workspace:
             write_atomic(path, canonical_json(self.fingerprint))
             return
         left = json.loads(path.read_bytes())
-        changed = [
-            k for k in {**left, **self.fingerprint} if left.get(k) != self.fingerprint.get(k)
-        ]
+        changed = [k for k in {**left, **self.fingerprint} if left.get(k) != self.fingerprint.get(k)]
         if changed:
             found = "; ".join(
-                f"{k} was {_short(left.get(k))}, now {_short(self.fingerprint.get(k))}"
-                for k in changed
+                f"{k} was {_short(left.get(k))}, now {_short(self.fingerprint.get(k))}" for k in changed
             )
             raise OutputError(
                 f"{self.partial}: left by a run with other settings ({found}); "

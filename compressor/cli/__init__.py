@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -88,5 +89,4 @@ def _fail(error: BaseException, code: int, message: str | None = None) -> None:
 
 
 def _wants_json(arguments: list[str]) -> bool:
-    pairs = zip(arguments, arguments[1:], strict=False)
-    return "--format=json" in arguments or ("--format", "json") in pairs
+    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)

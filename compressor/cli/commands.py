@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from blr.compressor.errors import UsageError, VerifyError
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """How results are printed."""
 
     text = "text"
@@ -40,22 +40,18 @@ def compress(
     method: Annotated[
         str, typer.Option("--method", "-m", help="svd, monarch, blast or ks (Kronecker-sparse).")
     ] = "svd",
-    cf: Annotated[
-        float, typer.Option(help="Compression factor of the replaced layers, over 1.")
-    ] = 2.0,
+    cf: Annotated[float, typer.Option(help="Compression factor of the replaced layers, over 1.")] = 2.0,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder to write [default: NAME-METHOD-cfCF here]."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Fixed rank in place of --cf.")] = None,
-    blocks: Annotated[
-        int | None, typer.Option(help="Blocks b of Monarch [4] and BLAST [16].")
-    ] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks b of Monarch [4] and BLAST [16].")] = None,
     pattern: Annotated[
         str | None,
         typer.Option(help="Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly."),
     ] = None,
-    solver: Annotated[str | None, typer.Option(help="BLAST: als or precgd.")] = None,
+    solver: Annotated[str | None, typer.Option(help="BLAST: varpro or precgd.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds or steps of the solver.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(help="Only modules matching this glob; repeatable.")
@@ -86,7 +82,6 @@ def compress(
     """Replace the linear layers of a checkpoint by structured ones."""
     from blr.compressor.checkpoint.resolve import default_output, resolve_model
     from blr.compressor.checkpoint.sizes import parse_size
-    from blr.compressor.checkpoint.source import open_source
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.compress import Settings
     from blr.compressor.compress import compress as run
@@ -110,7 +105,6 @@ def compress(
     output = output or default_output(model, recipe)
     with stop_on_signals(output):
         found = resolve_model(model, revision=revision, offline=offline)
-        source = open_source(found.folder, allow_pickle=allow_pickle)
         settings = Settings(
             source_name=found.name,
             revision=found.revision,
@@ -118,16 +112,15 @@ def compress(
             max_shard_size=shard_bytes,
             overwrite=overwrite,
             restart=restart,
+            allow_pickle=allow_pickle,
         )
-        summary = run(source, recipe, output, settings, Progress(quiet))
+        summary = run(found.folder, recipe, output, settings, Progress(quiet))
     _print(asdict(summary), _compress_text, format)
 
 
 def evaluate(
     checkpoint: Checkpoint,
-    text: Annotated[
-        Path | None, typer.Option(help="Text file: perplexity of a decoder on it.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file: perplexity of a decoder on it.")] = None,
     sts: Annotated[
         Path | None,
         typer.Option(help="CSV of sentence pairs and scores: Spearman of an encoder on it."),
@@ -178,9 +171,7 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")
-    ] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the K likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,

@@ -24,10 +24,15 @@ class FitOptions:
 
 @dataclass
 class Fit:
-    """Factors found for one layer: `tensors` as named by the spec, in the weight's working dtype."""
+    """Factors found for one layer: `tensors` as named by the spec, in the weight's working dtype.
+
+    `notes` are fallbacks to record; `losses` the weighted squared error after every round of an
+    iterative solver, its start first.
+    """
 
     tensors: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
 def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:

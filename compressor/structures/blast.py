@@ -1,9 +1,11 @@
-"""BLAST factorization ``W_kl = U_k diag(S_kl) V_lᵀ``: two solvers.
+"""BLAST factorization ``W_kl = U_k diag(S_kl) V_lᵀ`` in the norm of the calibration statistics.
 
-`als` starts from the optimal low rank (S = 1), so it can only improve on it, then solves for U,
-V and S in turn, each exactly. `precgd` is the published preconditioned gradient descent.
-Source: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", section 2, and
-BLAST (Lee et al., arXiv 2410.21262, algorithm 2).
+`varpro` (default) starts from the optimal low rank of the same norm with S = 1, so it is never
+worse than low rank at equal rank. U is always the exact minimizer for (S, V),
+``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹`` with ``Z_k = [diag(S_kl) V_lᵀ]_l``; S and V descend by
+preconditioned L-BFGS, every accepted step lowering tr((W−W')H(W−W')ᵀ). `precgd` is the
+published solver. Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation
+Models", section 2.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from torch import Tensor
 
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import solve_spd
+from blr.compressor.structures.descent import Apply, descend
+from blr.compressor.structures.linalg import inverse_spd, mixed_gram, solve_spd
+from blr.compressor.structures.precgd import STEPS, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
-SOLVERS = ("als", "precgd")
-DEFAULT_ROUNDS = {"als": 30, "precgd": 300}
-DELTA = 0.1  # regularization of the preconditioners, relative to the error norm
-CHUNK_ELEMENTS = 1 << 26  # of the S systems solved at once: 0.5 GB in float64
+SOLVERS = ("varpro", "precgd")
+ROUNDS = 30
+CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
+PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
 
-Factors = dict[str, Tensor]
+Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
 
 
 def fit(
@@ -30,145 +34,123 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i].
+    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i].
 
-    `options.solver` is `als` (default) or `precgd`.
+    `options.solver` is "varpro" (default) or "precgd", which ignores `gram`; `options.rounds`
+    counts accepted steps. Tensors keep the dtype of `weight`.
     """
-    solver = options.solver or "als"
-    rounds = DEFAULT_ROUNDS[solver] if options.rounds is None else options.rounds
-    if solver == "precgd":
-        return Fit(_precgd(weight, spec, rounds, options.seed))
-    return Fit(_als(weight, spec, rounds))
+    if options.solver == "precgd":
+        steps = STEPS if options.rounds is None else options.rounds
+        return _named(precgd(weight, spec, steps, options.seed))
+    rounds = ROUNDS if options.rounds is None else options.rounds
+    if gram is not None:
+        gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+    problem = BlastProblem(weight, gram, spec)
+    theta, losses = descend(problem, problem.start(), rounds)
+    problem.evaluate(theta)
+    return _named(_balance(problem.U, *problem.split(theta)), losses)
 
 
-def reconstruct(tensors: Factors, spec: BlastSpec) -> Tensor:
+def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
     """The dense weight [o, i]."""
-    return _rows(tensors, spec).flatten(0, 1)
+    mixed = tensors["V"][None] * tensors["S"][:, :, None]  # [k, l, p, r]
+    return (tensors["U"] @ mixed.flatten(1, 2).mT).flatten(0, 1)
 
 
-def _rows(f: Factors, spec: BlastSpec) -> Tensor:
-    """[k, q, i]: block rows ``U_k Z_k``."""
-    return f["U"] @ _mixed_right(f).mT
+def _named(factors: Factors, losses: list[float] | None = None) -> Fit:
+    return Fit(dict(zip("USV", factors, strict=True)), losses=losses or [])
 
 
-def _mixed_right(f: Factors) -> Tensor:
-    """Z_kᵀ [k, i, r]: the rows of V_l scaled by S_kl."""
-    return (f["V"][None] * f["S"][:, :, None]).flatten(1, 2)
+def _balance(U: Tensor, S: Tensor, V: Tensor) -> Factors:
+    """Spread the size of each rank evenly over U, S and V; the product is unchanged."""
+
+    def size(factor: Tensor) -> Tensor:
+        return factor.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(factor.dtype).tiny ** 0.5)
+
+    u, s, v = size(U), size(S), size(V)
+    even = (u * s * v) ** (1 / 3)
+    return U / u * even, S / s * even, V / v * even
 
 
-def _mixed_left(f: Factors) -> Tensor:
-    """Y_l [l, o, r]: the rows of U_k scaled by S_kl."""
-    return (f["U"][None] * f["S"].transpose(0, 1)[:, :, None]).flatten(1, 2)
+class BlastProblem:
+    """tr((W−W')H(W−W')ᵀ) as a function of theta = (S, V), U eliminated.
 
+    With H = None (identity) the normal matrices need only V_lᵀV_l and no product with H.
+    """
 
-def _als(weight: Tensor, spec: BlastSpec, rounds: int) -> Factors:
-    factors = _from_lowrank(weight, spec)
-    best, best_error = factors, _error(weight, factors, spec)
-    for _ in range(rounds):
-        factors = _round(weight, factors, spec)
-        error = _error(weight, factors, spec)
-        if error < best_error:
-            best, best_error = factors, error
-    return best
+    def __init__(self, weight: Tensor, gram: Tensor | None, spec: BlastSpec) -> None:
+        self.spec, self.weight, self.gram = spec, weight, gram
+        b, self.p = spec.blocks, spec.in_features // spec.blocks
+        self.rows = weight.unflatten(0, (b, -1))  # [k, q, i]
+        width = 3 * spec.in_features * spec.rank * weight.element_size()
+        self.chunk = max(1, min(b, CHUNK_BYTES // width))
+        if gram is not None:
+            at = torch.arange(b, device=weight.device)
+            self.gram_blocks = gram.view(b, self.p, b, self.p)[at, :, at].contiguous()
+            self.gram_inverse = inverse_spd(self.gram_blocks)
 
+    def start(self) -> Tensor:
+        """The optimal low rank with S = 1."""
+        spec, most = self.spec, min(self.weight.shape)
+        low = LowRankSpec(spec.in_features, spec.out_features, min(spec.rank, most))
+        V = lowrank.fit(self.weight, low, self.gram).tensors["V"]
+        V = V / V.square().mean(0).sqrt().clamp_min(torch.finfo(V.dtype).tiny ** 0.5)
+        V = torch.nn.functional.pad(V, (0, max(spec.rank - most, 0)), value=PAD)
+        S = V.new_ones(spec.blocks, spec.blocks, spec.rank)
+        return self.join(S, V.unflatten(0, (spec.blocks, -1)))
 
-def _error(weight: Tensor, f: Factors, spec: BlastSpec) -> float:
-    return float((weight - reconstruct(f, spec)).norm())
+    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """theta -> S [b, b, r], V [b, p, r]."""
+        b, r = self.spec.blocks, self.spec.rank
+        return theta[: b * b * r].view(b, b, r), theta[b * b * r :].view(b, self.p, r)
 
+    def join(self, S: Tensor, V: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return torch.cat([S.reshape(-1), V.reshape(-1)])
 
-def _from_lowrank(weight: Tensor, spec: BlastSpec) -> Factors:
-    """The optimal low rank as BLAST with S = 1."""
-    low = lowrank.fit(weight, LowRankSpec(spec.in_features, spec.out_features, spec.rank))
-    b = spec.blocks
-    return {
-        "U": low.tensors["U"].unflatten(0, (b, -1)),
-        "S": weight.new_ones(b, b, spec.rank),
-        "V": low.tensors["V"].unflatten(0, (b, -1)),
-    }
+    def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
+        """The loss and half its negative gradient; leaves the exact U in `self.U`."""
+        S, V = self.split(theta)
+        overlap = V.mT @ V if self.gram is None else None
+        loss, found, gradient_s, gradient_v = 0.0, [], [], torch.zeros_like(V)
+        for k in range(0, self.spec.blocks, self.chunk):
+            at = slice(k, k + self.chunk)
+            U, part, pull = self._rows(self.rows[at], S[at], V, overlap)
+            loss += part
+            gradient_v += (S[at, :, None] * pull).sum(0)
+            gradient_s.append((V[None] * pull).sum(2))
+            found.append(U)
+        self.U = torch.cat(found)
+        return loss, self.join(torch.cat(gradient_s), gradient_v)
 
+    def _rows(
+        self, rows: Tensor, S: Tensor, V: Tensor, overlap: Tensor | None
+    ) -> tuple[Tensor, float, Tensor]:
+        """Exact U, loss and pull ``E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk."""
+        Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
+        if overlap is not None:
+            weighted, normal = Z, mixed_gram(S, overlap)
+        else:
+            weighted = self.gram @ Z
+            normal = Z.mT @ weighted
+        U = solve_spd(normal, rows @ weighted)
+        error = rows - U @ Z.mT
+        pushed = error if self.gram is None else error @ self.gram
+        loss = float((error * pushed).sum(dtype=torch.float64))
+        return U, loss, (pushed.mT @ U).unflatten(1, (self.spec.blocks, self.p))
 
-def _round(weight: Tensor, f: Factors, spec: BlastSpec) -> Factors:
-    b = spec.blocks
-    f = {**f, "U": _side(weight.unflatten(0, (b, -1)), f["S"], f["V"])}
-    f = {**f, "V": _side(weight.mT.unflatten(0, (b, -1)), f["S"].transpose(0, 1), f["U"])}
-    return _rescale({**f, "S": _couplings(weight, f, spec)})
+    def preconditioner(self, theta: Tensor) -> Apply:
+        """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl sees
+        (U_kᵀU_k) ∘ (V_lᵀ H_ll V_l)."""
+        S, V = self.split(theta)
+        left = self.U.mT @ self.U
+        right = V.mT @ (V if self.gram is None else self.gram_blocks @ V)
+        inverse_v = inverse_spd(mixed_gram(S.transpose(0, 1), left))
+        inverse_s = torch.stack([inverse_spd(one[None] * right) for one in left])
 
+        def apply(gradient: Tensor) -> Tensor:
+            gs, gv = self.split(gradient)
+            gv = gv if self.gram is None else self.gram_inverse @ gv
+            return self.join((inverse_s @ gs[..., None]).squeeze(-1), gv @ inverse_v)
 
-def _side(rows: Tensor, mix: Tensor, other: Tensor) -> Tensor:
-    """The exact factor of one side, the other fixed: [b, m, r] from block rows [b, m, n]."""
-    gram = torch.einsum("klr,kls,lrs->krs", mix, mix, other.mT @ other)
-    scaled = (other[None] * mix[:, :, None]).flatten(1, 2)  # [k, n, r]
-    return solve_spd(gram, rows @ scaled)
-
-
-def _couplings(weight: Tensor, f: Factors, spec: BlastSpec) -> Tensor:
-    """The exact S [b, b, r], each S_kl its own system of size r, a chunk of rows k at a time."""
-    b, r = spec.blocks, spec.rank
-    blocks = weight.reshape(b, -1, b, spec.in_features // b).permute(0, 2, 1, 3)  # [k, l, q, p]
-    left, right = f["U"].mT @ f["U"], f["V"].mT @ f["V"]
-    step = max(1, CHUNK_ELEMENTS // (b * r * r))
-    solved = []
-    for k in range(0, b, step):
-        target = ((blocks[k : k + step] @ f["V"]) * f["U"][k : k + step, None]).sum(-2)
-        gram = left[k : k + step, None] * right[None]
-        solved.append(solve_spd(gram, target[..., None, :]).squeeze(-2))
-    return torch.cat(solved)
-
-
-def _rescale(f: Factors) -> Factors:
-    """Give U, V and S comparable scales in every rank; the product is unchanged."""
-    u = f["U"].square().mean((0, 1)).sqrt().clamp_min(1e-30)
-    v = f["V"].square().mean((0, 1)).sqrt().clamp_min(1e-30)
-    scale = (u * v).sqrt()
-    return {"U": f["U"] / u * scale, "S": f["S"], "V": f["V"] / v * scale}
-
-
-def _precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
-    scale = weight.std().clamp_min(torch.finfo(weight.dtype).tiny)
-    target = weight / scale
-    factors = _random_start(weight, spec, seed)
-    for step in range(steps):
-        factors = _descend(target, factors, spec, rate=1 - step / steps)
-    root = scale.sqrt()
-    return {"U": factors["U"] * root, "S": factors["S"], "V": factors["V"] * root}
-
-
-def _random_start(weight: Tensor, spec: BlastSpec, seed: int) -> Factors:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(name: str) -> Tensor:
-        return torch.randn(spec.shapes()[name], generator=generator, dtype=torch.float64)
-
-    small = 1e-3 / spec.rank**0.5
-    start = {"U": small * normal("U"), "S": normal("S"), "V": small * normal("V")}
-    return {name: tensor.to(weight) for name, tensor in start.items()}
-
-
-def _descend(target: Tensor, f: Factors, spec: BlastSpec, rate: float) -> Factors:
-    """One preconditioned step on U, then V, then S, each from the newest of the others."""
-    b = spec.blocks
-    f = {**f, "U": f["U"] - rate * _side_step(target, f, spec)}
-    flipped = {"U": f["V"], "S": f["S"].transpose(0, 1), "V": f["U"]}
-    f = {**f, "V": f["V"] - rate * _side_step(target.mT, flipped, _flip(spec))}
-    error = reconstruct(f, spec) - target
-    blocks = error.reshape(b, -1, b, spec.in_features // b).permute(0, 2, 1, 3)
-    gradient = ((blocks @ f["V"]) * f["U"][:, None]).sum(-2)
-    gram = (f["U"].mT @ f["U"])[:, None] * (f["V"].mT @ f["V"])[None]
-    step = solve_spd(gram + _damping(error, spec), gradient[..., None, :]).squeeze(-2)
-    return {**f, "S": f["S"] - rate * step}
-
-
-def _side_step(target: Tensor, f: Factors, spec: BlastSpec) -> Tensor:
-    error = reconstruct(f, spec) - target
-    mixed = _mixed_right(f)  # [k, n, r]
-    gradient = error.unflatten(0, (spec.blocks, -1)) @ mixed
-    return solve_spd(mixed.mT @ mixed + _damping(error, spec), gradient)
-
-
-def _flip(spec: BlastSpec) -> BlastSpec:
-    return BlastSpec(spec.out_features, spec.in_features, spec.blocks, spec.rank)
-
-
-def _damping(error: Tensor, spec: BlastSpec) -> Tensor:
-    """δ‖E‖ I."""
-    return DELTA * error.norm() * torch.eye(spec.rank, dtype=error.dtype, device=error.device)
+        return apply

@@ -17,6 +17,7 @@ zeros as in `KroneckerSpec`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ SOLVERS = ("hierarchical",)
 DEFAULT_ROUNDS = 20  # with a Gram matrix; without one the hierarchical result is kept
 CG_STEPS = 8  # of one factor's refit
 STALLED = 1e-4  # a round that lowers the squared error by less than this share is the last
+ROUNDING = 100  # times eps and ‖W‖² in the metric: how far a computed error is off
 SWEEPS = 3  # of balancing over the pairs of neighbours in a chain
 
 Operator = Callable[[Tensor], Tensor]
@@ -58,8 +60,8 @@ def fit(
     if gram is not None:
         starts.append(_hierarchical(weight, spec.patterns, gram))
     rounds = options.rounds if options.rounds is not None else DEFAULT_ROUNDS * (gram is not None)
-    factors, notes = _refine(weight, starts, gram, rounds)
-    return Fit({f"factors.{n}": w for n, w in enumerate(_balanced(factors))}, notes)
+    factors, losses = _refine(weight, starts, gram, rounds)
+    return Fit({f"factors.{n}": w for n, w in enumerate(_balanced(factors))}, losses=losses)
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: KroneckerSpec) -> Tensor:
@@ -138,23 +140,19 @@ def _dense(twiddle: Tensor) -> Tensor:
 # --- Hierarchical factorization -------------------------------------------------------------
 
 
-def _hierarchical(
-    weight: Tensor, patterns: Sequence[Pattern], gram: Tensor | None
-) -> list[Tensor]:
+def _hierarchical(weight: Tensor, patterns: Sequence[Pattern], gram: Tensor | None) -> list[Tensor]:
     """Split factors off from the left, in the norm of the diagonal blocks of `gram`."""
     a, d = patterns[0][0], patterns[-1][3]
     o, i = weight.shape
     rest = _gather(weight, (a, o // (a * d), i // (a * d), d))
     factors = []
-    for left, right in zip(patterns, patterns[1:], strict=False):
+    for left, right in pairwise(patterns):
         factor, rest = _split(rest, left, right, gram)
         factors.append(factor)
     return [*factors, rest]
 
 
-def _split(
-    twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _split(twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None) -> tuple[Tensor, Tensor]:
     """`twiddle` ≈ left [a1, b1, c1, d1] times the rest [a2, b2, ·, d]: a rank-r truncation of
     each block. The left factor has orthonormal columns in each block."""
     (a1, b1, c1, d1), a2, d = left, right[0], twiddle.shape[3]
@@ -196,7 +194,10 @@ def _eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 def _shifted_cholesky(grams: Tensor) -> Tensor:
     """Cholesky factors of positive semi-definite matrices [..., n, n] with a relative shift that
-    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner."""
+    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner.
+
+    Unlike `linalg.cholesky` a zero block counts as the identity: its inverse must stay finite.
+    """
     n = grams.shape[-1]
     identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -213,35 +214,35 @@ def _shifted_cholesky(grams: Tensor) -> Tensor:
 
 def _refine(
     weight: Tensor, starts: list[list[Tensor]], gram: Tensor | None, rounds: int
-) -> tuple[list[Tensor], list[str]]:
-    """Refit the factors of the best start in turn; the error never rises."""
+) -> tuple[list[Tensor], list[float]]:
+    """Refit the factors of the best start in turn. Also returns the squared error of the start
+    and after every round, which never rises (H scaled to mean diagonal 1)."""
     states = [(*_residual(weight, start, gram), start) for start in starts]
     error, residual, factors = min(states, key=lambda state: state[0])
-    done = 0
-    while done < rounds:
-        before, done = error, done + 1
+    # Steps that gain less than rounding are refused: at an exact fit with a singular H they would
+    # only let the factors drift in directions that H does not see.
+    least = ROUNDING * torch.finfo(weight.dtype).eps * _residual(weight, None, gram)[0]
+    losses = [error]
+    for _ in range(rounds):
         for n in range(len(factors)):
             tried = _refitted(factors, n, residual, gram)
             tried_error, tried_residual = _residual(weight, tried, gram)
-            if tried_error < error:
+            if tried_error < error - least:
                 error, residual, factors = tried_error, tried_residual, tried
-        if not error < before * (1 - STALLED):
+        losses.append(error)
+        if not error < losses[-2] * (1 - STALLED):
             break
-    return factors, [f"{done} rounds of refitting"] if done else []
+    return factors, losses
 
 
-def _residual(
-    weight: Tensor, factors: list[Tensor], gram: Tensor | None
-) -> tuple[float, Tensor]:
-    """tr(E H Eᵀ) and E H for E = W − W'."""
-    error = weight - _dense(_product(factors))
+def _residual(weight: Tensor, factors: list[Tensor] | None, gram: Tensor | None) -> tuple[float, Tensor]:
+    """tr(E H Eᵀ) and E H for E = W − W', where W' = 0 without factors."""
+    error = weight if factors is None else weight - _dense(_product(factors))
     weighted = error if gram is None else error @ gram
     return float((error * weighted).sum()), weighted
 
 
-def _refitted(
-    factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | None
-) -> list[Tensor]:
+def _refitted(factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | None) -> list[Tensor]:
     """Factor n moved towards the least weighted error, the others fixed.
 
     With L and R the products left and right of it, the correction Δ solves
@@ -255,10 +256,8 @@ def _refitted(
     left_gram, right_gram = _left_gram(left), _right_gram(right, gram)
 
     def curvature(step: Tensor) -> Tensor:
-        if right_gram is None:
-            moved = _dense(step)
-        else:
-            moved = kronecker_factor(right_gram, step).mT  # Δ (R H Rᵀ), which is symmetric
+        # R H Rᵀ is symmetric, so Δ (R H Rᵀ) is the transpose of (R H Rᵀ) Δᵀ.
+        moved = _dense(step) if right_gram is None else kronecker_factor(right_gram, step).mT
         moved = moved if left_gram is None else kronecker_factor(moved.mT, left_gram).mT
         return _gather(moved, pattern)
 
@@ -283,9 +282,7 @@ def _right_gram(right: Tensor | None, gram: Tensor | None) -> Tensor | None:
     return kronecker_factor(half.mT, right)
 
 
-def _preconditioner(
-    pattern: Pattern, left_gram: Tensor | None, right_gram: Tensor | None
-) -> Operator:
+def _preconditioner(pattern: Pattern, left_gram: Tensor | None, right_gram: Tensor | None) -> Operator:
     """The inverse of the curvature within each b×c block, that is of all of it for the outermost
     left factor, and for the outermost right one without H."""
     a, b, c, d = pattern

@@ -5,40 +5,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Cholesky is retried with jitter from the first to the last of these, relative to the mean
-# diagonal; beyond that the eigenvalues are clipped.
-JITTERS = (0.0, 1e-12, 1e-9, 1e-6)
+from blr.compressor.errors import NumericsError
+
+JITTER = {torch.float64: 1e-10, torch.float32: 1e-6}  # first try, relative to the mean diagonal
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices.
+
+    The diagonal is shifted by a jitter scaled to its mean, retried ten times larger until the
+    factorization succeeds (at most a dozen times).
+
+    Raises:
+        NumericsError: NaN, Inf or strongly negative eigenvalues.
+    """
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    tiny = torch.finfo(matrix.dtype).tiny * 1e10
+    scale = diagonal.mean(-1)[..., None, None].clamp_min(tiny)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jitter = JITTER[matrix.dtype]
+    while jitter < 10:
+        factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * identity)
+        if not bool(info.any()):
+            return factor
+        jitter *= 10
+    raise NumericsError(
+        "a normal matrix has no Cholesky factor even with jitter: the weights or the calibration "
+        "statistics hold huge or non-finite values; check them, or --exclude the layer"
+    )
 
 
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
-    """Solve ``X A = B`` for symmetric positive semi-definite A.
-
-    Args:
-        matrix: A [..., r, r].
-        right: B [..., m, r], the dtype of `matrix`.
-
-    Returns:
-        X [..., m, r]; where A is singular, a solution in its (numerical) range. Deterministic
-        and bounded: at most `len(JITTERS)` factorizations, then one eigendecomposition.
-    """
-    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    for jitter in JITTERS:
-        shifted = matrix + (jitter * scale)[..., None, None] * identity
-        factor, info = torch.linalg.cholesky_ex(shifted)
-        if not bool(info.any()):
-            solution = torch.cholesky_solve(right.mT, factor).mT
-            if bool(torch.isfinite(solution).all()):
-                return solution
-    return _solve_clipped(matrix, right, scale)
+    """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
+    [..., m, r]; jittered as in `cholesky`."""
+    return torch.cholesky_solve(right.mT, cholesky(matrix)).mT
 
 
-def _solve_clipped(matrix: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """``B A⁺`` with eigenvalues under a relative 1e-10 of the largest treated as zero."""
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    floor = values.amax(-1, keepdim=True).clamp_min(0) * 1e-10 + 1e-300 * scale[..., None]
-    inverse = torch.where(values > floor, 1.0 / values.clamp_min(floor), 0.0)
-    return (right @ vectors * inverse[..., None, :]) @ vectors.mT
+def inverse_spd(matrix: Tensor) -> Tensor:
+    """Inverse of (a batch of) [r, r] matrices as in `cholesky`; for preconditioners, which are
+    applied so often that products beat triangular solves."""
+    return torch.cholesky_inverse(cholesky(matrix))
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -81,3 +87,11 @@ def balance(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     right_norm = right.norm(dim=-2, keepdim=True)
     scale = torch.where(right_norm > 0, (right_norm.clamp_min(tiny) / left_norm).sqrt(), 1.0)
     return left * scale, right / scale
+
+
+def mixed_gram(mix: Tensor, overlap: Tensor) -> Tensor:
+    """``Σ_l (s_l s_lᵀ) ∘ G_l`` [b, r, r] for every row of mix S [b, l, r] and overlap G [l, r, r].
+
+    One row at a time: the einsum of it would hold all [b, l, r, r] products.
+    """
+    return torch.stack([(row[:, :, None] * overlap * row[:, None]).sum(0) for row in mix])

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import cos, gcd, inf, log, pi, prod, sin, sqrt
 
 from blr.compressor.errors import UsageError
@@ -30,11 +31,14 @@ TOLERANCE = 0.02  # the achieved compression factor may exceed the requested one
 SNAP_TOLERANCE = 0.01  # of the budget, given up to make the rank a multiple kernels like
 RANK_STEPS = (16, 8, 4, 2)
 BAND = 0.01  # chains whose predicted errors differ by less than this are equals: h decides
-# Added to the log of the predicted error for each e-fold of blocks. Trained matrices have
-# spectra that decay globally, which more blocks cut apart. Every value from 0.03 to 0.12 gives
-# the same choices on the 70 projections of tiny-llama and mini-llama at CF 1.25, 2 and 4: on
-# average 1.5%, 0.7% and 0.5% above the error of the best grid.
-BLOCK_PENALTY = 0.05
+# Added to the log of the predicted error for each e-fold of row classes d1 and of column blocks
+# a2: trained matrices have spectra that decay globally, which more blocks cut apart. From the
+# seven projections of each layer of tiny-llama and mini-llama without statistics: every value
+# from 0.03 to 0.12 makes the same choices, on average 1.5%, 0.7% and 0.5% above the error of the
+# best grid at CF 1.25, 2 and 4 (ranks interpolated). With them (21 projections of mini-llama, 3
+# rounds in the metric H) column blocks often beat plain low rank and row classes hardly ever:
+# the choices are 3.9%, 1.5% and 1.1% above the best.
+PENALTIES = {"plain": (0.05, 0.05), "calibrated": (0.15, 0.02)}
 QUADRATURE = 200
 
 _ONE = r"\(\s*\d{1,9}\s*(?:,\s*\d{1,9}\s*){3}\)"
@@ -50,9 +54,7 @@ class Choice:
     reason: str
 
 
-def parse_patterns(
-    text: str, in_features: int | None = None, out_features: int | None = None
-) -> Chain:
+def parse_patterns(text: str, in_features: int | None = None, out_features: int | None = None) -> Chain:
     """A chain from ``"(1,192,48,2)(2,48,192,1)"`` or from a name, output side first.
 
     Args:
@@ -130,12 +132,12 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
             f"{out_features}x{in_features}: a·b·d of the first factor must be {out_features} and "
             f"a·c·d of the last {in_features} (the output side comes first)"
         )
-    for left, right in zip(patterns, patterns[1:], strict=False):
+    for left, right in pairwise(patterns):
         _validate_pair(left, right)
 
 
 def _validate_pair(left: Pattern, right: Pattern) -> None:
-    (a1, _, c1, d1), (a2, b2, _, d2) = left, right
+    (a1, _, c1, d1), (a2, _, _, d2) = left, right
     pair = f"patterns {_write([left, right])}"
     if _columns(left) != _rows(right):
         raise UsageError(
@@ -147,7 +149,7 @@ def _validate_pair(left: Pattern, right: Pattern) -> None:
             f"{pair} cannot be factorized: a must divide the next a ({a1}, {a2}) and d be a "
             f"multiple of the next d ({d1}, {d2}); change a and d"
         )
-    if (a1 * c1) % a2:  # equal sizes make b2·d2/d1 the same number
+    if (a1 * c1) % a2:  # with equal sizes b2·d2/d1 is the same number
         raise UsageError(
             f"{pair} cannot be factorized: the block rank {a1 * c1}/{a2} must be an integer; "
             f"make c of the left a multiple of {a2 // a1} and b of the right the same multiple "
@@ -205,6 +207,7 @@ def choose_patterns(
     out_features: int,
     cf: float,
     *,
+    calibrated: bool = False,
     min_h: float = 0.0,
     band: float = BAND,
     tolerance: float = TOLERANCE,
@@ -225,6 +228,7 @@ def choose_patterns(
     Args:
         in_features, out_features: i and o.
         cf: dense over structured parameters, above 1.
+        calibrated: the fit will be weighted by activations, which favours column blocks.
         min_h: demand this h of every factor, such as `FUSED_MIN_H[dtype]`; 0 asks for nothing.
         band: in relative error.
         tolerance: on the achieved factor.
@@ -238,14 +242,15 @@ def choose_patterns(
     if not grids:
         raise UsageError(_impossible(in_features, out_features, cf))
     near = _near_budget(in_features, out_features, grids, budget / (1 + tolerance))
-    scored = _scored(in_features, out_features, near, min_h)
+    penalties = PENALTIES["calibrated" if calibrated else "plain"]
+    scored = _scored(in_features, out_features, near, min_h, penalties)
     best = min(score for score, _, _ in scored)
     equals = [entry for entry in scored if entry[0] <= best + band]
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
     count = parameters(chain)
     reason = (
         f"{_write(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
-        f"chains at cf {in_features * out_features / count:.3f}"
+        f"chain{'s' * (len(scored) > 1)} at cf {in_features * out_features / count:.3f}"
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
     )
@@ -253,17 +258,23 @@ def choose_patterns(
 
 
 def predicted_log_error(
-    in_features: int, out_features: int, row_classes: int, column_blocks: int, rank: int
+    in_features: int,
+    out_features: int,
+    row_classes: int,
+    column_blocks: int,
+    rank: int,
+    penalties: tuple[float, float] = PENALTIES["plain"],
 ) -> float:
     """log of the expected relative error of a grid of rank-r blocks, up to a constant.
 
     The error of a matrix with independent entries, whose block spectra follow the
-    Marchenko-Pastur law, plus `BLOCK_PENALTY` for each e-fold of blocks; -inf if exact.
+    Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and
+    of column blocks; -inf if exact.
     """
     m, n = sorted((out_features // row_classes, in_features // column_blocks))
     lost = _marchenko_pastur_tail(m / n, min(rank / m, 1.0))
     error = log(lost) / 2 if lost > 0 else -inf
-    return error + BLOCK_PENALTY * log(row_classes * column_blocks)
+    return error + penalties[0] * log(row_classes) + penalties[1] * log(column_blocks)
 
 
 @cache
@@ -305,9 +316,13 @@ def _near_budget(
 
 
 def _scored(
-    i: int, o: int, grids: list[tuple[int, int, int]], min_h: float
+    i: int,
+    o: int,
+    grids: list[tuple[int, int, int]],
+    min_h: float,
+    penalties: tuple[float, float],
 ) -> list[tuple[float, tuple[int, int, int], Chain]]:
-    scored = [(predicted_log_error(i, o, *g), g, two_factor_chain(i, o, *g)) for g in grids]
+    scored = [(predicted_log_error(i, o, *g, penalties), g, two_factor_chain(i, o, *g)) for g in grids]
     return [entry for entry in scored if chain_h(entry[2]) >= min_h] or scored
 
 

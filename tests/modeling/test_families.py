@@ -10,6 +10,7 @@ import torch
 import transformers
 from pico import MODELS, inputs_for, save_pico
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import blr.compressor.modeling
 from blr.compressor.checkpoint.source import open_source
@@ -36,7 +37,7 @@ def compress_pico(name: str, folder: Path, **settings: Any) -> tuple[Path, Path]
     """Save the pico model, compress it; returns both folders."""
     source, output = save_pico(name, folder / "dense"), folder / "out"
     recipe = make_recipe(**{"method": "svd", "cf": 1.5, **settings})
-    compress(open_source(source), recipe, output, Settings("pico"), Progress(quiet=True))
+    compress(source, recipe, output, Settings("pico"), Progress(quiet=True))
     return source, output
 
 
@@ -58,8 +59,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+CASES = [(name, "svd") for name in MODELS]
+CASES += [(name, method) for name in ("llama", "gpt2", "vit") for method in ("monarch", "blast", "ks")]
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
 def test_same_logits_as_dense_rebuilt_from_factors(name: str, method: str, tmp_path: Path) -> None:
     settings = {"method": method, "cf": 1.5, **METHODS[method]}
     source, output = compress_pico(name, tmp_path, **settings)
@@ -95,11 +99,9 @@ def test_base_model_loads_from_a_head_checkpoint(name: str, tmp_path: Path) -> N
 
 def test_saving_a_loaded_model_keeps_its_names_on_disk(tmp_path: Path) -> None:
     _, output = compress_pico("vit", tmp_path)
-    model = auto_class("vit").from_pretrained(output)
-    model.save_pretrained(tmp_path / "again")
-    with safe_open(output / "model.safetensors", "pt") as first:
-        with safe_open(tmp_path / "again" / "model.safetensors", "pt") as second:
-            assert set(first.keys()) == set(second.keys())
+    auto_class("vit").from_pretrained(output).save_pretrained(tmp_path / "again")
+    names = [set(load_file(folder / "model.safetensors")) for folder in (output, tmp_path / "again")]
+    assert names[0] == names[1]
 
 
 def test_structured_layers_train(tmp_path: Path) -> None:

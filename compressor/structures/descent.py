@@ -1,0 +1,100 @@
+"""Preconditioned L-BFGS that never goes up: the descent the weighted factorizers share.
+
+A problem eliminates one factor exactly at every evaluation (variable projection) and offers the
+exact diagonal blocks of its Hessian as preconditioner, which leaves few, cheap rounds. Sources:
+Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares problems"
+(1973); Nocedal, "Updating quasi-Newton matrices with limited storage" (1980).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MEMORY = 20  # correction pairs kept
+REFRESH = 20  # rounds between two preconditioners
+BACKTRACKS = 10  # step lengths tried before the direction is given up
+SHRINK = 0.4
+FIRST_STEP = 0.3  # of the first direction, whose length nothing has calibrated yet
+
+Apply = Callable[[Tensor], Tensor]
+Pair = tuple[Tensor, Tensor, Tensor]
+
+
+class Problem(Protocol):
+    """A function of one flat vector to minimize."""
+
+    def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
+        """The loss and its negative gradient at theta [n] (up to one common positive factor)."""
+        ...
+
+    def preconditioner(self, theta: Tensor) -> Apply:
+        """An approximate inverse Hessian at the `theta` evaluated last, on flat vectors."""
+        ...
+
+
+def descend(problem: Problem, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
+    """Minimize `problem` from `theta` [n] for at most `rounds` accepted steps.
+
+    Returns:
+        The last point and the loss after every accepted step, the first entry being the start:
+        a strictly falling sequence. Stops early when no direction lowers the loss any more.
+    """
+    loss, gradient = problem.evaluate(theta)
+    losses, pairs = [loss], []
+    apply = problem.preconditioner(theta) if rounds else None
+    for step in range(rounds):
+        if step and step % REFRESH == 0:
+            apply = problem.preconditioner(theta)
+        assert apply is not None
+        found = _line_search(problem, theta, loss, _direction(gradient, pairs, apply))
+        if found is None and not pairs:
+            break
+        if found is None:
+            problem.evaluate(theta)  # leave the problem at the accepted point
+            pairs = []
+            continue
+        moved, loss, turned = found
+        pairs = [*pairs, *_pair(moved - theta, gradient - turned)][-MEMORY:]
+        theta, gradient = moved, turned
+        losses.append(loss)
+    return theta, losses
+
+
+def _line_search(
+    problem: Problem, theta: Tensor, loss: float, direction: Tensor
+) -> tuple[Tensor, float, Tensor] | None:
+    """The first of ever shorter steps that lowers the loss: point, loss, negative gradient."""
+    length = 1.0
+    for _ in range(BACKTRACKS):
+        moved = theta + length * direction
+        new, gradient = problem.evaluate(moved)
+        if new < loss:
+            return moved, new, gradient
+        length *= SHRINK
+    return None
+
+
+def _pair(step: Tensor, change: Tensor) -> list[Pair]:
+    """The correction pair of a step, unless the curvature along it is not positive."""
+    curvature = torch.dot(step, change)
+    return [(step, change, 1 / curvature)] if curvature > 0 else []
+
+
+def _direction(gradient: Tensor, pairs: list[Pair], apply: Apply) -> Tensor:
+    """The L-BFGS two-loop recursion with `apply` as initial inverse Hessian."""
+    weights = []
+    for step, change, rho in reversed(pairs):
+        weights.append(rho * torch.dot(step, gradient))
+        gradient = gradient - weights[-1] * change
+    direction = apply(gradient)
+    if not pairs:
+        return FIRST_STEP * direction
+    _, change, rho = pairs[-1]
+    direction = direction / (rho * torch.dot(change, apply(change)))
+    for (step, change, rho), weight in zip(pairs, reversed(weights), strict=True):
+        direction = direction + (weight - rho * torch.dot(change, direction)) * step
+    return direction

@@ -1,0 +1,82 @@
+"""BLAST by the published preconditioned gradient descent.
+
+W is scaled to unit deviation; U, S and V move in turn along their gradients, each multiplied by
+``(GᵀG + δ‖E‖I)⁻¹`` with G what the factor is multiplied with and E the residual; the step falls
+linearly from 1 to 0. Source: BLAST (Lee et al., arXiv 2410.21262, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blr.compressor.structures.linalg import mixed_gram, solve_spd
+from blr.compressor.structures.specs import BlastSpec
+
+STEPS = 300
+DELTA = 0.1  # damping relative to the norm of the residual
+START = 1e-3  # size of U and V at the start, times 1/√r
+
+Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
+
+
+def precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
+    """Factors of `weight` [o, i] after `steps` steps from a start that `seed` determines."""
+    scale = weight.std().clamp_min(torch.finfo(weight.dtype).tiny)
+    blocks = _blocks(weight / scale, spec.blocks)
+    U, S, V = _start(weight, spec, seed)
+    for step in range(steps):
+        U, S, V = _step(blocks, U, S, V, rate=1 - step / steps)
+    return U * scale.sqrt(), S, V * scale.sqrt()
+
+
+def _blocks(weight: Tensor, b: int) -> Tensor:
+    """[o, i] -> [k, l, q, p]."""
+    o, i = weight.shape
+    return weight.reshape(b, o // b, b, i // b).transpose(1, 2)
+
+
+def _start(weight: Tensor, spec: BlastSpec, seed: int) -> Factors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = spec.shapes()
+    drawn = {
+        name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).to(weight)
+        for name in ("U", "V", "S")
+    }
+    small = START / spec.rank**0.5
+    return drawn["U"] * small, drawn["S"], drawn["V"] * small
+
+
+def _step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor, rate: float) -> Factors:
+    """One step on U, then V, then S, each from the newest of the others."""
+    U = U - rate * _side_step(blocks, U, S, V)
+    V = V - rate * _side_step(blocks.permute(1, 0, 3, 2), V, S.transpose(0, 1), U)
+    return U, S - rate * _coupling_step(blocks, U, S, V), V
+
+
+def _residual(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
+    """[k, l, q, p]."""
+    return (U[:, None] * S[:, :, None]) @ V.mT[None] - blocks
+
+
+def _side_step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
+    """The preconditioned gradient of U [b, q, r]."""
+    error = _residual(blocks, U, S, V)
+    gradient = ((error @ V[None]) * S[:, :, None]).sum(1)
+    gram = mixed_gram(S, V.mT @ V)
+    return solve_spd(gram + _damping(error, S), gradient)
+
+
+def _coupling_step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
+    """The preconditioned gradient of S [b, b, r], one block row at a time to bound memory."""
+    error = _residual(blocks, U, S, V)
+    gradient = ((error @ V[None]) * U[:, None]).sum(2)
+    left, right, damping = U.mT @ U, V.mT @ V, _damping(error, S)
+    rows = [solve_spd(left[k] * right + damping, gradient[k][:, None]).squeeze(1) for k in range(len(U))]
+    return torch.stack(rows)
+
+
+def _damping(error: Tensor, S: Tensor) -> Tensor:
+    """δ‖E‖ I [r, r]."""
+    identity = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+    return DELTA * error.norm() * identity
