@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from blr.compressor.errors import RecipeError
+from blr.compressor.errors import UsageError
 
 Method = Literal["svd", "monarch", "blast", "ks"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 DEFAULT_BLOCKS = {"monarch": 4, "blast": 16}
+SOLVERS: dict[str, tuple[str, ...]] = {  # the default first
+    "svd": ("closed-form",),
+    "monarch": ("varpro",),
+    "blast": ("varpro", "precgd"),
+    "ks": ("hierarchical",),
+}
 
 
 class Recipe(BaseModel):
@@ -42,6 +48,13 @@ class Recipe(BaseModel):
     dtype: Dtype | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
+    @model_validator(mode="after")
+    def _solver_belongs_to_method(self) -> Self:
+        if self.solver is not None and self.solver not in SOLVERS[self.method]:
+            known = ", ".join(SOLVERS[self.method])
+            raise ValueError(f"solver {self.solver!r} is not one of {self.method}'s: {known}")
+        return self
+
     @property
     def target_blocks(self) -> int:
         """Blocks asked for, or the family's default."""
@@ -49,13 +62,15 @@ class Recipe(BaseModel):
 
 
 def make_recipe(**settings: object) -> Recipe:
-    """Validate `settings`. Raises RecipeError naming the setting, what it is and what it must be."""
+    """Validate settings given one by one, as on the command line.
+
+    Raises UsageError naming the setting, what it is and what it must be.
+    """
     try:
         return Recipe(**settings)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise RecipeError(
-            f"{where} is {first.get('input')!r}: {first['msg'].lower()}; "
-            f"see `blr compress --help` for what {where} may be"
-        ) from None
+        what = f"{where} is {first['input']!r}: " if where else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{what}{message}; see `blr compress --help`") from None

@@ -20,8 +20,7 @@ from blr.compressor.structures.linalg import inverse_spd, mixed_gram, solve_spd
 from blr.compressor.structures.precgd import STEPS, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
-SOLVERS = ("varpro", "precgd")
-ROUNDS = 30
+ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
 PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
 

@@ -28,7 +28,6 @@ from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, MonarchSpec, Pattern
 from blr.kernels.kronecker.reference import kronecker_factor
 
-SOLVERS = ("hierarchical",)
 DEFAULT_ROUNDS = 20  # with a Gram matrix; without one the hierarchical result is kept
 CG_STEPS = 8  # of one factor's refit
 STALLED = 1e-4  # a round that lowers the squared error by less than this share is the last

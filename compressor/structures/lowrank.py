@@ -13,8 +13,6 @@ from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.linalg import balance, top_eigenvectors, truncated_svd
 from blr.compressor.structures.specs import LowRankSpec
 
-SOLVERS = ("closed-form",)
-
 
 def fit(
     weight: Tensor,

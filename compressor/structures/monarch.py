@@ -23,7 +23,6 @@ from blr.compressor.structures.linalg import (
 )
 from blr.compressor.structures.specs import MonarchSpec
 
-SOLVERS = ("varpro",)
 ROUNDS = 30
 
 

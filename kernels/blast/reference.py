@@ -27,5 +27,5 @@ def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None
     z = (x @ V).permute(2, 1, 0)  # [r, n, l]
     z = torch.bmm(z, S.permute(2, 1, 0))  # [r, n, k]
     y = z.permute(2, 1, 0) @ U.transpose(1, 2)  # [k, n, q]
-    y = y.transpose(0, 1).reshape(*batch, -1)  # [..., b·q]
+    y = y.transpose(0, 1).reshape(*batch, U.shape[0] * U.shape[1])
     return y if bias is None else y + bias

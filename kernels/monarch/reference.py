@@ -24,5 +24,5 @@ def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) 
     x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [b, n, p]
     z = (x @ V).unflatten(-1, (blocks, rank // blocks))  # [l, n, k, r']
     z = z.permute(2, 1, 0, 3).flatten(2)  # [k, n, l·r']
-    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, -1)  # [..., b·q]
+    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, U.shape[0] * U.shape[1])
     return y if bias is None else y + bias

@@ -1,0 +1,155 @@
+"""What every factorizer promises: optimal where a closed form exists, never rising, never worse
+than the simpler family or the unweighted fit, and unharmed by singular input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blr.compressor.structures import blast, lowrank, monarch
+from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec
+
+SLACK = 1 + 1e-9  # rounding of float64 in quantities that are equal in exact arithmetic
+repeatable = settings(derandomize=True, deadline=None, max_examples=15)
+problems = st.builds(
+    lambda seed, o, i, tokens: _problem(seed, 4 * o, 4 * i, tokens),
+    st.integers(0, 2**16),
+    st.integers(2, 6),
+    st.integers(2, 6),
+    st.sampled_from([3, 40]),
+)
+
+
+def _problem(seed: int, o: int, i: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [o, i] and a Gram matrix of uneven, correlated inputs, singular for few tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = draw(tokens, i) @ (draw(i, i) * torch.logspace(0, -3, i, dtype=torch.float64))
+    return draw(o, i), x.T @ x
+
+
+def error(module, weight, spec, gram=None, norm=None, **options) -> float:  # type: ignore[no-untyped-def]
+    """Relative error in `norm` of the fit of `weight` under `gram`."""
+    fit = module.fit(weight, spec, gram, FitOptions(**options))
+    return relative_error(weight, module.reconstruct(fit.tensors, spec), norm)
+
+
+@repeatable
+@given(problems, st.integers(1, 8))
+def test_low_rank_is_the_truncated_svd(problem, rank) -> None:  # type: ignore[no-untyped-def]
+    weight, _ = problem
+    values = torch.linalg.svdvals(weight)
+    best = float(values[rank:].norm() / values.norm())
+    o, i = weight.shape
+    assert error(lowrank, weight, LowRankSpec(i, o, rank)) == pytest.approx(best, abs=1e-6)
+
+
+@repeatable
+@given(problems, st.integers(1, 7))
+def test_weighted_low_rank_reaches_the_whitened_optimum(problem, rank) -> None:  # type: ignore[no-untyped-def]
+    weight, gram = problem
+    values, vectors = torch.linalg.eigh(gram)
+    whitened = weight @ vectors * values.clamp_min(0).sqrt()
+    singular = torch.linalg.svdvals(whitened)
+    best = float(singular[rank:].norm() / singular.norm())
+    o, i = weight.shape
+    found = error(lowrank, weight, LowRankSpec(i, o, rank), gram, gram)
+    assert found == pytest.approx(best, abs=1e-5)
+
+
+@repeatable
+@given(problems, st.integers(1, 6), st.sampled_from([1, 2, 4]))
+def test_blast_is_never_worse_than_low_rank(problem, rank, blocks) -> None:  # type: ignore[no-untyped-def]
+    weight, gram = problem
+    o, i = weight.shape
+    for norm in (None, gram):
+        low = error(lowrank, weight, LowRankSpec(i, o, rank), norm, norm)
+        found = error(blast, weight, BlastSpec(i, o, blocks, rank), norm, norm, rounds=5)
+        assert found <= low * SLACK + 1e-6
+
+
+@repeatable
+@given(problems, st.sampled_from(["blast", "monarch"]))
+def test_weighted_fits_are_never_worse_than_unweighted_in_their_norm(problem, name) -> None:  # type: ignore[no-untyped-def]
+    weight, gram = problem
+    o, i = weight.shape
+    module, spec = {
+        "blast": (blast, BlastSpec(i, o, 2, 3)),
+        "monarch": (monarch, MonarchSpec(i, o, 2, 2)),
+    }[name]
+    weighted = error(module, weight, spec, gram, gram)
+    assert weighted <= error(module, weight, spec, None, gram) * SLACK + 1e-5
+
+
+@repeatable
+@given(problems, st.booleans())
+def test_losses_fall_with_every_round(problem, weigh) -> None:  # type: ignore[no-untyped-def]
+    weight, gram = problem
+    o, i = weight.shape
+    fits = [blast.fit(weight, BlastSpec(i, o, 2, 3), gram if weigh else None)]
+    fits.append(monarch.fit(weight, MonarchSpec(i, o, 2, 1), gram))
+    for fit in fits:
+        assert all(later < earlier for earlier, later in zip(fit.losses, fit.losses[1:], strict=False))
+
+
+def test_more_rounds_lower_the_error() -> None:
+    weight, gram = _problem(3, 24, 32, 60)
+    spec = BlastSpec(32, 24, 4, 6)
+    errors = [error(blast, weight, spec, gram, gram, rounds=n) for n in (0, 3, 30)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("solver", ["varpro", "precgd"])
+def test_blast_recovers_a_weight_that_has_its_structure(solver: str) -> None:
+    spec = BlastSpec(24, 16, 4, 2)
+    generator = torch.Generator().manual_seed(5)
+    factors = {
+        n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in spec.shapes().items()
+    }
+    weight = blast.reconstruct(factors, spec)
+    found = error(blast, weight, spec, solver=solver, rounds=200)
+    assert found < {"varpro": 1e-3, "precgd": 0.3}[solver]  # precgd stops in a local minimum
+
+
+def test_precgd_follows_its_seed() -> None:
+    weight, _ = _problem(1, 8, 12, 4)
+    fits = [
+        blast.fit(weight, BlastSpec(12, 8, 2, 3), None, FitOptions("precgd", 20, seed)).tensors["S"]
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(fits[0], fits[1])
+    assert not torch.equal(fits[0], fits[2])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_exact_low_rank_and_zero_weights_are_met(rank: int, weigh: bool) -> None:
+    left, gram = _problem(2, 16, 8, 40)
+    weight = left[:, :rank] @ torch.ones(rank, 8, dtype=torch.float64).cumsum(1)
+    norm = gram if weigh else None
+    for module, spec in (
+        (lowrank, LowRankSpec(8, 16, 4)),
+        (monarch, MonarchSpec(8, 16, 2, 2)),
+        (blast, BlastSpec(8, 16, 2, 4)),
+    ):
+        assert error(module, weight, spec, norm) < 1e-4
+        assert error(module, weight, spec, norm) == error(module, weight, spec, norm)
+
+
+@pytest.mark.parametrize(("o", "i"), [(1, 8), (8, 1), (1, 1)])
+def test_vectors_are_layers_too(o: int, i: int) -> None:
+    weight = torch.arange(1.0, o * i + 1, dtype=torch.float64).reshape(o, i)
+    for module, spec in ((lowrank, LowRankSpec(i, o, 1)), (blast, BlastSpec(i, o, 1, 1))):
+        assert error(module, weight, spec) < 1e-6
+
+
+def test_factors_have_comparable_scales() -> None:
+    weight, _ = _problem(4, 16, 16, 40)
+    for factor in blast.fit(1e6 * weight, BlastSpec(16, 16, 4, 4)).tensors.values():
+        assert factor.abs().max() < 1e4  # each carries a third of the exponent, far from fp16's limit
