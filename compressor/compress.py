@@ -13,11 +13,12 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.checkpoint.disk import (
     check_space,
+    fsync_folder,
     read_chunks,
     storage_errors,
     write_stream,
 )
-from blr.compressor.checkpoint.header import TensorEntry, read_header
+from blr.compressor.checkpoint.header import TensorEntry, quote, read_header, refuse
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
 from blr.compressor.checkpoint.shapes import check_against_config
@@ -86,7 +87,7 @@ def compress(
         plan = make_plan(source, recipe)
         progress.notes(plan.notes)
         needed = estimate_bytes(source, plan, recipe)
-        check_space(workspace.output.parent, needed)
+        check_space(workspace.output.parent, needed - workspace.used_bytes())
         with storage_errors(workspace.output.parent, needed):
             records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
@@ -103,9 +104,23 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
             f"{folder}: model type {source.model_type!r} is already compressed by blr; "
             "compress the dense checkpoint it came from"
         )
+    check_unquantized(source)
     family = find_family(source.model_type)
     check_against_config(source, family.shapes if family else None)
     return source
+
+
+def check_unquantized(source: Source) -> None:
+    """Raise InputError for a checkpoint whose config says that its weights are quantized.
+
+    Its loader would quantize the structured layers as well, and packed weights are no matrices.
+    """
+    settings = source.config.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        found = f"quantization_config of method {quote(method, 40)}"
+        remedy = "dequantize the checkpoint, or take the one it was made from"
+        refuse(source.folder / "config.json", found, "a dense checkpoint", remedy)
 
 
 def estimate_bytes(source: Source, plan: Plan, recipe: Recipe) -> int:
@@ -158,9 +173,11 @@ def _run(
     """Produce the output; returns the record of every layer by module name."""
     from blr.compressor.factorize import factorize_layers
     from blr.compressor.finish import check_reload, small_files
+    from blr.compressor.scan import scan_source
 
-    if workspace.open(_fingerprint(source, recipe, settings)):
-        workspace.commit()
+    workspace.open(_fingerprint(source, recipe, settings))
+    read = scan_source(source, plan, progress)
+    if workspace.finished(read):
         return read_records(workspace.output)
     results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
     records = {module: record for module, (_, record) in results.items()}
@@ -172,8 +189,9 @@ def _run(
     progress.stage("checking")
     written.update(check_reload(source, workspace.partial))
     facts = _facts(recipe, records, workspace.fingerprint, settings)
-    written_manifest = build_manifest(written, **facts)
-    write_stream(workspace.partial / MANIFEST, [written_manifest])
+    fsync_folder(workspace.partial)  # the files before the manifest that lists them
+    manifest = build_manifest(written, input_sha256=read, **facts)
+    write_stream(workspace.partial / MANIFEST, [manifest])
     workspace.commit()
     return records
 
@@ -214,7 +232,7 @@ def _facts(
     return {
         "source": {"name": settings.source_name, "revision": settings.revision},
         "recipe_sha256": hashlib.sha256(canonical_json(recipe.model_dump())).hexdigest(),
-        "fallbacks": sorted({note for record in records.values() for note in record["notes"]}),
+        "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
         "run": fingerprint,
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from blr.compressor import __version__
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import Journal, layer_key
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, NumericsError
 from blr.compressor.plan import Layer, Plan, PlannedLayer
 from blr.compressor.progress import Progress
@@ -70,8 +70,6 @@ def factorize_layers(
         Module name to its stored factors and record (spec, type, relative error, notes).
     """
     target = pick_device(device)
-    for planned in plan.layers:
-        check_finite(source, planned.layer.entry)
     results = {}
     with progress.layers(len(plan.layers)) as advance:
         for planned in plan.layers:
@@ -141,18 +139,6 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
 def working_dtype(device: torch.device) -> torch.dtype:
     """float64 where it is cheap enough to be the default: on CPU and data-center GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def check_finite(source: Source, entry: TensorEntry) -> None:
-    """Raise NumericsError with the count when a stored weight holds NaN or Inf."""
-    dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-    pieces = (torch.frombuffer(piece, dtype=dtype) for piece in source.read_bytes(entry))
-    bad = sum(int((~torch.isfinite(piece)).sum()) for piece in pieces)
-    if bad:
-        raise NumericsError(
-            f"{entry.file}: tensor {entry.name!r} holds {bad} NaN or Inf values of "
-            f"{entry.parameters}, expected finite weights; repair the checkpoint or --exclude the layer"
-        )
 
 
 def check_range(tensors: dict[str, Tensor], layer: Layer) -> None:

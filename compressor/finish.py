@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.card import model_card
-from blr.compressor.checkpoint.disk import sha256_file, write_stream
+from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import OutputError
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
@@ -104,15 +104,14 @@ def _keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
         return {}
     path = folder / "tokenizer_config.json"
     table = json.loads(path.read_bytes()) if path.exists() else {}
-    path.unlink(missing_ok=True)
-    size, _ = write_stream(path, [_json({**table, "tokenizer_class": before[0]})])
+    written = write_stream(path, [_json({**table, "tokenizer_class": before[0]})])
     after = token_ids(folder)
     if after is None or after[1] != before[1]:
         raise OutputError(
             f"{folder}: its tokenizer does not give the ids of the source's; "
             f"this transformers version cannot carry a {before[0]} over to another model type"
         )
-    return {path.name: (size, sha256_file(path))}
+    return {path.name: written}
 
 
 def token_ids(folder: Path) -> tuple[str, list[int]] | None:

@@ -1,10 +1,11 @@
-"""Durable file operations: written, flushed, renamed, and the folder flushed as well."""
+"""Durable file operations: written under a name of their own, flushed, then renamed into place."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ CHUNK = 1 << 24  # bytes read or written at once
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 BROKEN = (errno.EIO, errno.ENXIO, errno.ESTALE)
+UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
+TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)  # someone else moved or made what is ours
+SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
 
 
 def fsync_folder(folder: Path) -> None:
@@ -27,29 +31,47 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def scratch_for(path: Path) -> Path:
+    """A name beside `path` that no other process uses, to write to before renaming."""
+    return path.with_name(f"{path.name[:100]}.{secrets.token_hex(6)}{SCRATCH}")
+
+
+def settle(scratch: Path, path: Path) -> None:
+    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed."""
+    descriptor = os.open(scratch, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.rename(scratch, path)
+
+
 def write_stream(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
-    """Write `chunks` to a new file at `path` and flush it.
+    """Write `chunks` to `path`, which is absent (or as before) until all of them are on the disk.
 
     Returns:
         Its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
     """
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = scratch_for(path)
+    try:
+        with open(scratch, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+        settle(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)  # a full disk gets its room back
+        raise
     return size, digest.hexdigest()
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `path` so that it is either absent (or as before) or complete after a crash."""
-    scratch = path.with_name(path.name + ".tmp")
-    write_stream(scratch, [data])
-    os.rename(scratch, path)
-    fsync_folder(path.parent)
+def remove_scratch(folder: Path) -> None:
+    """Delete what killed runs were writing below `folder`."""
+    for path in folder.rglob(f"*{SCRATCH}"):
+        path.unlink(missing_ok=True)
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -74,32 +96,43 @@ def remove_tree(folder: Path) -> None:
         fsync_folder(folder.parent)
 
 
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`, 0 if it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 @contextmanager
 def storage_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
     """Turn operating-system errors while writing under `folder` into errors with a remedy.
 
-    `needed` is the estimate of the bytes the whole run writes there, if known. The safetensors library
-    reports its own I/O errors without a number, so its text is searched as well.
+    `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
+    elsewhere pass. The safetensors library reports its own without a number: its text is searched.
     """
     try:
         yield
     except BlrError:
         raise
-    except OSError as error:
-        code = error.errno
-        if code not in (*FULL, *DENIED, *BROKEN):
-            raise
-        raise _translate(code, folder, needed) from error
     except Exception as error:
-        known = (c for c in (*FULL, *DENIED, *BROKEN) if os.strerror(c) in str(error))
-        code = next(known, None) if type(error).__name__ == "SafetensorError" else None
-        if code is None:
+        translated = _translate(_errno(error, folder), folder, needed)
+        if translated is None:
             raise
-        raise _translate(code, folder, needed) from error
+        raise translated from error
 
 
-def _translate(code: int, folder: Path, needed: int | None) -> BlrError:
-    what = os.strerror(code).lower()
+def _errno(error: Exception, folder: Path) -> int | None:
+    """The system's number of an error below `folder`; of one that safetensors reports, by its text."""
+    if type(error).__name__ == "SafetensorError":
+        known = (code for code in (*FULL, *DENIED, *BROKEN) if os.strerror(code) in str(error))
+        return next(known, None)
+    if not isinstance(error, OSError):
+        return None
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else folder
+    inside = not place.is_absolute() or place.is_relative_to(folder)
+    return error.errno if inside else None
+
+
+def _translate(code: int | None, folder: Path, needed: int | None) -> BlrError | None:
+    what = os.strerror(code).lower() if code else ""
     if code in FULL:
         return StorageError(
             f"{folder}: {what}; the run needs "
@@ -108,7 +141,16 @@ def _translate(code: int, folder: Path, needed: int | None) -> BlrError:
         )
     if code in DENIED:
         return OutputError(f"{folder}: {what}; choose an output folder you can write to")
-    return StorageError(f"{folder}: {what}; check the disk, then run the same command again")
+    if code in UNFIT:
+        return OutputError(f"{folder}: {what}; choose another --output")
+    if code in TAKEN:
+        return OutputError(
+            f"{folder}: {what}; another program changed the output or its partial folder, "
+            "run the same command again"
+        )
+    if code in BROKEN:
+        return StorageError(f"{folder}: {what}; check the disk, then run the same command again")
+    return None
 
 
 def check_space(folder: Path, needed: int) -> None:

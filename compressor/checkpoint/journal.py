@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.disk import CHUNK, fsync_folder
+from blr.compressor.checkpoint.disk import CHUNK, fsync_folder, scratch_for, settle
 from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.errors import InputError
 
@@ -40,13 +40,15 @@ class Journal:
     def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
         """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
         path = self.folder / f"{key}.safetensors"
-        if not path.exists():
-            return None
         try:
             header = read_header(path)
-        except InputError:
-            return None  # damaged by the disk: compute the layer again
-        return header.entries, json.loads(header.metadata[METADATA_KEY])
+            kept = json.loads(header.metadata[METADATA_KEY])
+            found = {name: self._sha256(entry) for name, entry in header.entries.items()}
+            if found == kept["sha256"]:
+                return header.entries, kept["record"]
+        except (InputError, OSError, ValueError, KeyError, TypeError):
+            pass
+        return None  # absent, or damaged by the disk: compute the layer again
 
     def read_bytes(self, entry: TensorEntry) -> Iterator[bytes]:
         """The stored bytes of a tensor that `load` returned, a chunk at a time."""
@@ -59,16 +61,29 @@ class Journal:
         """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
         from safetensors.torch import save_file
 
-        scratch = self.folder / f"{key}.tmp"
-        save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(record).decode()})
-        descriptor = os.open(scratch, os.O_RDONLY)
+        kept = {"record": record, "sha256": {n: _tensor_sha256(t) for n, t in tensors.items()}}
+        path = self.folder / f"{key}.safetensors"
+        scratch = scratch_for(path)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.chmod(scratch, 0o666 & ~_umask())
-        os.rename(scratch, self.folder / f"{key}.safetensors")
+            save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
+            os.chmod(scratch, 0o666 & ~_umask())
+            settle(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
         fsync_folder(self.folder)
+
+    def _sha256(self, entry: TensorEntry) -> str:
+        digest = hashlib.sha256()
+        for chunk in self.read_bytes(entry):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def _tensor_sha256(tensor: Any) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def _umask() -> int:

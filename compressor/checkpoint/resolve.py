@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from blr.compressor.errors import HubError, InputError
+from blr.compressor.checkpoint.disk import storage_errors
+from blr.compressor.errors import HubError, InputError, StorageError, UsageError
 from blr.compressor.families import short_names
 from blr.compressor.recipe import Recipe
 
@@ -27,11 +28,17 @@ def resolve_model(model: str, *, revision: str | None = None, offline: bool = Fa
     """The local folder of `model`, downloaded if it is a hub id and not yet in the cache.
 
     Raises:
+        UsageError: a revision of a local folder.
         InputError: neither an existing folder nor the form of a hub id.
         HubError: the hub cannot be reached, refuses, or has no such repository.
+        StorageError: the hub's cache is full.
     """
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for every library that is imported from here on
     folder = Path(model).expanduser()
     if folder.exists():
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {model} is a local folder; only the hub has them")
         return Found(folder, folder.resolve().name)
     repository = short_names().get(model.lower(), model)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or model.startswith((".", "/", "~")):
@@ -54,11 +61,15 @@ def _offline() -> bool:
 
 def _download(repository: str, revision: str | None, offline: bool) -> Found:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
-        folder = snapshot_download(
-            repository, revision=revision, allow_patterns=PATTERNS, local_files_only=offline
-        )
+        with storage_errors(Path(HF_HUB_CACHE)):
+            folder = snapshot_download(
+                repository, revision=revision, allow_patterns=PATTERNS, local_files_only=offline
+            )
+    except StorageError:
+        raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         remedy = (

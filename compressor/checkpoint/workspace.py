@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from blr.compressor.checkpoint.disk import fsync_folder, remove_tree, storage_errors, write_atomic
+from blr.compressor.checkpoint.disk import (
+    folder_bytes,
+    fsync_folder,
+    remove_scratch,
+    remove_tree,
+    storage_errors,
+    write_stream,
+)
+from blr.compressor.checkpoint.header import parse_json
 from blr.compressor.checkpoint.journal import Journal, canonical_json
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_files
-from blr.compressor.errors import OutputError
+from blr.compressor.checkpoint.manifest import (
+    MANIFEST,
+    read_manifest,
+    verify_files,
+    verify_listed,
+)
+from blr.compressor.errors import InputError, OutputError
 
 RUN_FILE = "run.json"
+Verify = Callable[[Path, dict[str, Any]], list[str]]
 HELD_LOCKS: set[Path] = set()  # lock files of this process, for whoever ends it abruptly
 
 
@@ -35,70 +51,92 @@ class Workspace:
 
     def __init__(self, output: Path, *, overwrite: bool = False, restart: bool = False) -> None:
         self.output = Path(os.path.abspath(output))
-        self.partial = self.output.with_name(self.output.name + ".blr-partial")
-        self.retired = self.output.with_name(self.output.name + ".blr-replaced")
-        self.lock_file = self.output.with_name(self.output.name + ".blr-lock")
+        check_output(self.output, overwrite)
+        self.partial = sibling(self.output, "partial")
+        self.retired = sibling(self.output, "replaced")
+        self.lock_file = sibling(self.output, "lock")
         self.journal = Journal(self.partial / "journal")
         self.pickled = self.partial / "pickled"  # room for converted pickle weights
         self.fingerprint: dict[str, Any] = {}
         self.overwrite, self.restart = overwrite, restart
+        self._after_kill = False
 
     def __enter__(self) -> Workspace:
         from filelock import FileLock, Timeout
 
-        check_parent(self.output)
-        self._lock = FileLock(self.lock_file, mode=0o644)
-        try:
-            with storage_errors(self.output.parent):
+        with storage_errors(self.output.parent):
+            self._after_kill = self.lock_file.exists()
+            self._lock = FileLock(self.lock_file)
+            try:
                 self._lock.acquire(blocking=False)
-        except Timeout:
-            raise OutputError(
-                f"{self.output}: another blr run is writing it; wait for it or choose another output"
-            ) from None
-        HELD_LOCKS.add(self.lock_file)
-        try:
-            self._refuse_occupied_output()
-            if self.restart:
-                remove_tree(self.partial)
-        except BaseException:
-            self._unlock()
-            raise
+            except Timeout:
+                raise OutputError(
+                    f"{self.output}: another blr run is writing it; "
+                    "wait for it or choose another --output"
+                ) from None
+            HELD_LOCKS.add(self.lock_file)
+            try:
+                self._settle_replacement()
+                check_output(self.output, self.overwrite)
+                if self.restart:
+                    remove_tree(self.partial)
+            except BaseException:
+                self._unlock()
+                raise
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._unlock()
+        try:
+            if not any((self.partial / name).exists() for name in (RUN_FILE, MANIFEST)):
+                remove_tree(self.partial)  # refused before any layer was done: nothing to resume
+        finally:
+            self._unlock()
 
-    def open(self, fingerprint: dict[str, Any]) -> bool:
-        """Make the partial folder ready for a run, or find it finished.
+    def open(self, fingerprint: dict[str, Any]) -> None:
+        """Make the partial folder ready for a run.
 
         Args:
             fingerprint: everything a resumed run must agree on, by name, JSON-ready.
-
-        Returns:
-            True when an earlier run had done all but the last rename: only `commit` is left.
 
         Raises:
             OutputError: left by a run with another fingerprint (the message names what changed).
         """
         self.fingerprint = json.loads(canonical_json(fingerprint))
-        if self._left_complete():
-            return True
+        left = self._left_fingerprint()
+        if left is not None:
+            self._check_fingerprint(left)
         self.journal.folder.mkdir(parents=True, exist_ok=True)
-        self._check_fingerprint()
-        return False
+        remove_scratch(self.partial)
+        if left is None:
+            write_stream(self.partial / RUN_FILE, [canonical_json(self.fingerprint)])
+            fsync_folder(self.partial)
+
+    def finished(self, read: str) -> bool:
+        """Whether an earlier run with this fingerprint was killed when all was written.
+
+        Args:
+            read: digest of everything that the run reads, as it is now.
+
+        Such a run may have been stopped before the last rename, which is then made up for, or
+        after it, if it was to overwrite.
+        """
+        if self._is_result(self.partial, read, verify_listed):
+            self.commit()
+            return True
+        (self.partial / MANIFEST).unlink(missing_ok=True)
+        done = self._after_kill and self._is_result(self.output, read, verify_files)
+        if done:
+            remove_tree(self.partial)
+        return done
 
     def commit(self) -> None:
         """Turn the partial folder, whose manifest is written, into the output.
 
         Everything that the manifest does not list is purged first, then one rename.
         """
-        listed = {*read_manifest(self.partial)["files"], MANIFEST}
-        for path in sorted(self.partial.iterdir()):
-            if path.name not in listed:
-                remove_tree(path) if path.is_dir() else path.unlink()
-        fsync_folder(self.partial)
+        self._purge({*read_manifest(self.partial)["files"], MANIFEST})
         if self.overwrite and self.output.exists():
             remove_tree(self.retired)
             os.rename(self.output, self.retired)
@@ -106,59 +144,114 @@ class Workspace:
         fsync_folder(self.output.parent)
         remove_tree(self.retired)
 
-    def _left_complete(self) -> bool:
-        """Whether an earlier run with our fingerprint was stopped after its manifest."""
-        if not (self.partial / MANIFEST).exists():
+    def used_bytes(self) -> int:
+        """What an earlier run left in the partial folder, in bytes."""
+        return folder_bytes(self.partial)
+
+    def _purge(self, listed: set[str]) -> None:
+        """Delete what is not listed from the partial folder and flush all of its folders."""
+        for path in sorted(self.partial.rglob("*"), reverse=True):  # what a folder holds before it
+            name = str(path.relative_to(self.partial))
+            if not path.is_dir() or path.is_symlink():
+                if name not in listed:
+                    path.unlink()
+            elif any(kept.startswith(f"{name}/") for kept in listed):
+                fsync_folder(path)
+            else:
+                path.rmdir()
+        fsync_folder(self.partial)
+
+    def _is_result(self, folder: Path, read: str, verify: Verify) -> bool:
+        """Whether `folder` holds what this run would produce, whole."""
+        try:
+            manifest = read_manifest(folder)
+        except OutputError:
             return False
-        manifest = read_manifest(self.partial)
-        if manifest.get("run") == self.fingerprint and not verify_files(self.partial, manifest):
-            return True
-        (self.partial / MANIFEST).unlink()
-        return False
+        same = manifest.get("run") == self.fingerprint and manifest.get("input_sha256") == read
+        return same and not verify(folder, manifest)
 
-    def _refuse_occupied_output(self) -> None:
+    def _settle_replacement(self) -> None:
+        """Finish or undo an --overwrite that was killed between its renames."""
+        if not self.retired.exists():
+            return
         if not os.path.lexists(self.output):
-            return
-        if not self.output.is_dir() or self.output.is_symlink():
-            raise OutputError(f"{self.output}: exists and is not a folder; choose another --output")
-        if not any(self.output.iterdir()):
-            return
-        if not self.overwrite:
-            raise OutputError(
-                f"{self.output}: the output folder exists and is not empty; "
-                "remove it, choose another --output, or pass --overwrite if blr wrote it"
-            )
-        read_manifest(self.output)
+            os.rename(self.retired, self.output)
+        elif (self.output / MANIFEST).exists():
+            remove_tree(self.retired)
 
-    def _check_fingerprint(self) -> None:
+    def _left_fingerprint(self) -> dict[str, Any] | None:
+        """That of the run which left the partial folder, None if there is none."""
         path = self.partial / RUN_FILE
-        if not path.exists():
-            write_atomic(path, canonical_json(self.fingerprint))
-            return
-        left = json.loads(path.read_bytes())
-        changed = [k for k in {**left, **self.fingerprint} if left.get(k) != self.fingerprint.get(k)]
+        if path.exists():
+            try:
+                return parse_json(path.read_bytes(), path)
+            except InputError:
+                raise OutputError(
+                    f"{path}: damaged, it should be JSON; pass --restart to discard the folder"
+                ) from None
+        try:
+            return read_manifest(self.partial).get("run")
+        except OutputError:
+            return None
+
+    def _check_fingerprint(self, left: dict[str, Any]) -> None:
+        changed = _changes(left, self.fingerprint)
         if changed:
-            found = "; ".join(
-                f"{k} was {_short(left.get(k))}, now {_short(self.fingerprint.get(k))}" for k in changed
-            )
             raise OutputError(
-                f"{self.partial}: left by a run with other settings ({found}); "
+                f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
                 "run again with those, or pass --restart to discard it"
             )
 
     def _unlock(self) -> None:
-        self.lock_file.unlink(missing_ok=True)  # while held: filelock checks for unlinked inodes
+        with suppress(OSError):  # a folder made read-only meanwhile
+            self.lock_file.unlink()  # while held: filelock checks for unlinked inodes
         self._lock.release()
         HELD_LOCKS.discard(self.lock_file)
 
 
-def check_parent(output: Path) -> None:
-    """Raise OutputError unless the folder that will hold `output` exists and is writable."""
-    parent = Path(os.path.abspath(output)).parent
-    if not parent.is_dir():
-        raise OutputError(f"{parent}: no such folder to write {output.name} into; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{parent}: not writable; choose an output folder you can write to")
+def sibling(output: Path, kind: str) -> Path:
+    """The path beside `output` that holds its partial folder, lock or replaced output."""
+    return output.with_name(f"{output.name}.blr-{kind}")
+
+
+def check_output(output: Path, overwrite: bool = False) -> None:
+    """Raise OutputError unless `output` can be written: see there before anything slow is done."""
+    output = Path(os.path.abspath(output))
+    parent = output.parent
+    with storage_errors(parent):
+        if not output.name:
+            raise OutputError(f"{output}: not a folder that can be made; choose another --output")
+        if not parent.is_dir():
+            raise OutputError(f"{parent}: no such folder to write {output.name} into; create it first")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise OutputError(f"{parent}: not writable; choose an output folder you can write to")
+        if os.path.lexists(output):
+            _check_occupied(output, overwrite)
+
+
+def _check_occupied(output: Path, overwrite: bool) -> None:
+    if not output.is_dir() or output.is_symlink():
+        raise OutputError(f"{output}: exists and is not a folder; choose another --output")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{output}: the output folder exists and is not empty; "
+            "remove it, choose another --output, or pass --overwrite if blr wrote it"
+        )
+    read_manifest(output)
+
+
+def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two fingerprints, named down to the single setting."""
+    found = []
+    for key in {**left, **now}:
+        was, is_now = left.get(key), now.get(key)
+        if type(was) is dict and type(is_now) is dict:
+            found += _changes(was, is_now, f"{prefix}{key}.")
+        elif was != is_now:
+            found.append(f"{prefix}{key} was {_short(was)}, now {_short(is_now)}")
+    return found
 
 
 def _short(value: Any) -> str:

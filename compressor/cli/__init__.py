@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
 from blr.compressor import __version__
 from blr.compressor.cli import commands
-from blr.compressor.errors import BlrError, UsageError
+from blr.compressor.cli.failure import report
+from blr.compressor.errors import BlrError, CapabilityError, UsageError
 
 app = typer.Typer(
     name="blr",
@@ -66,6 +65,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + 13)
+    except MemoryError as error:
+        _fail(error, CapabilityError.exit_code, "out of memory; free some or take a larger machine")
     except Exception as error:
         message = f"{type(error).__name__}: {error}; this is a bug in blr, BLR_DEBUG=1 shows where"
         _fail(error, 1, message)
@@ -76,17 +77,10 @@ def _flush() -> None:
 
 
 def _fail(error: BaseException, code: int, message: str | None = None) -> None:
-    """One line on standard error (JSON on standard output too if asked for), then exit."""
-    line = " ".join((message or str(error)).split())
+    """Report on one line, after the traceback if BLR_DEBUG=1 asks for it, and exit."""
     if os.environ.get("BLR_DEBUG") == "1":
         import traceback
 
         traceback.print_exception(error)
-    if _wants_json(sys.argv):
-        print(json.dumps({"error": line, "exit_code": code}))
-    print(f"blr: error: {line}", file=sys.stderr)
+    report(message or str(error), code)
     sys.exit(code)
-
-
-def _wants_json(arguments: list[str]) -> bool:
-    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)

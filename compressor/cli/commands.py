@@ -38,9 +38,12 @@ Trust = Annotated[
 def compress(
     model: Model,
     method: Annotated[
-        str, typer.Option("--method", "-m", help="svd, monarch, blast or ks (Kronecker-sparse).")
-    ] = "svd",
-    cf: Annotated[float, typer.Option(help="Compression factor of the replaced layers, over 1.")] = 2.0,
+        str | None,
+        typer.Option("--method", "-m", help="svd [default], monarch, blast or ks (Kronecker-sparse)."),
+    ] = None,
+    cf: Annotated[
+        float | None, typer.Option(help="Compression factor of the replaced layers [2], over 1.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder to write [default: NAME-METHOD-cfCF here]."),
@@ -62,7 +65,10 @@ def compress(
     dtype: Annotated[
         str | None, typer.Option(help="Stored dtype of the factors [default: the weight's own].")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of solvers that start at random.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of solvers that start at random [0].")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="YAML file of these settings; options given here win.")
+    ] = None,
     device: Device = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
@@ -80,30 +86,25 @@ def compress(
     format: FormatOption = Format.text,
 ) -> None:
     """Replace the linear layers of a checkpoint by structured ones."""
-    from blr.compressor.checkpoint.resolve import default_output, resolve_model
-    from blr.compressor.checkpoint.sizes import parse_size
     from blr.compressor.cli.signals import stop_on_signals
-    from blr.compressor.compress import Settings
-    from blr.compressor.compress import compress as run
-    from blr.compressor.progress import Progress
-    from blr.compressor.recipe import make_recipe
 
-    recipe = make_recipe(
-        method=method,
-        cf=cf,
-        rank=rank,
-        blocks=blocks,
-        pattern=pattern,
-        solver=solver,
-        rounds=rounds,
-        include=include or [],
-        exclude=exclude or [],
-        dtype=dtype,
-        seed=seed,
-    )
-    shard_bytes = parse_size(max_shard_size)
-    output = output or default_output(model, recipe)
-    with stop_on_signals(output):
+    given = {
+        **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
+        **{"solver": solver, "rounds": rounds, "include": include or None},
+        **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
+    }
+    with stop_on_signals() as running:
+        from blr.compressor.checkpoint.resolve import default_output, resolve_model
+        from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.checkpoint.workspace import check_output
+        from blr.compressor.compress import Settings
+        from blr.compressor.compress import compress as run
+        from blr.compressor.progress import Progress
+
+        resolved = _recipe(recipe, {k: v for k, v in given.items() if v is not None})
+        shard_bytes = parse_size(max_shard_size)
+        running.output = output = output or default_output(model, resolved)
+        check_output(output, overwrite)
         found = resolve_model(model, revision=revision, offline=offline)
         settings = Settings(
             source_name=found.name,
@@ -114,8 +115,19 @@ def compress(
             restart=restart,
             allow_pickle=allow_pickle,
         )
-        summary = run(found.folder, recipe, output, settings, Progress(quiet))
+        summary = run(found.folder, resolved, output, settings, Progress(quiet))
     _print(asdict(summary), _compress_text, format)
+
+
+def _recipe(file: Path | None, given: dict[str, Any]) -> Any:
+    """The recipe in `file`, if any, with the settings `given` on the command line on top."""
+    from blr.compressor.recipe import Recipe, make_recipe
+
+    if file is None:
+        return make_recipe(**given)
+    from blr.compressor.recipe_file import validate
+
+    return make_recipe(**{**validate(file, Recipe).model_dump(exclude_unset=True), **given})
 
 
 def evaluate(

@@ -14,43 +14,73 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from blr.compressor.checkpoint.workspace import HELD_LOCKS
+from blr.compressor.checkpoint.workspace import HELD_LOCKS, sibling
+from blr.compressor.cli.failure import report_now
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL = 0.25  # seconds within which the watching thread notices that it is not needed any more
+
+
+@dataclass
+class Running:
+    """What the message of a stop tells: the folder being produced, once it is known."""
+
+    output: Path | None = None
+    done: bool = False
 
 
 @contextmanager
-def stop_on_signals(output: Path) -> Iterator[None]:
+def stop_on_signals() -> Iterator[Running]:
     """While active, a stopping signal ends the process with 128 + its number.
 
-    `output` is the folder being produced: the message tells how to resume it.
+    Set `output` of what is yielded: the message tells how to resume it.
     """
+    running = Running()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield running
         return
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler)  # an ignored signal would be discarded
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    threading.Thread(target=_watch, args=(output,), daemon=True).start()
+    # an ignored signal would be discarded even while blocked
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_watch, args=(running,), daemon=True).start()
     try:
-        yield
+        yield running
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        running.done = True
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
-def _watch(output: Path) -> None:
-    number = signal.sigwait(SIGNALS)
-    partial = Path(os.path.abspath(output)).with_name(output.name + ".blr-partial")
-    for lock in HELD_LOCKS:
-        lock.unlink(missing_ok=True)
-    command = shlex.join(["blr", *sys.argv[1:]])
-    state = f"finished layers are kept in {partial}" if partial.exists() else "nothing was written"
-    print(
-        f"\nblr: stopped by {signal.Signals(number).name}; {state}; resume with: {command}",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(128 + number)
+def _watch(running: Running) -> None:
+    while not running.done:
+        if taken := signal.sigtimedwait(SIGNALS, POLL):
+            _stop(taken.si_signo, running.output)
+
+
+def _stop(number: int, output: Path | None) -> None:
+    """End the process at once, whatever else happens."""
+    try:
+        for lock in tuple(HELD_LOCKS):
+            with suppress(OSError):
+                lock.unlink()
+        message = f"stopped by {signal.Signals(number).name}; {_state(output)}"
+        report_now(f"{message}; resume with: {resume_command(sys.argv)}", 128 + number)
+    finally:
+        os._exit(128 + number)
+
+
+def _state(output: Path | None) -> str:
+    partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
+    if partial is None or not partial.exists():
+        return "nothing was written"
+    return f"finished layers are kept in {partial}"
+
+
+def resume_command(arguments: list[str]) -> str:
+    """The command line to type again; without --restart, which would discard what is kept."""
+    return shlex.join(["blr", *(a for a in arguments[1:] if a != "--restart")])

@@ -21,13 +21,17 @@ Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
 
 
 def precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
-    """Factors of `weight` [o, i] after `steps` steps from a start that `seed` determines."""
-    scale = weight.std().clamp_min(torch.finfo(weight.dtype).tiny)
-    blocks = _blocks(weight / scale, spec.blocks)
-    U, S, V = _start(weight, spec, seed)
+    """Factors of `weight` [o, i] after `steps` steps from a start that `seed` determines.
+
+    Runs in float32 as published: the damping keeps every system well conditioned.
+    """
+    scale = weight.std().clamp_min(1e-30)
+    blocks = _blocks((weight / scale).float(), spec.blocks)
+    U, S, V = _start(blocks, spec, seed)
     for step in range(steps):
         U, S, V = _step(blocks, U, S, V, rate=1 - step / steps)
-    return U * scale.sqrt(), S, V * scale.sqrt()
+    root = scale.sqrt()
+    return U.to(weight) * root, S.to(weight), V.to(weight) * root
 
 
 def _blocks(weight: Tensor, b: int) -> Tensor:
@@ -36,11 +40,11 @@ def _blocks(weight: Tensor, b: int) -> Tensor:
     return weight.reshape(b, o // b, b, i // b).transpose(1, 2)
 
 
-def _start(weight: Tensor, spec: BlastSpec, seed: int) -> Factors:
+def _start(like: Tensor, spec: BlastSpec, seed: int) -> Factors:
     generator = torch.Generator().manual_seed(seed)
     shapes = spec.shapes()
     drawn = {
-        name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).to(weight)
+        name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).to(like)
         for name in ("U", "V", "S")
     }
     small = START / spec.rank**0.5
