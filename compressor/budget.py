@@ -1,56 +1,168 @@
-"""Ranks from a parameter budget.
+"""Ranks from a parameter budget, without torch.
 
-`svd` and Monarch spend r(i + o) parameters on an o×i layer and BLAST r(i + o + b²), so a
-compression factor cf asks for r = io / (cf·(i + o [+ b²])). Ranks are rounded to multiples that
-kernels like and then nudged, the same for all layers of one shape, until the whole model meets
-the factor.
+A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch,
+r(i + o + b²) for BLAST. Uniform ranks give every layer the same share of its dense parameters.
+Sensitivities do better: `curve` holds the predicted loss that each further rank saves (the
+eigenvalues of G^½ W H Wᵀ G^½, falling; G the Fisher matrix of the layer's output, H the Gram
+matrix of its input), and the loss is least where one more parameter saves equally much in every
+layer. Predictions are rough, so ranks are blended with uniform ones and keep a floor.
+
+Measured on mini-llama (BLAST, CF 2): perplexity 20.3 uniform, 17.3 with strength 0.7, floor 0.3.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from math import prod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp
 
-Shape = tuple[int, int]  # (out_features, in_features)
+TOLERANCE = 0.01  # of the budget, that snapped ranks may miss
+ALMOST_FULL = 0.97  # of the break-even rank: the most that sensitivities ask for
+
+
+@dataclass(frozen=True)
+class Item:
+    """Layers that share one rank.
+
+    Attributes:
+        size: dense parameters of one of them.
+        cost: parameters of one unit of rank in one of them.
+        step: the rank must be a multiple of this (b for Monarch).
+        count: how many layers.
+        curve: predicted loss saved by each further rank; None if unknown.
+        width: ranks of `curve` that one unit of rank is worth (groups of a grouped factorization).
+    """
+
+    size: int
+    cost: int
+    step: int = 1
+    count: int = 1
+    curve: Sequence[float] | None = None
+    width: int = 1
+
+    @property
+    def full(self) -> float:
+        """Break-even rank: as many parameters as the dense layer."""
+        return self.size / self.cost
+
+    @property
+    def least(self) -> int:
+        """Parameters of the smallest possible rank, of all layers."""
+        return self.step * self.cost * self.count
 
 
 def fit_ranks(
-    shapes: list[Shape], cf: float, cost: Callable[[Shape], int], step: Callable[[Shape], int]
-) -> dict[Shape, int]:
-    """One rank a shape, so that the parameters of all layers come closest to Σ io / cf.
+    items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
+) -> list[int]:
+    """The rank of every item so that all parameters together come within `TOLERANCE` of `budget`,
+    from below wherever the steps allow it.
 
     Args:
-        shapes: (o, i) of every layer, repeated as often as it occurs.
-        cf: dense over structured parameters.
-        cost: parameters one unit of rank costs in a layer of that shape.
-        step: the rank must be a multiple of this in a layer of that shape (b for Monarch).
-
-    Returns:
-        Rank by shape; 0 where not even one step fits the budget.
+        items: what shares the budget.
+        budget: parameters, at least ``sum(item.least for item in items)``.
+        strength: weight of the sensitivities, 0 for uniform ranks.
+        floor: least share of the uniform rank that the sensitivities leave.
     """
-    counts = Counter(shapes)
-    exact = {shape: prod(shape) / (cf * cost(shape)) for shape in counts}
-    units = {shape: _unit(exact[shape], step(shape)) for shape in counts}
-    ranks = {shape: units[shape] * round(exact[shape] / units[shape]) for shape in counts}
-    budget = sum(prod(shape) * n for shape, n in counts.items()) / cf
-    _nudge(ranks, units, {s: cost(s) * n for s, n in counts.items()}, budget)
-    return ranks
+    return snap(items, exact_ranks(items, budget, strength=strength, floor=floor), budget)
+
+
+def exact_ranks(
+    items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
+) -> list[float]:
+    """Real-valued ranks that spend `budget` exactly, each from one step to break-even."""
+    share = budget / sum(item.size * item.count for item in items)
+    wanted = [share * item.full for item in items]
+    if strength and any(item.curve is not None for item in items):
+        greedy = equal_margins(items, budget, floor)
+        wanted = [(1 - strength) * w + strength * g for w, g in zip(wanted, greedy, strict=True)]
+    return _scaled(items, wanted, budget)
+
+
+def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[float]:
+    """Ranks at which one more parameter saves the same predicted loss everywhere, at least `floor`
+    of the uniform rank and at most `ALMOST_FULL` of break-even; uniform where no curve is known."""
+    share = budget / sum(item.size * item.count for item in items)
+    levels = [sorted(-float(v) for v in (() if i.curve is None else i.curve)) for i in items]
+
+    def at(log_margin: float) -> list[float]:
+        margin, ranks = exp(log_margin), []
+        for item, falling in zip(items, levels, strict=True):
+            uniform = share * item.full
+            useful = bisect_left(falling, -margin * item.cost / item.width) / item.width
+            wanted = useful if falling else uniform
+            ranks.append(min(max(wanted, floor * uniform), ALMOST_FULL * item.full))
+        return ranks
+
+    return at(_bisect(lambda t: _spent(items, at(t)) <= budget, -700.0, 700.0))
+
+
+def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
+    """`exact` as multiples that kernels like: 16, 8, 4, 2 or 1 steps, finer where the coarser ones
+    would miss `budget` by over half of `TOLERANCE`."""
+    units = [_unit(rank, item.step) for rank, item in zip(exact, items, strict=True)]
+    while True:
+        ranks = _fill(items, exact, units, budget)
+        missed = budget - _spent(items, ranks)
+        coarse = [n for n, item in enumerate(items) if units[n] > item.step]
+        if missed <= TOLERANCE / 2 * budget or not coarse:
+            return _closest(items, ranks, budget) if abs(missed) > TOLERANCE * budget else ranks
+        worst = max(coarse, key=lambda n: units[n] * items[n].cost * items[n].count)
+        units[worst] //= 2
+
+
+def _scaled(items: Sequence[Item], wanted: Sequence[float], budget: float) -> list[float]:
+    def at(scale: float) -> list[float]:
+        pairs = zip(items, wanted, strict=True)
+        return [min(max(w * scale, item.step), max(item.full, item.step)) for item, w in pairs]
+
+    scale = _bisect(lambda t: _spent(items, at(exp(-t))) <= budget, -20.0, 20.0)
+    return at(exp(-scale))
+
+
+def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The least t for which `holds`, true from some t on."""
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
+    return sum(rank * item.cost * item.count for rank, item in zip(ranks, items, strict=True))
 
 
 def _unit(rank: float, step: int) -> int:
-    """The largest of 16, 8, 4, 2, 1 times `step` that moves `rank` by under 2%, or `step`."""
+    """The largest of 16, 8, 4, 2 times `step` that rounding by half moves `rank` by 2% at most."""
     return next((m * step for m in (16, 8, 4, 2) if m * step * 25 <= rank), step)
 
 
-def _nudge(
-    ranks: dict[Shape, int], units: dict[Shape, int], weight: dict[Shape, int], budget: float
-) -> None:
-    """Change one shape's rank by one unit while that brings the total closer to `budget`."""
+def _fill(
+    items: Sequence[Item], exact: Sequence[float], units: Sequence[int], budget: float
+) -> list[int]:
+    """Round down, then spend what is left on the items that lost the largest part of a unit."""
+    parts = [rank / unit + 1e-6 for rank, unit in zip(exact, units, strict=True)]
+    ranks = [max(int(part) * unit, unit) for part, unit in zip(parts, units, strict=True)]
+    left = budget - _spent(items, ranks)
+    for n in sorted(range(len(items)), key=lambda n: int(parts[n]) - parts[n]):
+        price = units[n] * items[n].cost * items[n].count
+        if price <= left and ranks[n] + units[n] <= items[n].full:
+            ranks[n] += units[n]
+            left -= price
+    return ranks
+
+
+def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int]:
+    """Where one step is coarser than the tolerance: single steps as long as they come closer."""
+    ranks = list(ranks)
     for _ in range(64):
-        surplus = sum(rank * weight[shape] for shape, rank in ranks.items()) - budget
-        moves = [(s, d * units[s]) for s in ranks for d in (-1, 1) if ranks[s] + d * units[s] > 0]
-        best = min(moves, key=lambda m: abs(surplus + m[1] * weight[m[0]]), default=None)
-        if best is None or abs(surplus + best[1] * weight[best[0]]) >= abs(surplus):
-            return
-        ranks[best[0]] += best[1]
+        surplus = _spent(items, ranks) - budget
+        moves = [(n, d * item.step) for n, item in enumerate(items) for d in (-1, 1)]
+        moves = [(n, move) for n, move in moves if 0 < ranks[n] + move <= items[n].full]
+        if not moves:
+            return ranks
+        n, move = min(moves, key=lambda m: abs(surplus + m[1] * items[m[0]].cost * items[m[0]].count))
+        if abs(surplus + move * items[n].cost * items[n].count) >= abs(surplus):
+            return ranks
+        ranks[n] += move
+    return ranks

@@ -21,7 +21,7 @@ from blr.compressor.checkpoint.disk import (
 from blr.compressor.checkpoint.header import TensorEntry, quote, read_header, refuse
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
-from blr.compressor.checkpoint.shapes import check_against_config
+from blr.compressor.checkpoint.shapes import check_against_config, check_depth
 from blr.compressor.checkpoint.shards import Slot, assign_shards, write_shards
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.workspace import Workspace
@@ -39,8 +39,8 @@ class Settings:
     """What is not part of the recipe: where and how to run.
 
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
-    "auto"; `max_shard_size` is in bytes; `overwrite`, `restart` and `allow_pickle` are as on the
-    command line.
+    "auto"; `max_shard_size` is in bytes; `calibration` names a text file or data set; the rest is
+    as on the command line.
     """
 
     source_name: str
@@ -50,6 +50,8 @@ class Settings:
     overwrite: bool = False
     restart: bool = False
     allow_pickle: bool = False
+    calibration: str | None = None
+    offline: bool = False
 
 
 @dataclass
@@ -87,8 +89,8 @@ def compress(
         plan = make_plan(source, recipe)
         progress.notes(plan.notes)
         needed = estimate_bytes(source, plan, recipe)
-        check_space(workspace.output.parent, needed - workspace.used_bytes())
         with storage_errors(workspace.output.parent, needed):
+            check_space(workspace.output.parent, needed - workspace.used_bytes())
             records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
 
@@ -106,6 +108,8 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
         )
     check_unquantized(source)
     family = find_family(source.model_type)
+    if family is None:
+        check_depth(source)
     check_against_config(source, family.shapes if family else None)
     return source
 
@@ -153,6 +157,7 @@ def _fingerprint(source: Source, recipe: Recipe, settings: Settings) -> dict[str
         "recipe": recipe.model_dump(),
         "max_shard_size": settings.max_shard_size,
         "device": settings.device,
+        "calibration": _calibration(settings),
         "versions": {
             "blr": __version__,
             "torch": version("torch"),
@@ -171,15 +176,15 @@ def _run(
     progress: Progress,
 ) -> dict[str, dict[str, Any]]:
     """Produce the output; returns the record of every layer by module name."""
-    from blr.compressor.factorize import factorize_layers
-    from blr.compressor.finish import check_reload, small_files
+    from blr.compressor.finish import check_fits, check_reload, small_files
     from blr.compressor.scan import scan_source
 
+    check_fits(source, plan)
     workspace.open(_fingerprint(source, recipe, settings))
     read = scan_source(source, plan, progress)
     if workspace.finished(read):
         return read_records(workspace.output)
-    results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
+    plan, results, facts = _factorize(source, recipe, plan, workspace, settings, progress)
     records = {module: record for module, (_, record) in results.items()}
     progress.stage("writing")
     shards = assign_shards(_slots(source, plan, results), settings.max_shard_size)
@@ -194,6 +199,43 @@ def _run(
     write_stream(workspace.partial / MANIFEST, [manifest])
     workspace.commit()
     return records
+
+
+def _calibration(settings: Settings) -> str | None:
+    if settings.calibration is None:
+        return None
+    from blr.compressor.calibration.text import calibration_digest
+
+    return calibration_digest(settings.calibration)
+
+
+def _factorize(
+    source: Source,
+    recipe: Recipe,
+    plan: Plan,
+    workspace: Workspace,
+    settings: Settings,
+    progress: Progress,
+) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+    """The plan that was followed, factors and record by module, and facts of the calibration."""
+    if settings.calibration is None:
+        from blr.compressor.factorize import factorize_layers
+
+        results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
+        return plan, results, {}
+    from blr.compressor.calibration.engine import compress_calibrated
+
+    outcome = compress_calibrated(
+        source,
+        recipe,
+        lambda curves: make_plan(source, recipe, curves, calibrated=True),
+        settings.calibration,
+        workspace.journal,
+        settings.device,
+        settings.offline,
+        progress,
+    )
+    return outcome.plan, outcome.results, outcome.facts
 
 
 def _slots(source: Source, plan: Plan, results: dict[str, Any]) -> list[Slot]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from blr.compressor.progress import Progress
 from blr.compressor.recipe import Recipe
 from blr.compressor.structures import family
 from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.linalg import recorded_fallbacks
 
 ALGORITHM = 1  # raise it when a factorizer's results change: journals of older runs are then void
 
@@ -40,16 +43,20 @@ class Job:
     @property
     def options(self) -> FitOptions:
         seed = layer_seed(self.recipe.seed, self.layer.module)
-        return FitOptions(self.recipe.solver, self.recipe.rounds, seed)
+        return FitOptions(self.planned.solver, self.planned.rounds, seed)
 
-    def key(self, weight: Tensor) -> str:
-        """The journal's name for the factors of `weight` under these settings."""
+    def key(self, weight: Tensor, prefix: str = "") -> str:
+        """The journal's name for the factors of `weight` under these settings.
+
+        `prefix` is the digest of what else they depend on: calibration and the layers before.
+        """
         return layer_key(
+            prefix=prefix,
             weight=hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest(),
             dtype=self.layer.entry.dtype,
             shape=self.layer.entry.shape,
             spec=self.planned.spec.to_dict(),
-            options=[self.recipe.solver, self.recipe.rounds, self.recipe.seed, self.recipe.dtype],
+            options=[self.planned.solver, self.planned.rounds, self.recipe.seed, self.recipe.dtype],
             module=self.layer.module,
             algorithm=[ALGORITHM, __version__, torch.__version__],
             machine=[str(self.device), torch.get_num_threads()],
@@ -101,7 +108,8 @@ def _layer(source: Source, job: Job, journal: Journal) -> Result:
     key = job.key(weight)
     done = journal.load(key)
     if done is None:
-        tensors, record = factorize(weight, job)
+        with layer_errors(job):
+            tensors, record = factorize(weight, job)
         journal.store(key, tensors, record)
         done = journal.load(key)
     assert done is not None
@@ -119,21 +127,55 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
         Factors in the stored dtype, contiguous on the CPU, and the layer's record. The error is
         that of the stored factors, rounding included.
     """
-    spec, structure = job.planned.spec, family(job.planned.spec.structure)
-    stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
     work = weight.to(job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
-    fit = structure.fit(work, spec, None, job.options)
-    tensors = {name: tensor.to("cpu", stored).contiguous() for name, tensor in fit.tensors.items()}
-    check_range(tensors, job.layer)
-    back = structure.reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
-    record = {
-        "type": job.layer.type,
-        "spec": spec.to_dict(),
-        "error": relative_error(work, back),
-        "notes": fit.notes,
+    with recorded_fallbacks() as fallbacks:
+        fit = family(job.planned.spec.structure).fit(work, job.planned.spec, None, job.options)
+    return keep_factors(job, weight, fit.tensors, {"notes": [*fit.notes, *fallbacks]})
+
+
+def keep_factors(
+    job: Job, weight: Tensor, factors: dict[str, Tensor], record: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Round fitted factors to the dtype they are stored in and measure what that gives.
+
+    Args:
+        weight: as stored. record: what is already known of the layer, kept.
+
+    Returns:
+        Factors on the CPU, contiguous, and the layer's record with its type, spec and error.
+    """
+    spec, structure = job.planned.spec, family(job.planned.spec.structure)
+    stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
+    tensors = {
+        name: tensor.detach().to("cpu", stored).contiguous() for name, tensor in factors.items()
     }
-    return tensors, record
+    check_range(tensors)
+    work = weight.to(job.device, working_dtype(job.device))
+    work = work.mT if job.layer.transposed else work
+    back = structure.reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
+    facts = {"type": job.layer.type, "spec": spec.to_dict(), "error": relative_error(work, back)}
+    return tensors, {**record, **facts}
+
+
+@contextmanager
+def layer_errors(job: Job) -> Iterator[None]:
+    """Name the layer in the errors of its factorization."""
+    try:
+        yield
+    except NumericsError as error:
+        raise NumericsError(f"{job.layer.module}: {error}") from error
+    except torch.linalg.LinAlgError as error:
+        reason = str(error).splitlines()[0]
+        raise NumericsError(f"{job.layer.module}: {reason}; --exclude the layer") from error
+    except (RuntimeError, MemoryError) as error:
+        # torch has a class of its own for a full GPU only
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise CapabilityError(
+            f"{job.layer.module}: out of memory on {job.device} for a layer of {job.layer.entry.shape}; "
+            "try --device cpu or a machine with more memory"
+        ) from error
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -141,11 +183,11 @@ def working_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def check_range(tensors: dict[str, Tensor], layer: Layer) -> None:
+def check_range(tensors: dict[str, Tensor]) -> None:
     """Raise NumericsError when factors are not finite in the dtype they are stored in."""
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise NumericsError(
-                f"{layer.module}: factor {name} is not finite in {tensor.dtype}; "
+                f"factor {name} is not finite in {tensor.dtype}; "
                 "store the factors as --dtype float32 or bfloat16, or --exclude the layer"
             )

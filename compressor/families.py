@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers of a decoder block that see the same input.
+
+    `modules` are names inside the block. `residual` names the module of the block whose input is
+    the residual stream that the group's output is added to, if it is added to one.
+    """
+
+    modules: tuple[str, ...]
+    residual: str | None = None
 
 
 @dataclass(frozen=True)
@@ -15,7 +27,11 @@ class Family:
 
     `modules` maps globs over module names (as on disk) to the layer type they are reported
     under; `heads` are layers that stay dense unless asked for; `transposed` says that weights
-    are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes.
+    are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes; `blocks`
+    is the list of blocks on disk and `groups` what each consists of, in order of execution (None
+    and empty where calibration is not supported). `attention` maps the layer types that hold
+    heads to the side they are on ("out" or "in") and their symbolic number; `prefix` is what
+    module names start with in a checkpoint with a head.
     """
 
     name: str
@@ -24,6 +40,10 @@ class Family:
     heads: tuple[str, ...]
     shapes: dict[str, list[str]]
     transposed: bool = False
+    blocks: str | None = None
+    groups: tuple[Group, ...] = ()
+    attention: dict[str, tuple[str, str]] = field(default_factory=dict)
+    prefix: str = ""
 
     def layer_type(self, module: str, *, include_heads: bool = False) -> str | None:
         """The type of `module`, or None when it is not compressible."""
@@ -63,6 +83,10 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         heads=tuple(table["heads"]),
         shapes={glob: [str(d) for d in dims] for glob, dims in table["shapes"].items()},
         transposed=table.get("stored") == "conv1d",
+        attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
+        prefix=table["prefix"],
+        blocks=table.get("blocks"),
+        groups=tuple(Group(tuple(g["modules"]), g.get("residual")) for g in table.get("groups", [])),
     )
 
 

@@ -8,12 +8,16 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from blr.compressor.card import model_card
 from blr.compressor.checkpoint.disk import write_stream
+from blr.compressor.checkpoint.header import quote
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import OutputError
+from blr.compressor.errors import InputError, OutputError
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.native import native_class, native_errors
 from blr.compressor.modeling.registry import auto_map, register
 from blr.compressor.modeling.vendor import vendored_files
 from blr.compressor.plan import Plan
@@ -69,6 +73,33 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
+def check_fits(source: Source, plan: Plan) -> None:
+    """Check, before any work, that the output will load: its tensors as planned, without data.
+
+    Raises InputError when the source's tensors are not those of the architecture it names.
+    """
+    native_class(source)
+    with native_errors(source):
+        register(source.config["model_type"])
+        config = structured_config(source.config, plan)
+        cls = model_class(config["architectures"][0])
+        ours = cls.config_class.from_dict(config)
+        found = _misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
+    if found:
+        remedy = "take config.json and weights from the same model"
+        raise InputError(f"{source.folder}: {found} for {config['architectures'][0]}; {remedy}")
+
+
+def _planned_tensors(source: Source, plan: Plan) -> dict[str, Any]:
+    """Every tensor of the output by name, on the meta device."""
+    shapes = {name: entry.shape for name, entry in source.entries.items()}
+    for planned in plan.layers:
+        del shapes[planned.layer.entry.name]
+        factors = planned.spec.shapes().items()
+        shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, shape in factors}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
 def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
     """Check that transformers loads `folder` with no key missing or left over, tokenizer included.
 
@@ -86,15 +117,27 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def _check_keys(folder: Path, cls: Any) -> None:
+    if found := _misfits(cls, folder):
+        raise OutputError(
+            f"{folder}: {found} when reloaded; "
+            "this checkpoint does not fit the architecture its config.json names"
+        )
+
+
+def _misfits(cls: Any, folder: Path | None, **options: Any) -> str:
+    """What transformers finds missing, left over or of another shape; empty if nothing."""
     with _silence():
-        _, info = cls.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        _, info = cls.from_pretrained(
+            folder,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            names = sorted(str(key) for key in info[kind])
-            raise OutputError(
-                f"{folder}: {kind.replace('_', ' ')} when reloaded: {names[:3]} of {len(names)}; "
-                "this checkpoint does not fit the architecture its config.json names"
-            )
+        if names := sorted(str(key) for key in info.get(kind) or ()):
+            return f"{kind.replace('_', ' ')} {quote(names[:3], 240)[1:-1]} of {len(names)}"
+    return ""
 
 
 def _keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:

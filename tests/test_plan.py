@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pico import save_pico
 
-from blr.compressor.budget import fit_ranks
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import UsageError
 from blr.compressor.plan import Plan, make_plan
 from blr.compressor.recipe import make_recipe
-
-LLAMA_7B = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
-sizes = st.integers(4, 64).map(lambda n: 16 * n)
 
 
 def plan(folder: Path, **settings: object) -> Plan:
@@ -26,29 +19,8 @@ def plan(folder: Path, **settings: object) -> Plan:
 
 @pytest.mark.parametrize("method", ["svd", "monarch", "blast", "ks"])
 @pytest.mark.parametrize("cf", [1.25, 2.0])
-def test_achieved_cf_is_within_two_percent(tiny: Path, method: str, cf: float) -> None:
-    assert plan(tiny, method=method, cf=cf).cf == pytest.approx(cf, rel=0.02)
-
-
-@settings(derandomize=True, deadline=None, max_examples=50)
-@given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=8), st.sampled_from([1.25, 2.0, 4.0]))
-def test_ranks_meet_the_budget_within_one_percent(shapes: list[tuple[int, int]], cf: float) -> None:
-    ranks = fit_ranks(shapes, cf, cost=sum, step=lambda shape: 1)
-    spent = sum(ranks[shape] * sum(shape) for shape in shapes)
-    assert spent == pytest.approx(sum(map(prod, shapes)) / cf, rel=0.03)
-
-
-def test_large_ranks_are_multiples_that_kernels_like() -> None:
-    ranks = fit_ranks(LLAMA_7B, 2.0, cost=lambda s: sum(s) + 256, step=lambda shape: 1)
-    spent = sum(ranks[shape] * (sum(shape) + 256) for shape in LLAMA_7B)
-    assert spent == pytest.approx(sum(map(prod, LLAMA_7B)) / 2, rel=0.01)
-    assert all(rank % 16 == 0 for rank in ranks.values())
-
-
-def test_papers_ranks_follow_from_cf_2() -> None:
-    ranks = fit_ranks(LLAMA_7B, 2.0, cost=sum, step=lambda shape: 1)
-    assert ranks[4096, 4096] == 1024
-    assert ranks[11008, 4096] == pytest.approx(1488, abs=16)
+def test_achieved_cf_is_within_one_percent(tiny: Path, method: str, cf: float) -> None:
+    assert plan(tiny, method=method, cf=cf).cf == pytest.approx(cf, rel=0.01)
 
 
 def test_blocks_that_do_not_divide_take_the_nearest_and_say_so(tiny: Path) -> None:

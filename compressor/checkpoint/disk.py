@@ -18,7 +18,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 BROKEN = (errno.EIO, errno.ENXIO, errno.ESTALE)
 UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
-TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)  # someone else moved or made what is ours
+TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)  # others moved or made files
 SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
 
 

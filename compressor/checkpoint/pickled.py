@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr.compressor.checkpoint.disk import check_space, folder_bytes, storage_errors
 from blr.compressor.checkpoint.header import check_name, open_regular, quote, refuse
 from blr.compressor.checkpoint.source import (
     INDEX,
@@ -25,7 +26,6 @@ from blr.compressor.checkpoint.source import (
     find_shards,
     inside,
 )
-from blr.compressor.errors import StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,20 +51,25 @@ def convert_pickle(folder: Path, scratch: Path) -> Path:
 
     Raises:
         InputError: anything but plain tensors in torch's zip format, or sizes that do not fit.
-        StorageError: `scratch` cannot be written.
+        StorageError: no room in `scratch`. OutputError: `scratch` cannot be written.
     """
     shards, weight_map = find_shards(folder, PICKLE, PICKLE_INDEX)
     sizes = {shard: _check_archive(shard) for shard in shards}
     names: dict[str, Path] = {}
+    needed = 0
     for shard in shards:
-        for name in _load(shard, sizes[shard]):
+        for name, tensor in _load(shard, sizes[shard]).items():
+            needed += tensor.nbytes
             if name in names or (weight_map and weight_map.get(name) != shard.name):
                 refuse(shard, f"tensor {quote(name)}", "it in one place, where the index says")
             names[name] = shard
     if lost := weight_map.keys() - names.keys():
         index = inside(folder, PICKLE_INDEX)
         refuse(index, f"tensor {quote(min(lost))} that no shard has", "only present tensors")
-    _write(sizes, scratch)
+    with storage_errors(scratch.parent, needed):
+        scratch.mkdir(parents=True, exist_ok=True)
+        check_space(scratch, needed - folder_bytes(scratch))
+        _write(sizes, scratch)
     return scratch
 
 
@@ -157,23 +162,14 @@ def _check_tensor(path: Path, name: Any, value: Any, sizes: set[int]) -> None:
 
 def _write(shards: dict[Path, set[int]], scratch: Path) -> None:
     """Saves all tensors in shards of about `SHARD_BYTES`, then the index."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
-    try:
-        scratch.mkdir(parents=True, exist_ok=True)
-        for number, group in enumerate(_groups(shards)):
-            file = f"model-{number:05d}.safetensors"
-            save_file(group, scratch / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(group, file))
-        (scratch / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    except (OSError, SafetensorError) as error:
-        reason = quote(error, 120)[1:-1]
-        raise StorageError(
-            f"{quote(scratch, 160)[1:-1]}: cannot write the converted weights ({reason}); "
-            "free space or choose another folder"
-        ) from error
+    for number, group in enumerate(_groups(shards)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(group, scratch / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(group, file))
+    (scratch / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def _groups(shards: dict[Path, set[int]]) -> Iterator[dict[str, Tensor]]:

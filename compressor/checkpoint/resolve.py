@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from blr.compressor.checkpoint.disk import storage_errors
+from blr.compressor.checkpoint.disk import FULL
 from blr.compressor.errors import HubError, InputError, StorageError, UsageError
 from blr.compressor.families import short_names
 from blr.compressor.recipe import Recipe
@@ -24,8 +24,12 @@ class Found:
     revision: str | None = None
 
 
-def resolve_model(model: str, *, revision: str | None = None, offline: bool = False) -> Found:
+def resolve_model(
+    model: str, *, revision: str | None = None, offline: bool = False, weights: bool = True
+) -> Found:
     """The local folder of `model`, downloaded if it is a hub id and not yet in the cache.
+
+    Without `weights` no more than its config.json is downloaded.
 
     Raises:
         UsageError: a revision of a local folder.
@@ -46,7 +50,8 @@ def resolve_model(model: str, *, revision: str | None = None, offline: bool = Fa
             f"{model}: no such folder; expected a checkpoint folder, a hub id (owner/name) or one of "
             f"the short names {', '.join(sorted(short_names()))}"
         )
-    return _download(repository, revision, offline or _offline())
+    patterns = PATTERNS if weights else ["config.json"]
+    return _download(repository, revision, offline or _offline(), patterns)
 
 
 def default_output(model: str, recipe: Recipe) -> Path:
@@ -59,19 +64,18 @@ def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def _download(repository: str, revision: str | None, offline: bool) -> Found:
+def _download(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> Found:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
-        with storage_errors(Path(HF_HUB_CACHE)):
-            folder = snapshot_download(
-                repository, revision=revision, allow_patterns=PATTERNS, local_files_only=offline
-            )
-    except StorageError:
-        raise
+        folder = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, local_files_only=offline
+        )
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if getattr(error, "errno", None) in FULL:
+            remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
+            raise StorageError(f"{repository}: {reason}; {remedy}") from error
         remedy = (
             "it is not in the local cache: run once without --offline, or give a local folder"
             if offline

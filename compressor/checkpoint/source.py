@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+REMEDY = "take the config.json of the model's own repository"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_CONFIG_DEPTH = 32
 MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
@@ -133,7 +134,7 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         refuse(folder, "no such folder", "a checkpoint folder", "check the path")
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
-    config = _read_config(folder)
+    config = read_config(folder)
     extra = _find_extra(folder)
     if not (os.path.lexists(folder / SINGLE) or os.path.lexists(folder / INDEX)):
         weights = _unpickle(folder, allow_pickle, scratch)
@@ -181,7 +182,8 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
     return [inside(folder, name) for name in names], weight_map
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type."""
     path = inside(folder, "config.json")
     config = parse_json(_read_small(path, MAX_CONFIG_BYTES), path, constants=True)
     if _depth(config) > MAX_CONFIG_DEPTH:
@@ -189,9 +191,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     kind = config.get("model_type")
     if type(kind) is not str or not re.fullmatch(r"[a-z0-9_.-]{1,64}", kind):
         found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
-        remedy = "take the config.json of the model's own repository"
-        refuse(path, found, "a short name of a-z 0-9 _ . -", remedy)
+        refuse(path, found, "a short name of a-z 0-9 _ . -", REMEDY)
+    names = config.get("architectures")
+    if names is not None and not _are_identifiers(names):
+        refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
     return config
+
+
+def _are_identifiers(names: Any) -> bool:
+    return type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:

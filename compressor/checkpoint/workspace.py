@@ -88,11 +88,10 @@ class Workspace:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if not any((self.partial / name).exists() for name in (RUN_FILE, MANIFEST)):
-                remove_tree(self.partial)  # refused before any layer was done: nothing to resume
-        finally:
-            self._unlock()
+        with suppress(OSError):  # not ours to look into, or to delete
+            if not self._holds_work():
+                remove_tree(self.partial)
+        self._unlock()
 
     def open(self, fingerprint: dict[str, Any]) -> None:
         """Make the partial folder ready for a run.
@@ -104,7 +103,7 @@ class Workspace:
             OutputError: left by a run with another fingerprint (the message names what changed).
         """
         self.fingerprint = json.loads(canonical_json(fingerprint))
-        left = self._left_fingerprint()
+        left = self._left_fingerprint() if self._holds_work() else None
         if left is not None:
             self._check_fingerprint(left)
         self.journal.folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +144,8 @@ class Workspace:
         remove_tree(self.retired)
 
     def used_bytes(self) -> int:
-        """What an earlier run left in the partial folder, in bytes."""
-        return folder_bytes(self.partial)
+        """What an earlier run left of its work in the partial folder, in bytes."""
+        return folder_bytes(self.partial) - folder_bytes(self.pickled)
 
     def _purge(self, listed: set[str]) -> None:
         """Delete what is not listed from the partial folder and flush all of its folders."""
@@ -178,6 +177,10 @@ class Workspace:
             os.rename(self.retired, self.output)
         elif (self.output / MANIFEST).exists():
             remove_tree(self.retired)
+
+    def _holds_work(self) -> bool:
+        """Whether there is anything to resume in the partial folder: a finished layer or all."""
+        return (self.partial / MANIFEST).exists() or any(self.journal.folder.glob("*.safetensors"))
 
     def _left_fingerprint(self) -> dict[str, Any] | None:
         """That of the run which left the partial folder, None if there is none."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor import __version__
-from blr.compressor.cli import commands
+from blr.compressor.cli import commands, planning
 from blr.compressor.cli.failure import report
 from blr.compressor.errors import BlrError, CapabilityError, UsageError
 
@@ -26,6 +26,8 @@ app.command("eval")(commands.evaluate)
 app.command("inspect")(commands.inspect)
 app.command("generate")(commands.generate)
 app.command("verify")(commands.verify)
+app.command("plan")(planning.plan)
+app.add_typer(planning.recipes_app, name="recipes")
 
 _UsageException: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 

@@ -39,7 +39,9 @@ def compress(
     model: Model,
     method: Annotated[
         str | None,
-        typer.Option("--method", "-m", help="svd [default], monarch, blast or ks (Kronecker-sparse)."),
+        typer.Option(
+            "--method", "-m", help="svd [default], monarch, blast, ks (Kronecker-sparse), auto."
+        ),
     ] = None,
     cf: Annotated[
         float | None, typer.Option(help="Compression factor of the replaced layers [2], over 1.")
@@ -54,6 +56,9 @@ def compress(
         str | None,
         typer.Option(help="Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly."),
     ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Attention by svd: whole [default], grouped:G, per-head or auto.")
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="BLAST: varpro or precgd.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds or steps of the solver.")] = None,
     include: Annotated[
@@ -67,7 +72,23 @@ def compress(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of solvers that start at random [0].")] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="YAML file of these settings; options given here win.")
+        str | None,
+        typer.Option("--recipe", "-r", help="Shipped name or YAML file; options given here win."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="Text file, .jsonl or data set: fit to the activations it causes."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration windows or sentences at most [256].")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a calibration window [512].")] = None,
+    allocation: Annotated[
+        str | None,
+        typer.Option(help="uniform, or sensitivity [default with --calibration]."),
+    ] = None,
+    refit: Annotated[
+        int | None, typer.Option(help="Epochs of the joint refit of each block [GPU: 2, CPU: 0].")
     ] = None,
     device: Device = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")] = "5GB",
@@ -90,8 +111,9 @@ def compress(
 
     given = {
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
-        **{"solver": solver, "rounds": rounds, "include": include or None},
+        **{"heads": heads, "solver": solver, "rounds": rounds, "include": include or None},
         **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
+        **{"samples": samples, "seq_len": seq_len, "allocation": allocation, "refit": refit},
     }
     with stop_on_signals() as running:
         from blr.compressor.checkpoint.resolve import default_output, resolve_model
@@ -100,8 +122,9 @@ def compress(
         from blr.compressor.compress import Settings
         from blr.compressor.compress import compress as run
         from blr.compressor.progress import Progress
+        from blr.compressor.recipes import load_recipe
 
-        resolved = _recipe(recipe, {k: v for k, v in given.items() if v is not None})
+        resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         check_output(output, overwrite)
@@ -114,20 +137,11 @@ def compress(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            calibration=calibration,
+            offline=offline,
         )
         summary = run(found.folder, resolved, output, settings, Progress(quiet))
     _print(asdict(summary), _compress_text, format)
-
-
-def _recipe(file: Path | None, given: dict[str, Any]) -> Any:
-    """The recipe in `file`, if any, with the settings `given` on the command line on top."""
-    from blr.compressor.recipe import Recipe, make_recipe
-
-    if file is None:
-        return make_recipe(**given)
-    from blr.compressor.recipe_file import validate
-
-    return make_recipe(**{**validate(file, Recipe).model_dump(exclude_unset=True), **given})
 
 
 def evaluate(

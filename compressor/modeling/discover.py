@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
+from accelerate import init_empty_weights
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from blr.compressor.checkpoint.header import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError
 from blr.compressor.families import Family
 from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.native import REMEDY, native_class, native_errors
 
 
 def discover_family(source: Source) -> Family:
@@ -32,15 +33,17 @@ def discover_family(source: Source) -> Family:
     return Family(model_type, (model_type,), modules, (), {}, transposed)
 
 
-def meta_model(source: Source) -> Any:
-    """The native model of a checkpoint, without weights."""
-    config = dict(source.config)
-    model_type, names = config.pop("model_type"), config.get("architectures") or []
-    native = getattr(transformers, names[0], None) if names else None
-    if model_type not in CONFIG_MAPPING or native is None:
-        raise InputError(
-            f"{source.folder}: model type {model_type!r} with architectures {names} is not one that "
-            "transformers has; blr cannot find its linear layers"
-        )
-    with torch.device("meta"):
-        return native(CONFIG_MAPPING[model_type].from_dict(config))
+def meta_model(source: Source, *, buffers: bool = False) -> Any:
+    """The native model of a checkpoint without weights; with `buffers`, position tables and other
+    buffers that no checkpoint stores are real.
+
+    Raises InputError when transformers does not know the model type or architecture.
+    """
+    native = native_class(source)
+    if native is None:
+        path = source.folder / "config.json"
+        refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
+    config = {key: value for key, value in source.config.items() if key != "model_type"}
+    empty = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
+    with native_errors(source), empty:
+        return native(CONFIG_MAPPING[source.model_type].from_dict(config))

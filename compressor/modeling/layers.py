@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.kernels.blast.reference import blast_linear
 from blr.kernels.kronecker.reference import kronecker_linear
-from blr.kernels.lowrank.reference import lowrank_linear
+from blr.kernels.lowrank.reference import grouped_lowrank_linear, lowrank_linear
 from blr.kernels.monarch.reference import monarch_linear
 
 
@@ -42,9 +42,11 @@ class StructuredLinear(nn.Module):
 
 
 class LowRankLinear(StructuredLinear):
-    """``y = (x V) Uᵀ + bias``."""
+    """``y = (x V) Uᵀ + bias``, whole or in groups of heads."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.U.dim() == 3:
+            return grouped_lowrank_linear(x, self.U, self.V, self.bias, side=self.spec.side)
         return lowrank_linear(x, self.U, self.V, self.bias)
 
 

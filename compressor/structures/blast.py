@@ -22,6 +22,7 @@ from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
+SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
 
 Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
@@ -139,17 +140,18 @@ class BlastProblem:
         return U, loss, (pushed.mT @ U).unflatten(1, (self.spec.blocks, self.p))
 
     def preconditioner(self, theta: Tensor) -> Apply:
-        """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl sees
-        (U_kᵀU_k) ∘ (V_lᵀ H_ll V_l)."""
+        """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl the diagonal of
+        (U_kᵀU_k) ∘ (V_lᵀ H_ll V_l): its full blocks gain 2% a round and take b²r² of memory."""
         S, V = self.split(theta)
         left = self.U.mT @ self.U
-        right = V.mT @ (V if self.gram is None else self.gram_blocks @ V)
+        weighted = V if self.gram is None else self.gram_blocks @ V
         inverse_v = inverse_spd(mixed_gram(S.transpose(0, 1), left))
-        inverse_s = torch.stack([inverse_spd(one[None] * right) for one in left])
+        scale_s = left.diagonal(dim1=1, dim2=2)[:, None] * (V * weighted).sum(1)[None]
+        scale_s = scale_s.clamp_min(SMALLEST * float(scale_s.mean()) + torch.finfo(V.dtype).tiny)
 
         def apply(gradient: Tensor) -> Tensor:
             gs, gv = self.split(gradient)
             gv = gv if self.gram is None else self.gram_inverse @ gv
-            return self.join((inverse_s @ gs[..., None]).squeeze(-1), gv @ inverse_v)
+            return self.join(gs / scale_s, gv @ inverse_v)
 
         return apply

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MEMORY = 20  # correction pairs kept
-REFRESH = 20  # rounds between two preconditioners
+MEMORY = 10  # correction pairs kept
+REFRESH = 10  # rounds between two preconditioners
 BACKTRACKS = 10  # step lengths tried before the direction is given up
 SHRINK = 0.4
 FIRST_STEP = 0.3  # of the first direction, whose length nothing has calibrated yet

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import balance, top_eigenvectors
+from blr.compressor.structures.linalg import balance, record_fallback, top_eigenvectors
 from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, MonarchSpec, Pattern
 from blr.kernels.kronecker.reference import kronecker_factor
@@ -174,21 +174,10 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     zero columns where r > m. Zero and rank-deficient blocks are harmless."""
     blocks = blocks / blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
     if blocks.shape[-2] <= blocks.shape[-1]:
-        return _eigenvectors(blocks @ blocks.mT, rank)
-    spanned = blocks @ _eigenvectors(blocks.mT @ blocks, rank)
+        return top_eigenvectors(blocks @ blocks.mT, rank)
+    spanned = blocks @ top_eigenvectors(blocks.mT @ blocks, rank)
     basis = torch.linalg.qr(spanned).Q  # orthonormal also where the span is deficient
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
-
-
-def _eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """`top_eigenvectors`, once more in float64 with distinct shifts if LAPACK does not converge."""
-    try:
-        return top_eigenvectors(gram, rank)
-    except torch.linalg.LinAlgError:
-        wide = gram.double()
-        scale = wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        shifts = torch.arange(1, wide.shape[-1] + 1, device=wide.device).diag() * 1e-10
-        return top_eigenvectors(wide + shifts * scale, rank).to(gram)
 
 
 def _shifted_cholesky(grams: Tensor) -> Tensor:
@@ -205,6 +194,7 @@ def _shifted_cholesky(grams: Tensor) -> Tensor:
         factor, info = torch.linalg.cholesky_ex(grams + shift * scale * identity)
         if not bool(info.any()):
             return factor
+        record_fallback("a start or preconditioner without an exact Cholesky factor")
     return (scale.sqrt() * identity).expand_as(grams)
 
 

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 
 JITTER = {torch.float64: 1e-10, torch.float32: 1e-6}  # first try, relative to the mean diagonal
+EIGEN_SHIFTS = (1e-10, 1e-7, 1e-4)  # relative to the mean diagonal, tried when nothing else helps
+
+_fallbacks: ContextVar[list[str] | None] = ContextVar("fallbacks", default=None)
+
+
+@contextmanager
+def recorded_fallbacks() -> Iterator[list[str]]:
+    """Yields a list that gets a line for every kind of retry that a solver needed meanwhile."""
+    notes: list[str] = []
+    token = _fallbacks.set(notes)
+    try:
+        yield notes
+    finally:
+        _fallbacks.reset(token)
+
+
+def record_fallback(note: str) -> None:
+    """Add a line to the list of the `recorded_fallbacks` around, if there is one."""
+    notes = _fallbacks.get()
+    if notes is not None and note not in notes:
+        notes.append(note)
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -27,6 +52,8 @@ def cholesky(matrix: Tensor) -> Tensor:
     while jitter < 10:
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * identity)
         if not bool(info.any()):
+            if jitter > JITTER[matrix.dtype]:
+                record_fallback(f"Cholesky succeeded with {jitter:.0e} of the mean diagonal added")
             return factor
         jitter *= 10
     raise NumericsError(
@@ -72,9 +99,42 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     """Eigenvectors [..., m, r] of the `rank` largest eigenvalues of gram [..., m, m], padded with
     zero columns when r > m."""
     size = gram.shape[-1]
-    _, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
+    vectors = _eigenvectors((gram + gram.mT) / 2)
     vectors = vectors[..., -min(rank, size) :].flip(-1)
     return torch.nn.functional.pad(vectors, (0, max(rank - size, 0)))
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """All eigenvectors [..., m, m] of symmetric matrices, by rising eigenvalue.
+
+    Where the library does not converge: once more on the CPU in float64, then with small distinct
+    shifts of the diagonal, which separate the eigenvalues it trips over. Raises NumericsError.
+    """
+    try:
+        return torch.linalg.eigh(matrix).eigenvectors
+    except RuntimeError as error:
+        if not _is_divergence(error):
+            raise
+    wide = matrix.to("cpu", torch.float64)
+    scale = wide.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
+    ramp = torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype).diag()
+    for shift in (0.0, *EIGEN_SHIFTS):
+        try:
+            vectors = torch.linalg.eigh(wide + shift * scale * ramp).eigenvectors
+        except torch.linalg.LinAlgError:
+            continue
+        record_fallback(
+            "eigendecomposition repeated on the CPU" + (f", shifted by {shift:.0e}" * bool(shift))
+        )
+        return vectors.to(matrix)
+    raise NumericsError(
+        f"the eigendecomposition of a {wide.shape[-1]}x{wide.shape[-1]} matrix did not converge in "
+        f"{len(EIGEN_SHIFTS) + 2} attempts; --exclude the layer"
+    )
+
+
+def _is_divergence(error: RuntimeError) -> bool:
+    return isinstance(error, torch.linalg.LinAlgError) or "cusolver" in str(error).lower()
 
 
 def balance(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,25 @@
 ``W = U Vᵀ`` minimizing tr((W−W')H(W−W')ᵀ): with Q the top eigenvectors of W H Wᵀ, the factors
 are (Q, Wᵀ Q). No inverse and no square root of H appears, so a singular H is harmless.
 Source: Swift-SVD (arXiv 2604.01609); equal in error to the Cholesky whitening of SVD-LLM.
+
+Groups of output rows (heads of q, k, v: FlashSVD) are problems of their own with the same H. Groups
+of input columns (heads of o) are not, for H couples them: each is solved with its own block of H,
+then all U together exactly with the full H.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import balance, top_eigenvectors, truncated_svd
+from blr.compressor.structures.base import Fit, FitOptions, weighted_norm_squared
+from blr.compressor.structures.linalg import (
+    balance,
+    cholesky,
+    solve_spd,
+    top_eigenvectors,
+    truncated_svd,
+)
 from blr.compressor.structures.specs import LowRankSpec
 
 
@@ -22,16 +33,76 @@ def fit(
 ) -> Fit:
     """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i].
 
-    Without `gram` this is the truncated SVD. Tensors keep the dtype of `weight`.
+    Without `gram` this is the truncated SVD. Decomposed in float64; tensors get the dtype of
+    `weight`. With groups U and V have one matrix a group, as `spec` shapes them.
     """
+    if spec.groups > 1:
+        return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:
         left, right = truncated_svd(weight, spec.rank)
         return Fit({"U": left, "V": right})
-    left = top_eigenvectors(weight @ gram @ weight.mT, spec.rank)
-    left, right = balance(left, weight.mT @ left)
-    return Fit({"U": left, "V": right})
+    work = weight.double()
+    left = _leading(work, gram.double(), spec.rank)
+    left, right = balance(left, work.mT @ left)
+    return Fit({"U": left.to(weight), "V": right.to(weight)})
+
+
+def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
+    """Top eigenvectors [o, r] of W H Wᵀ. For tall W they come from the smaller problem
+    Lᵀ WᵀW L with H = L Lᵀ: the orthonormalized W L P of its eigenvectors P."""
+    o, i = weight.shape
+    if o <= i or rank > i:
+        return top_eigenvectors(weight @ gram @ weight.mT, rank)
+    half = weight @ cholesky(gram)
+    return torch.linalg.qr(half @ top_eigenvectors(half.mT @ half, rank))[0]
+
+
+def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
+    """Every group of output rows on its own: optimal."""
+    parts = weight.unflatten(0, (spec.groups, -1))  # [G, o/G, i]
+    one = LowRankSpec(spec.in_features, parts.shape[1], spec.rank)
+    fits = [fit(part, one, gram).tensors for part in parts]
+    return Fit({name: torch.stack([tensors[name] for tensors in fits]) for name in ("U", "V")})
+
+
+def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
+    """Groups of input columns: without `gram` optimal; with it the better of two starts, V from the
+    blocks of H and from the plain blocks, each with all U exact."""
+    blocks = weight.unflatten(1, (spec.groups, -1)).movedim(1, 0)  # [G, o, i/G]
+    left, right = truncated_svd(blocks, spec.rank)
+    if gram is None:
+        return Fit({"U": left, "V": right})
+    work, metric = weight.double(), gram.double()
+    diagonal = metric.unflatten(0, (spec.groups, -1)).unflatten(2, (spec.groups, -1))
+    one = LowRankSpec(blocks.shape[2], spec.out_features, spec.rank)
+    own = [fit(blocks[g].double(), one, diagonal[g, :, g]).tensors for g in range(spec.groups)]
+    starts = [(left.double(), right.double())]
+    starts.append((torch.stack([t["U"] for t in own]), torch.stack([t["V"] for t in own])))
+    tried = [pair for start in starts for pair in (start, _refit_left(work, metric, start[1]))]
+
+    def loss(pair: tuple[Tensor, Tensor]) -> float:
+        return weighted_norm_squared(work - _summed(*pair), metric)
+
+    left, right = balance(*min(tried, key=loss))
+    return Fit({"U": left.to(weight), "V": right.to(weight)})
+
+
+def _refit_left(weight: Tensor, gram: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """All U [G, o, r] at once for given V [G, i/G, r]: W H Z (Zᵀ H Z)⁻¹, Z their block diagonal."""
+    groups, _, rank = right.shape
+    wide = torch.block_diag(*right)  # [i, G·r]
+    left = solve_spd(wide.mT @ gram @ wide, weight @ gram @ wide)
+    return left.unflatten(1, (groups, rank)).movedim(1, 0), right
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """[o, i] of groups of input columns."""
+    return (left @ right.mT).movedim(0, 1).flatten(1)
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: LowRankSpec) -> Tensor:
     """The dense weight [o, i]."""
-    return tensors["U"] @ tensors["V"].mT
+    left, right = tensors["U"], tensors["V"]
+    if spec.groups == 1:
+        return left @ right.mT
+    return _summed(left, right) if spec.side == "in" else (left @ right.mT).flatten(0, 1)

@@ -1,7 +1,7 @@
 """BLAST by the published preconditioned gradient descent.
 
-W is scaled to unit deviation; U, S and V move in turn along their gradients, each multiplied by
-``(GᵀG + δ‖E‖I)⁻¹`` with G what the factor is multiplied with and E the residual; the step falls
+W is scaled to unit deviation; U, S and V move in turn along the gradients of ‖E‖² (E the residual),
+each multiplied by ``(GᵀG + δ‖E‖I)⁻¹`` with G what the factor is multiplied with; the step falls
 linearly from 1 to 0. Source: BLAST (Lee et al., arXiv 2410.21262, algorithm 2).
 """
 
@@ -15,6 +15,7 @@ from blr.compressor.structures.specs import BlastSpec
 
 STEPS = 300
 DELTA = 0.1  # damping relative to the norm of the residual
+GRADIENT = 2.0  # of the unhalved loss ‖E‖²: 2 E times what the factor is multiplied with
 START = 1e-3  # size of U and V at the start, times 1/√r
 
 Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
@@ -29,7 +30,7 @@ def precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
     blocks = _blocks((weight / scale).float(), spec.blocks)
     U, S, V = _start(blocks, spec, seed)
     for step in range(steps):
-        U, S, V = _step(blocks, U, S, V, rate=1 - step / steps)
+        U, S, V = _step(blocks, U, S, V, rate=GRADIENT * (1 - step / steps))
     root = scale.sqrt()
     return U.to(weight) * root, S.to(weight), V.to(weight) * root
 

@@ -8,6 +8,8 @@ checkpoint, so it imports nothing outside the standard library).
 Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
 * low-rank        ``W = U Vᵀ``                        U [o, r], V [i, r]
+  in G groups     ``W_g = U_g V_gᵀ``                  U [G, o/G, r], V [G, i, r] of output rows,
+                                                      U [G, o, r], V [G, i/G, r] of input columns
 * Monarch         ``W_kl = U_kl V_klᵀ``               U [b, q, b·r'], V [b, p, b·r'], r = b·r'
 * BLAST           ``W_kl = U_k diag(S_kl) V_lᵀ``      U [b, q, r], S [b, b, r], V [b, p, r]
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
@@ -59,16 +61,45 @@ class Spec:
 
 @dataclass(frozen=True)
 class LowRankSpec(Spec):
-    """``W = U Vᵀ`` of rank `rank`: r(i + o) parameters."""
+    """``W = U Vᵀ`` of rank `rank`: r(i + o) parameters.
+
+    With `groups` G > 1 every group of output rows (`side` "out") or of input columns ("in") has
+    factors of its own, as per-head projections in FlashSVD: r(G·i + o) or r(i + G·o) parameters.
+    """
 
     rank: int
+    groups: int = 1
+    side: str = "out"
     structure: ClassVar[str] = "svd"
 
+    def __post_init__(self) -> None:
+        if self.side not in ("out", "in"):
+            raise ValueError(f"side is {self.side!r}: expected 'out' or 'in'")
+        if self.groups < 1 or self._split % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {self._split} features")
+        if self.groups == 1:  # one way to write the plain factorization
+            object.__setattr__(self, "side", "out")
+
+    @property
+    def _split(self) -> int:
+        return self.out_features if self.side == "out" else self.in_features
+
     def shapes(self) -> dict[str, Shape]:
-        return {"U": (self.out_features, self.rank), "V": (self.in_features, self.rank)}
+        o, i, g = self.out_features, self.in_features, self.groups
+        if g == 1:
+            return {"U": (o, self.rank), "V": (i, self.rank)}
+        rows, columns = (o // g, i) if self.side == "out" else (o, i // g)
+        return {"U": (g, rows, self.rank), "V": (g, columns, self.rank)}
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self.groups == 1:
+            del fields["groups"], fields["side"]
+        return fields
 
     def describe(self) -> str:
-        return f"r={self.rank}"
+        grouped = f"{self.groups} {self.side} groups of " if self.groups > 1 else ""
+        return f"{grouped}r={self.rank}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec,
 
 SPECS: list[Spec] = [
     LowRankSpec(24, 40, 5),
+    LowRankSpec(24, 40, 5, 4, "out"),
+    LowRankSpec(24, 40, 3, 6, "in"),
     MonarchSpec(24, 36, 3, 2),
     MonarchSpec(16, 16, 4, 1),
     BlastSpec(24, 36, 6, 7),

@@ -1,0 +1,119 @@
+"""When to factorize an attention projection as a whole, in groups of heads or head by head.
+
+Thresholds of FlashSVD ("FlashSVD: memory-efficient inference with streaming for low-rank models",
+theorems 8.13, 8.22 and 8.25) for a projection of i inputs to o outputs whose heads lie side by
+side on one side; D is the other side and s = (heads' side)/G the width of one of G groups. A
+group's factors are [s, r] and [D, r]. For the paper's square projection of H heads, D = H·s:
+
+* parameters fall iff r(D + s) < D·s per group: r < D/2 as a whole (G = 1), r < D/(H + 1) per head;
+* activation memory for M tokens falls iff G·r·(M + s) < M·G·s, the ranks and the streamed factor
+  against the dense heads: r < M·D/(M + D) as a whole, r < M·D/(H·M + D) per head.
+
+Grouped-query attention has H_kv heads in its k and v projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, inf, log
+
+from blr.compressor.structures.patterns import predicted_log_error
+
+TOKENS = 4096  # batch × length for which activation memory is judged: one long prefill
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """G groups and why, in words for the plan."""
+
+    groups: int
+    reason: str
+
+
+def parameter_threshold(width: int, other: int, groups: int) -> float:
+    """The rank of each group below which the factors hold fewer parameters than the dense weight.
+
+    Args:
+        width: features on the heads' side, all heads together.
+        other: features on the other side.
+        groups: G, dividing `width`.
+
+    Source: FlashSVD, theorem 8.13 (G = 1: D/2) and 8.22 (G = H: D/(H + 1)) for square projections.
+    """
+    part = width / groups
+    return part * other / (part + other)
+
+
+def memory_threshold(width: int, groups: int, tokens: int = TOKENS) -> float:
+    """The rank of each group below which activations take less memory than dense heads.
+
+    Args:
+        width: features on the heads' side, all heads together.
+        groups: G, dividing `width`.
+        tokens: M, batch times length.
+
+    Source: FlashSVD, theorems 8.13 (M·D/(M + D)), 8.22 (M·D/(H·M + D)), 8.25 (G groups).
+    """
+    return tokens * width / (groups * tokens + width)
+
+
+def activation_memory(width: int, groups: int, rank: int, tokens: int) -> int:
+    """Numbers kept for M tokens: G·r·(M + width/G), rank-space activations and streamed factors.
+
+    Source: FlashSVD, theorem 8.25.
+    """
+    return groups * rank * tokens + rank * width
+
+
+def saves(width: int, other: int, groups: int, rank: float, tokens: int = TOKENS) -> bool:
+    """Whether G groups of rank r hold fewer parameters and less activation memory than dense."""
+    return rank < min(parameter_threshold(width, other, groups), memory_threshold(width, groups, tokens))
+
+
+def candidates(heads: int) -> list[int]:
+    """Numbers of groups that hold whole heads: the divisors of H, falling (per head first)."""
+    return [g for g in range(heads, 0, -1) if heads % g == 0]
+
+
+def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
+    """The most groups for which a given rank of each still saves parameters and memory.
+
+    At a given rank more groups mean more parameters and less error, so the thresholds decide.
+    """
+    for groups in candidates(heads):
+        if saves(width, other, groups, rank):
+            limit = min(parameter_threshold(width, other, groups), memory_threshold(width, groups))
+            return Grouping(groups, f"{_name(groups, heads)}: rank {rank} is under {limit:.4g}")
+    return Grouping(1, f"whole: rank {rank} saves nothing in any grouping")
+
+
+def groups_for_budget(width: int, other: int, heads: int, cf: float) -> Grouping:
+    """The grouping of least predicted error that meets a compression factor.
+
+    At a given budget every grouping has the rank `parameter_threshold`/cf. Those that do not save
+    activation memory at it drop out; of the others the one whose blocks are predicted to lose
+    least is taken (`patterns.predicted_log_error`: groups of heads are G row classes).
+    """
+    options = {}
+    for groups in candidates(heads):
+        rank = parameter_threshold(width, other, groups) / cf
+        if rank >= 1 and saves(width, other, groups, rank):
+            options[groups] = predicted_log_error(other, width, groups, 1, int(rank))
+    if not options:
+        return Grouping(1, "whole: no grouping saves memory at this budget")
+    best = min(options, key=lambda g: (options[g] if options[g] > -inf else -inf, g))
+    ranks = parameter_threshold(width, other, best) / cf
+    reason = f"{_name(best, heads)}: least predicted error of {len(options)} groupings, rank {ranks:.0f}"
+    return Grouping(best, reason)
+
+
+def nearest_grouping(wanted: int, heads: int, width: int) -> int:
+    """The number of groups nearest `wanted` that keeps heads whole and divides `width`."""
+    common = [g for g in candidates(heads) if width % g == 0 and gcd(g, heads) == g]
+    return min(common, key=lambda g: (abs(log(g / wanted)), g))
+
+
+def _name(groups: int, heads: int) -> str:
+    if groups == 1:
+        return "whole"
+    return "per head" if groups == heads else f"{groups} groups of {heads // groups} heads"

@@ -1,0 +1,161 @@
+"""Small plots as inline SVG: bars, dots and lines, readable on light and dark pages.
+
+No library, no script: strings whose numbers are rounded, so that the same data gives the same
+bytes. Colours are the CSS variables --c0 … --c7, --ink, --faint and --line of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import ceil, floor, log10
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 64, 16, 12, 40
+COLOURS = 8
+BAR = 22
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one colour: a line (`joined`) or dots. `marks` are points to stress, with text."""
+
+    name: str
+    points: Sequence[Point]
+    joined: bool = False
+    colour: int = 0
+    marks: Sequence[tuple[float, float, str]] = ()
+    titles: Sequence[str] = field(default_factory=tuple)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], colours: Sequence[int] | None = None) -> str:
+    """Horizontal bars. `rows`: label, value (not negative), text beside the bar; `colours` of the
+    bars, one after the other by default."""
+    widest = max((value for _, value, _ in rows), default=1.0) or 1.0
+    label = 16 + 8 * max((len(name) for name, _, _ in rows), default=1)
+    room = WIDTH - label - 190
+    parts = []
+    for n, (name, value, text) in enumerate(rows):
+        y, length = n * BAR, max(room * value / widest, 1.0)
+        colour = (n if colours is None else colours[n]) % COLOURS
+        parts.append(
+            f'<text x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{label}" y="{y + 3}" width="{length:.1f}" height="{BAR - 7}" rx="2" '
+            f'fill="var(--c{colour})"/>'
+            f'<text x="{label + length + 7:.1f}" y="{y + 15}">{escape(text)}</text>'
+        )
+    return _svg("".join(parts), len(rows) * BAR + 4)
+
+
+def chart(
+    series: Sequence[Series], x_label: str, y_label: str, *, height: int = 260, log: bool = False
+) -> str:
+    """Dots and lines in one frame; `log` makes the y axis logarithmic (values over zero)."""
+    points = [point for one in series for point in one.points]
+    if not points:
+        return ""
+    xs, ys = [x for x, _ in points], [log10(y) if log else y for _, y in points]
+    x_low, x_high = min(xs), max(xs)
+    ticks = _decades(min(ys), max(ys)) if log else _ticks(min(0.0, *ys), max(ys))
+    low, high = min(ticks[0], min(ys)), max(ticks[-1], max(ys))
+
+    def at_x(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (x - x_low) / ((x_high - x_low) or 1.0)
+
+    def at_y(y: float) -> float:
+        value = log10(y) if log else y
+        return TOP + (height - TOP - BOTTOM) * (high - value) / ((high - low) or 1.0)
+
+    axes = _y_axis(ticks, lambda t: at_y(10**t if log else t), log)
+    axes += _x_axis(_ticks(x_low, x_high), at_x, (x_low, x_high), height)
+    axes += _labels(x_label, y_label, height)
+    return _svg(axes + "".join(_drawn(one, at_x, at_y) for one in series), height)
+
+
+def legend(names: Sequence[tuple[str, int]]) -> str:
+    """Names with their colours, as HTML."""
+    items = (
+        f'<span><i style="background:var(--c{colour % COLOURS})"></i>{escape(name)}</span>'
+        for name, colour in names
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def _drawn(one: Series, at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
+    colour = f"var(--c{one.colour % COLOURS})"
+    places = [(at_x(x), at_y(y)) for x, y in one.points]
+    if one.joined:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn = (
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-opacity="0.7">'
+            f"<title>{escape(one.name)}</title></polyline>"
+        )
+    else:
+        titles = one.titles or [one.name] * len(places)
+        drawn = "".join(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
+            f"<title>{escape(t)}</title></circle>"
+            for (x, y), t in zip(places, titles, strict=True)
+        )
+    for x, y, text in one.marks:
+        drawn += (
+            f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4" fill="{colour}" stroke="var(--page)">'
+            f"<title>{escape(text)}</title></circle>"
+        )
+    return drawn
+
+
+def _y_axis(ticks: Sequence[float], at: Callable[[float], float], log: bool) -> str:
+    return "".join(
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at(t):.1f}" y2="{at(t):.1f}" '
+        f'stroke="var(--line)"/>'
+        f'<text class="tick" x="{LEFT - 6}" y="{at(t) + 4:.1f}" text-anchor="end">'
+        f"{f'1e{t:.0f}' if log else f'{t:.4g}'}</text>"
+        for t in ticks
+    )
+
+
+def _x_axis(
+    ticks: Sequence[float], at: Callable[[float], float], ends: tuple[float, float], height: int
+) -> str:
+    return "".join(
+        f'<text class="tick" x="{at(t):.1f}" y="{height - BOTTOM + 16}" '
+        f'text-anchor="middle">{t:.4g}</text>'
+        for t in ticks
+        if ends[0] <= t <= ends[1]
+    )
+
+
+def _labels(x_label: str, y_label: str, height: int) -> str:
+    middle = TOP + (height - TOP - BOTTOM) / 2
+    return (
+        f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{height - 6}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Five or so round numbers that span [low, high]."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / 5
+    unit = 10.0 ** floor(log10(raw))
+    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
+    first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    first, last = floor(low), max(ceil(high), floor(low) + 1)
+    step = max((last - first + 5) // 6, 1)
+    return [float(n) for n in reversed(range(last, first - step, -step))]
+
+
+def _svg(body: str, height: int) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">{body}</svg>'
+    )

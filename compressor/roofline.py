@@ -1,0 +1,129 @@
+"""Predicted time of a layer: one roofline a kernel, from its spec and a GPU's ceilings.
+
+Each structure runs as a few kernels, and a kernel cannot take less than its bytes at the measured
+copy bandwidth or its multiplications at the measured matrix throughput, whichever is longer. That
+is the floor of good kernels (design notes, "Floors at CF 2"), not the time of today's. `launch_us`
+is charged for each kernel: at one token that decides whether a small layer gains at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import prod
+
+from blr.compressor.errors import UsageError
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    Spec,
+)
+
+ELEMENT = 2  # bytes of a bf16 number
+DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Ceilings of a GPU. `source` is "measured" or "datasheet"."""
+
+    name: str
+    source: str
+    copy_tbps: float
+    bf16_tflops: float
+    launch_us: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one kernel moves and multiplies: numbers read and written, multiply-adds."""
+
+    moved: int
+    products: int
+
+    def time_us(self, gpu: Gpu) -> float:
+        """Its roofline in microseconds, launch excluded."""
+        bytes_us = self.moved * ELEMENT / gpu.copy_tbps * 1e-6
+        return max(bytes_us, 2 * self.products / gpu.bf16_tflops * 1e-6)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU `name` of configs/gpus.yaml. Raises UsageError listing the known ones."""
+    known = gpus()
+    if name.lower() not in known:
+        raise UsageError(f"gpu {name!r} is not in configs/gpus.yaml; known: {', '.join(known)}")
+    return known[name.lower()]
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """All GPUs with known ceilings, by name."""
+    from ruamel.yaml import YAML
+
+    text = files("blr.configs").joinpath("gpus.yaml").read_text("utf-8")
+    return {name: Gpu(name, **fields) for name, fields in YAML(typ="safe").load(text).items()}
+
+
+def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
+    """Microseconds of the dense layer for `tokens` inputs."""
+    return _total([_matmul(tokens, in_features, out_features)], gpu, launch)
+
+
+def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
+    """Microseconds of the structured layer for `tokens` inputs.
+
+    Args:
+        spec: the structure.
+        tokens: n, rows of the input.
+        gpu: ceilings.
+        launch: charge `gpu.launch_us` for every kernel.
+    """
+    return _total(list(kernels(spec, tokens)), gpu, launch)
+
+
+def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
+    """The kernels of a structured layer for `tokens` inputs.
+
+    Low rank: two products. Monarch: two batched products around n·b·r numbers. BLAST: two batched
+    products and between them the mix with S, which reads and writes n·b·r numbers; for one token it
+    is the prologue of the second product. Kronecker-sparse: one fused kernel a factor.
+    """
+    o, i, n = spec.out_features, spec.in_features, tokens
+    if isinstance(spec, LowRankSpec):
+        inner = spec.rank * spec.groups
+        U, V = (prod(shape) for shape in spec.shapes().values())
+        yield Kernel(n * i + V + n * inner, n * V)
+        yield Kernel(n * inner + U + n * o, n * U)
+    elif isinstance(spec, MonarchSpec | BlastSpec):
+        inner, rank = n * spec.blocks * spec.rank, spec.rank
+        mix = spec.blocks * spec.blocks * rank if isinstance(spec, BlastSpec) else 0
+        fused = mix if tokens == DECODE else 0
+        yield Kernel(n * i + rank * i + inner, n * rank * i)
+        if mix and not fused:
+            yield Kernel(2 * inner + mix, n * mix)
+        yield Kernel(inner + fused + rank * o + n * o, n * (rank * o + fused))
+    elif isinstance(spec, KroneckerSpec):
+        for a, b, c, d in reversed(spec.patterns):
+            yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
+    else:
+        raise TypeError(f"no roofline for {type(spec).__name__}")
+
+
+def permuted_chain_time(spec: KroneckerSpec, tokens: int, gpu: Gpu) -> float:
+    """Microseconds of a Kronecker-sparse layer by permute, batched product, permute for every
+    factor, as without the fused kernel; launches excluded."""
+    sides = [(a * c * d, a * b * d) for a, b, c, d in spec.patterns]
+    moves = [Kernel(2 * tokens * size, 0) for pair in sides for size in pair]
+    return _total([*kernels(spec, tokens), *moves], gpu, launch=False)
+
+
+def _matmul(tokens: int, i: int, o: int) -> Kernel:
+    return Kernel(tokens * i + i * o + tokens * o, tokens * i * o)
+
+
+def _total(steps: list[Kernel], gpu: Gpu, launch: bool) -> float:
+    return sum(step.time_us(gpu) + launch * gpu.launch_us for step in steps)

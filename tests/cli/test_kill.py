@@ -1,0 +1,258 @@
+"""A run that is killed anywhere leaves no output or a whole one, and the same command finishes it.
+
+Every kill is a SIGKILL in place of an fsync, rename, unlink or layer boundary, or at a random
+moment. BLR_KILLS=all also tries the boundaries of the layers in the middle, which are all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from killer import Killer, Outcome
+from pico import save_pico
+
+from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+
+LAYERS = 14
+OPTIONS = ("--quiet", "--max-shard-size", "30KB")  # three shards and an index
+RANDOM_KILLS = 20
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    """A warm process that runs commands in forks."""
+    with Killer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A pico Llama with a tokenizer and a file in a subfolder."""
+    folder = save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")
+    shutil.copy(tiny / "tokenizer_config.json", folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    return folder
+
+
+class Case:
+    """One folder in which the same command is run until it is done."""
+
+    def __init__(self, killer: Killer, dense: Path, folder: Path, *options: str) -> None:
+        self.killer, self.folder = killer, folder
+        self.arguments = ("compress", dense, "--output", "out", *OPTIONS, *options)
+        folder.mkdir()
+
+    def run(self, **fate: float) -> Outcome:
+        return self.killer.run(*self.arguments, cwd=self.folder, **fate)
+
+    def files(self) -> dict[str, str]:
+        """SHA-256 by name of the whole output; empty when there is none. Fails on a part of one."""
+        output = self.folder / "out"
+        if not output.exists():
+            return {}
+        manifest = read_manifest(output)
+        assert verify_files(output, manifest) == []
+        return {name: listed["sha256"] for name, listed in manifest["files"].items()}
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(killer: Killer, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """An uninterrupted run: its outcome and the files it wrote."""
+    case = Case(killer, dense, tmp_path_factory.mktemp("whole") / "case")
+    outcome = case.run()
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.fits == LAYERS and case.names() == ["out"]
+    return outcome, case.files()
+
+
+def boundaries(events: list[str]) -> list[int]:
+    """The numbers to kill at: all, or all but those of the layers in the middle."""
+    if os.environ.get("BLR_KILLS") == "all":
+        return list(range(len(events)))
+    fits = [number for number, event in enumerate(events) if event == "fit"]
+    return [n for n in range(len(events)) if not fits[1] <= n < fits[-1]]
+
+
+def finish(case: Case, first: Outcome, expected: dict[str, str], *before: dict[str, str]) -> str:
+    """Run the command again after a kill; what is wrong, empty if nothing is."""
+    if (left := case.files()) not in ({}, expected, *before):
+        return f"another output was left: {sorted(left)}"
+    complete = left == expected
+    second = case.run()
+    if complete and "--overwrite" not in case.arguments:
+        return "" if second.code == 5 else f"exit code {second.code} over a complete output"
+    if second.code:
+        return f"exit code {second.code}: {second.stderr}"
+    if case.files() != expected or case.names() != ["out"]:
+        return f"differs from an uninterrupted run, beside it: {case.names()}"
+    done = first.fits + second.fits
+    return "" if done <= LAYERS + 1 else f"{done} layers computed"
+
+
+def test_killed_at_every_boundary(
+    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    uninterrupted, expected = whole
+    numbers, problems = boundaries(uninterrupted.events), {}
+    assert len(numbers) >= 40
+    assert {"fsync", "rename", "unlink", "rmdir", "fit", "store"} == set(uninterrupted.events)
+    for number in numbers:
+        case = Case(killer, dense, tmp_path / str(number))
+        first = case.run(die_at=number)
+        assert first.code == KILLED and len(first.events) == number
+        if problem := finish(case, first, expected):
+            problems[number, uninterrupted.events[number]] = problem
+    assert not problems
+
+
+def test_killed_at_random_moments(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
+    uninterrupted, expected = whole
+    moments, longest = random.Random(0), uninterrupted.seconds
+    tried, problems = 0, {}
+    for attempt in range(100):
+        case = Case(killer, dense, tmp_path / str(attempt))
+        after = moments.uniform(0.0, longest)
+        first = case.run(after=after)
+        if first.code == 0:
+            longest = min(longest, first.seconds)
+            continue
+        assert first.code == KILLED
+        if problem := finish(case, first, expected):
+            problems[after, len(first.events)] = problem
+        tried += 1
+        if tried == RANDOM_KILLS:
+            break
+    assert tried == RANDOM_KILLS
+    assert not problems
+
+
+def test_overwriting_killed_at_every_boundary_of_the_commit(
+    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    _, expected = whole
+    old = Case(killer, dense, tmp_path / "old", "--cf", "1.5")
+    assert old.run().code == 0
+    before = old.files()
+    assert before != expected
+    template = Case(killer, dense, tmp_path / "template", "--overwrite")
+    shutil.copytree(old.folder / "out", template.folder / "out")
+    events = template.run().events
+    problems = {}
+    for number in range(events.index("rmdir"), len(events)):
+        case = Case(killer, dense, tmp_path / str(number), "--overwrite")
+        shutil.copytree(old.folder / "out", case.folder / "out")
+        first = case.run(die_at=number)
+        assert first.code == KILLED
+        if problem := finish(case, first, expected, before):
+            problems[number, events[number]] = problem
+    assert not problems
+
+
+def test_killed_over_and_over_it_still_gets_done(
+    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    """Each run is killed, a little later than the one before, as in a queue with time limits."""
+    case = Case(killer, dense, tmp_path / "case")
+    fits = []
+    for limit in range(7, 200, 7):
+        outcome = case.run(die_at=limit)
+        fits.append(outcome.fits)
+        if outcome.code == 0:
+            break
+    assert outcome.code == 0 and len(fits) > 5
+    assert case.files() == whole[1] and case.names() == ["out"]
+    assert sum(fits) < LAYERS + len(fits)
+
+
+def test_a_run_after_a_kill_says_what_changed(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    case = Case(killer, dense, tmp_path / "case")
+    assert case.run(die_at=40).code == KILLED
+    changed = Case(killer, dense, tmp_path / "changed", "--cf", "3", "--seed", "1")
+    changed.folder.rmdir()
+    changed.folder = case.folder
+    refused = changed.run()
+    assert refused.code == 5 and refused.fits == 0
+    assert "recipe.cf was 2.0, now 3.0" in refused.stderr
+    assert "recipe.seed was 0, now 1" in refused.stderr and "--restart" in refused.stderr
+    restarted = killer.run(*changed.arguments, "--restart", cwd=case.folder)
+    assert restarted.code == 0 and restarted.fits == LAYERS
+
+
+def test_weights_changed_after_a_kill_at_the_last_rename(
+    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    """Everything is written, but from weights that are no longer those of the source."""
+    source = shutil.copytree(dense, tmp_path / "llama")
+    case = Case(killer, source, tmp_path / "case")
+    last = max(n for n, event in enumerate(whole[0].events) if event == "rename")
+    assert case.run(die_at=last).code == KILLED
+    assert read_manifest(case.folder / "out.blr-partial")["run"]
+    shard = source / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1  # the sign of a norm's last weight
+    shard.write_bytes(content)
+    again = case.run()
+    assert again.code == 0, again.stderr
+    fresh = Case(killer, source, tmp_path / "fresh")
+    assert fresh.run().code == 0
+    assert case.files() == fresh.files() != whole[1]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "folder"])
+def test_damaged_journal_entry_is_computed_again(
+    damage: str, killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    uninterrupted, expected = whole
+    case = Case(killer, dense, tmp_path / "case")
+    stores = [n for n, event in enumerate(uninterrupted.events) if event == "store"]
+    assert case.run(die_at=stores[5]).code == KILLED
+    entries = sorted((case.folder / "out.blr-partial" / "journal").glob("*.safetensors"))
+    assert len(entries) == 5
+    content = bytearray(entries[2].read_bytes())
+    content[-9] ^= 4
+    if damage == "folder":
+        entries[2].unlink()
+        entries[2].mkdir()
+    else:
+        entries[2].write_bytes({"flip": content, "cut": content[:-9], "empty": b""}[damage])
+    again = case.run()
+    if damage == "folder":
+        assert again.code == 5
+        return
+    assert again.code == 0 and again.fits == LAYERS - 4
+    assert case.files() == expected and case.names() == ["out"]
+
+
+def test_damaged_run_file_is_refused(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
+    case = Case(killer, dense, tmp_path / "case")
+    assert case.run(die_at=40).code == KILLED
+    (case.folder / "out.blr-partial" / "run.json").write_text('{"recipe"')
+    refused = case.run()
+    assert refused.code == 5 and "run.json: damaged" in refused.stderr
+    assert killer.run(*case.arguments, "--restart", cwd=case.folder).code == 0
+    assert case.files() == whole[1]
+
+
+def test_events_of_a_layer(whole: tuple) -> None:
+    """A layer is computed, stored, flushed and renamed before the next one begins."""
+    events = whole[0].events
+    start = events.index("fit")
+    one = events[start : events.index("fit", start + 1)]
+    assert [event for event, _ in groupby(one)] == ["fit", "store", "fsync", "rename", "fsync"]
+
+
+def test_manifest_holds_no_paths_or_times(whole: tuple, dense: Path) -> None:
+    assert not any(str(dense.parent) in name for name in whole[1])
+    assert json.dumps(whole[1]).count("out") == 0

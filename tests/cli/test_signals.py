@@ -1,0 +1,190 @@
+"""SIGINT, SIGTERM and SIGHUP stop a run in any state; the command it prints finishes the work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from killer import Killer, Outcome
+from pico import save_pico
+
+from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+SECONDS = 5
+LAYERS = 14
+# One layer, fitted for some seconds in calls that each last long
+LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "150")
+BLR = Path(sys.executable).with_name("blr")
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    """A warm process that runs commands in forks."""
+    with Killer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pico Llama."""
+    return save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")
+
+
+def files(output: Path) -> dict[str, str]:
+    """SHA-256 by name of a whole output."""
+    manifest = read_manifest(output)
+    assert verify_files(output, manifest) == []
+    return {name: listed["sha256"] for name, listed in manifest["files"].items()}
+
+
+def resume(stderr: str) -> list[str]:
+    """The arguments of the command that a stopped run printed."""
+    match = re.fullmatch(r"blr: stopped by SIG\w+; .*; resume with: (blr .*)\n", stderr)
+    assert match, stderr
+    return shlex.split(match[1])[1:]
+
+
+@pytest.fixture(scope="module")
+def whole(killer: Killer, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """An uninterrupted run and its files."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = killer.run("compress", dense, "-o", "an output", "-q", cwd=folder)
+    assert done.code == 0
+    return done, files(folder / "an output")
+
+
+def middle(events: list[str], state: str) -> int:
+    """The number of a boundary inside a stage of a run."""
+    stores = [number for number, event in enumerate(events) if event == "store"]
+    return {"layers": stores[6], "writing": stores[-1] + 10, "purging": events.index("rmdir")}[state]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("state", ["layers", "writing", "purging"])
+def test_stopped_while_busy_with_the_disk(
+    number: int, state: str, killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    """The main thread hangs in a call that takes a minute, as over a slow network disk."""
+    at = middle(whole[0].events, state)
+    command = ("compress", dense, "--restart", "-o", "an output", "-q")
+    stopped = killer.run(*command, cwd=tmp_path, stop_at=at, stop=number)
+    assert stopped.code == 128 + number and stopped.seconds < SECONDS
+    assert os.listdir(tmp_path) == ["an output.blr-partial"]
+    assert f"kept in {tmp_path / 'an output.blr-partial'}" in stopped.stderr
+    arguments = resume(stopped.stderr)
+    assert "--restart" not in arguments
+    resumed = killer.run(*arguments, cwd=tmp_path)
+    assert resumed.code == 0 and stopped.fits + resumed.fits <= LAYERS + 1
+    assert files(tmp_path / "an output") == whole[1]
+    assert os.listdir(tmp_path) == ["an output"]
+
+
+def test_stopped_in_a_long_factorization(killer: Killer, tiny: Path, tmp_path: Path) -> None:
+    command = ("compress", tiny, *LONG, "-q", "-o")
+    whole = killer.run(*command, "whole", cwd=tmp_path)
+    assert whole.code == 0 and whole.fits == 1 and whole.seconds > 1
+    fit = whole.events.index("fit")
+    for number in SIGNALS:
+        stopped = killer.run(*command, "out", cwd=tmp_path, stop_at=fit, stop=number)
+        assert stopped.code == 128 + number and stopped.seconds < SECONDS
+        assert sorted(os.listdir(tmp_path)) == ["out.blr-partial", "whole"]
+    assert killer.run(*resume(stopped.stderr), cwd=tmp_path).code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_json_tells_the_stop(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    command = ("compress", dense, "-o", "out", "--format", "json")
+    stopped = killer.run(*command, cwd=tmp_path, stop_at=20, stop=signal.SIGTERM)
+    assert stopped.code == 143
+    assert re.fullmatch(r'\{"error": "stopped by SIGTERM; .*", "exit_code": 143\}\n', stopped.stdout)
+
+
+def start(dense: Path, folder: Path, **options: object) -> subprocess.Popen[str]:
+    """The real command, caught as it has taken its lock and begins to import torch."""
+    command = [str(BLR), "compress", str(dense), "-o", "out", "-q"]
+    run = subprocess.Popen(command, cwd=folder, text=True, stderr=subprocess.PIPE, **options)
+    wait_for(folder / "out.blr-lock")
+    return run
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_stopped_while_importing_torch(number: int, dense: Path, tmp_path: Path) -> None:
+    run = start(dense, tmp_path)
+    time.sleep(0.3)
+    run.send_signal(number)
+    sent = time.monotonic()
+    stderr = run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + number and time.monotonic() - sent < SECONDS
+    assert resume(stderr)[:2] == ["compress", str(dense)]
+    assert not (tmp_path / "out.blr-lock").exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_background_job_of_a_shell(number: int, dense: Path, tmp_path: Path) -> None:
+    """A non-interactive shell starts its background jobs with SIGINT ignored."""
+    script = f"{shlex.quote(str(BLR))} compress {shlex.quote(str(dense))} -o out -q & echo $!; wait $!"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    shell = subprocess.Popen(["sh", "-c", script], cwd=tmp_path, **streams)
+    job = int(shell.stdout.readline())
+    wait_for(tmp_path / "out.blr-lock")
+    os.kill(job, number)
+    _, stderr = shell.communicate(timeout=60)
+    assert shell.returncode == 128 + number
+    assert resume(stderr)
+    assert not (tmp_path / "out.blr-lock").exists()
+
+
+def test_terminal_that_is_gone(dense: Path, tmp_path: Path) -> None:
+    """SIGHUP when nobody reads any more, as after a lost connection: the run still ends."""
+    run = start(dense, tmp_path)
+    run.stderr.close()
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(SECONDS) == 129
+    assert not (tmp_path / "out.blr-lock").exists()
+
+
+def test_reader_that_is_stuck(dense: Path, tmp_path: Path) -> None:
+    """Standard error is a full pipe: saying how to resume must not keep the run from ending."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, bytes(65536))
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    command = [str(BLR), "compress", str(dense), "-o", "out", "-q"]
+    run = subprocess.Popen(command, cwd=tmp_path, stderr=writer)
+    wait_for(tmp_path / "out.blr-lock")
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(SECONDS) == 143
+    os.close(reader)
+    os.close(writer)
+
+
+def test_handlers_and_mask_are_restored() -> None:
+    from blr.compressor.cli.signals import stop_on_signals
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stop_on_signals():
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(SIGNALS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(SIGNALS)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_outcome_counts_fits() -> None:
+    assert Outcome(0, ["fit", "store", "fit"], "", "", 0.0).fits == 2

@@ -1,0 +1,231 @@
+"""A full disk, a folder that cannot be written, a run beside another one, and file modes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from killer import Killer
+from pico import save_pico
+
+from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+from blr.compressor.checkpoint.workspace import Workspace
+
+OPTIONS = ("--quiet", "--max-shard-size", "60KB")
+LAYERS = 14
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    """A warm process that runs commands in forks."""
+    with Killer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pico Llama."""
+    return save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")
+
+
+def files(output: Path) -> dict[str, str]:
+    """SHA-256 by name of a whole output."""
+    manifest = read_manifest(output)
+    assert verify_files(output, manifest) == []
+    return {name: listed["sha256"] for name, listed in manifest["files"].items()}
+
+
+@pytest.fixture(scope="module")
+def expected(killer: Killer, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files of a run with room enough."""
+    folder = tmp_path_factory.mktemp("expected")
+    assert killer.run("compress", dense, "-o", "out", *OPTIONS, cwd=folder).code == 0
+    return files(folder / "out")
+
+
+# What fails: the journal, written by safetensors; a shard, written by us.
+@pytest.mark.parametrize(("limit", "fits"), [(2_000, 1), (20_000, LAYERS)])
+def test_file_limit(
+    limit: int, fits: int, killer: Killer, dense: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    command = ("compress", dense, "-o", "out", *OPTIONS)
+    full = killer.run(*command, cwd=tmp_path, file_limit=limit)
+    assert full.code == 6 and full.fits == fits
+    assert re.fullmatch(r"blr: error: \S+: file too large; .* about \d{6,7} bytes .*\n", full.stderr)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("*.tmp"))
+    done = killer.run(*command, cwd=tmp_path)
+    assert done.code == 0 and full.fits + done.fits <= LAYERS + 1
+    assert files(tmp_path / "out") == expected
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs the rights of root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk(killer: Killer, dense: Path, expected: dict[str, str], disk: Path) -> None:
+    command = ("compress", dense, "-o", "out", *OPTIONS)
+    early = killer.run(*command, cwd=disk)
+    assert early.code == 6 and early.fits == 0 and os.listdir(disk) == []
+    assert re.search(r"\d+ bytes free, the run needs about \d{7} bytes: ", early.stderr)
+    (disk / "filler").write_bytes(bytes(3 * 2**20 - 60 * 2**10))
+    for room in (60, 80, 100):
+        os.truncate(disk / "filler", 3 * 2**20 - room * 2**10)
+        late = killer.run(*command, cwd=disk, blind=True)
+        assert late.code == 6, late.stderr
+        assert re.search(r"no space left on device; the run needs about \d{7} bytes there", late.stderr)
+        assert sorted(os.listdir(disk)) == ["filler", "out.blr-partial"]
+    (disk / "filler").unlink()
+    done = killer.run(*command, cwd=disk, blind=True)
+    assert done.code == 0, done.stderr
+    assert done.fits < LAYERS and files(disk / "out") == expected
+
+
+def test_resumed_run_needs_less_room(killer: Killer, dense: Path, disk: Path) -> None:
+    """What the journal holds already is not asked for again."""
+    (disk / "filler").write_bytes(bytes(2**20))
+    command = ("compress", dense, "-o", "out", *OPTIONS)
+    needed = []
+    for fate in ({}, {"die_at": 40, "blind": True}, {}):
+        run = killer.run(*command, cwd=disk, **fate)
+        needed += re.findall(r"needs about (\d+) bytes", run.stderr)
+    kept = sum(path.stat().st_size for path in (disk / "out.blr-partial").rglob("*") if path.is_file())
+    assert kept > 10_000 and int(needed[1]) == int(needed[0]) - kept
+
+
+def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs the rights of root")
+    for folder in (dense, *dense.parents[:3], tmp_path, *tmp_path.parents[:2]):
+        if stat.S_IMODE(folder.stat().st_mode) == 0o700:  # pytest keeps its folders to itself
+            folder.chmod(0o755)
+    for file in dense.iterdir():
+        file.chmod(0o644)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for output in ("closed/out", "../" * 20 + "usr/out"):
+        refused = killer.run("compress", dense, "-o", output, *OPTIONS, cwd=tmp_path, nobody=True)
+        assert refused.code == 5 and refused.fits == 0
+        assert refused.stderr.count("\n") == 1 and "not writable" in refused.stderr
+    closed.chmod(0o777)
+    left = closed / "out.blr-partial"
+    left.mkdir(mode=0o700)  # by another user
+    refused = killer.run("compress", dense, "-o", "closed/out", *OPTIONS, cwd=tmp_path, nobody=True)
+    assert refused.code == 5 and "permission denied" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("missing/out", "no such folder to write out into"),
+        ("file/out", "no such folder"),
+        ("file", "exists and is not a folder"),
+        ("link", "exists and is not a folder"),
+        ("full", "not empty"),
+        ("/", "not a folder that can be made"),
+        ("x" * 250, "file name too long"),
+    ],
+)
+def test_impossible_output(
+    output: str, message: str, killer: Killer, dense: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for options in ([], ["--overwrite"]):
+        refused = killer.run("compress", dense, "-o", output, *options, *OPTIONS, cwd=tmp_path)
+        assert refused.code == 5 and refused.stderr.count("\n") == 1
+        assert message in refused.stderr or (options and "not written by blr" in refused.stderr)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_empty_folder_is_taken(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert killer.run("compress", dense, "-o", "out/", *OPTIONS, cwd=tmp_path).code == 0
+    assert files(tmp_path / "out")
+
+
+def test_output_filled_by_others_meanwhile(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    """Between the check and the last rename a file appears where the output is to go."""
+    command = ("compress", dense, "-o", "out", *OPTIONS)
+    whole = killer.run(*command, cwd=tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    assert killer.run(*command, cwd=tmp_path, die_at=len(whole.events) - 5).code == -9
+    with Workspace(tmp_path / "out") as workspace:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("mine")
+        with pytest.raises(OSError, match="not empty"):
+            workspace.commit()
+    assert (tmp_path / "out" / "file").read_text() == "mine"
+    assert (tmp_path / "out.blr-partial" / "blr_manifest.json").exists()
+
+
+def test_overwrite_only_over_our_own(
+    killer: Killer, dense: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    command = ("compress", dense, "-o", "out", *OPTIONS, "--overwrite")
+    assert killer.run(*command, "--cf", "1.5", cwd=tmp_path).code == 0
+    replaced = killer.run(*command, cwd=tmp_path)
+    assert replaced.code == 0 and replaced.fits == LAYERS
+    assert files(tmp_path / "out") == expected and os.listdir(tmp_path) == ["out"]
+    (tmp_path / "out" / "blr_manifest.json").write_text('{"format": 1, "files": {"../x": {}}}')
+    refused = killer.run(*command, cwd=tmp_path)
+    assert refused.code == 5 and "not written by blr" in refused.stderr
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_second_run_is_refused_at_once(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    with Workspace(tmp_path / "out"):
+        second = killer.run("compress", dense, "-o", "out", *OPTIONS, cwd=tmp_path)
+        assert second.code == 5 and second.seconds < 1
+        assert "another blr run is writing it" in second.stderr
+        assert (tmp_path / "out.blr-lock").exists()
+        other = killer.run("compress", dense, "-o", "other", *OPTIONS, cwd=tmp_path)
+        assert other.code == 0
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_two_runs_at_once(dense: Path, tmp_path: Path) -> None:
+    blr = Path(sys.executable).with_name("blr")
+    command = [str(blr), "compress", str(dense), "-o", "out", *OPTIONS]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen(command, cwd=tmp_path, **streams) for _ in range(2)]
+    errors = [run.communicate(timeout=120)[1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 5], errors
+    assert files(tmp_path / "out") and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"), [(0o22, 0o644, 0o755), (0o77, 0o600, 0o700)]
+)
+def test_umask(
+    umask: int, file_mode: int, folder_mode: int, killer: Killer, dense: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(dense, tmp_path / "dense")
+    (source / "1_Pooling").mkdir(0o777)
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    (source / "1_Pooling" / "config.json").chmod(0o777)
+    done = killer.run("compress", source, "-o", "out", *OPTIONS, cwd=tmp_path, umask=umask)
+    assert done.code == 0, done.stderr
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").rglob("*")}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {file_mode}
+    assert modes[tmp_path / "out" / "1_Pooling"] == folder_mode
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == folder_mode

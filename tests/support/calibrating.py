@@ -1,0 +1,42 @@
+"""Pico models and random tokens for the tests of calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pico import MODELS, VOCAB, save_pico
+
+from blr.compressor.calibration.blocks import BlockModel
+from blr.compressor.calibration.text import Calibration
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.families import find_family
+
+TEXT_MODELS = [name for name in MODELS if name not in ("vit", "opt")]
+CPU = torch.device("cpu")
+
+
+def calibration(padded: bool = False) -> Calibration:
+    """Two batches of random tokens; with `padded` some rows are shorter."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(2, VOCAB, (3, 12), generator=generator) for _ in range(2)]
+    masks = [torch.ones_like(batch) for batch in ids]
+    if padded:
+        masks[1][0, 7:] = 0
+    return Calibration(ids, masks, "digest")
+
+
+def block_model(name: str, folder: Path) -> BlockModel:
+    """The pico model `name`, ready to run its blocks."""
+    source = open_source(save_pico(name, folder))
+    model = BlockModel(source, find_family(source.model_type), CPU)
+    model.load_rest()
+    return model
+
+
+def native(name: str, folder: Path) -> Any:
+    """The same checkpoint as transformers loads it."""
+    config = MODELS[name][2]
+    return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()

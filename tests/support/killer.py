@@ -1,0 +1,240 @@
+"""Runs `blr` command lines in forks of one warm process and kills or stops them at chosen points.
+
+Tests use `Killer`; it starts this file as a server, which imports torch once and then forks for
+every job. Nothing in `blr` knows about it: the fork replaces the functions of `os` that change
+the disk (and the layer boundaries) by ones that count, and die by SIGKILL when their turn comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BOUNDARIES = ("fsync", "rename", "unlink", "rmdir")  # a mkdir shows at the next of these
+NOBODY = 65534
+PAUSE = 60.0
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to a job besides its command line.
+
+    Attributes:
+        die_at: SIGKILL itself in place of the boundary of this number (from 0); an fsync of a
+            file loses half of its bytes first, as a power failure would.
+        after: killed from outside after so many seconds.
+        stop_at, stop: signal number `stop` is sent 0.2 s after the boundary `stop_at`, which
+            takes a minute to return unless it is the start of a factorization.
+        file_limit: no file may grow beyond so many bytes (RLIMIT_FSIZE).
+        blind: the check for free space sees none missing, as if the disk filled up later.
+        umask, nobody: of the process; `nobody` runs without the rights of root.
+    """
+
+    die_at: int | None = None
+    after: float | None = None
+    stop_at: int | None = None
+    stop: int = 0
+    file_limit: int | None = None
+    blind: bool = False
+    umask: int | None = None
+    nobody: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: `code` is negative for a signal; `events` are the boundaries it reached.
+
+    `seconds` count from the signal if it was sent one.
+    """
+
+    code: int
+    events: list[str]
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def fits(self) -> int:
+        """Layers whose factorization began."""
+        return self.events.count("fit")
+
+
+class Killer:
+    """The warm process, from the side of the tests; a context manager."""
+
+    def __enter__(self) -> Killer:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.server = subprocess.Popen(
+            [sys.executable, __file__],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.communicate(timeout=60)
+
+    def run(self, *arguments: object, cwd: Path, **fate: Any) -> Outcome:
+        """Run ``blr *arguments`` in `cwd`; `fate` as in `Fate`."""
+        job = {"argv": [*map(str, arguments)], "cwd": str(cwd), "fate": vars(Fate(**fate))}
+        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.flush()
+        return Outcome(**json.loads(self.server.stdout.readline()))
+
+
+def serve() -> None:
+    """Answer jobs from standard input, one JSON object a line, until it is closed."""
+    _warm_up()
+    for line in sys.stdin:
+        job = json.loads(line)
+        with tempfile.TemporaryDirectory() as scratch:
+            answer = _answer(job["argv"], job["cwd"], Fate(**job["fate"]), Path(scratch))
+        print(json.dumps(answer), flush=True)
+
+
+def _warm_up() -> None:
+    """Import all that a command imports, one that fails included."""
+    import torch
+
+    from blr.compressor import factorize, finish, scan  # noqa: F401
+    from blr.compressor.cli import commands
+    from blr.compressor.errors import InputError
+    from blr.compressor.modeling.registry import register
+
+    torch.set_num_threads(1)
+    register("llama")
+    try:
+        commands.compress("/nowhere", output=Path("/tmp/nowhere"))
+    except InputError:
+        return
+    raise AssertionError("compressed nothing")
+
+
+def _answer(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> dict[str, Any]:
+    for name in ("events", "out", "err"):
+        (scratch / name).touch()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        try:
+            _child(argv, cwd, fate, scratch)
+        finally:
+            os._exit(99)
+    if fate.stop_at is not None:
+        started = _stop(child, fate, scratch / "events")
+    status = _wait(child, fate.after)
+    events, out, err = ((scratch / name).read_text() for name in ("events", "out", "err"))
+    return {
+        **{"code": os.waitstatus_to_exitcode(status), "events": events.split()},
+        **{"stdout": out, "stderr": err, "seconds": time.monotonic() - started},
+    }
+
+
+def _stop(child: int, fate: Fate, events: Path) -> float:
+    """Send the signal once the job is at its boundary; returns when that was."""
+    deadline = time.monotonic() + PAUSE
+    while len(events.read_text().split()) <= fate.stop_at and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    os.kill(child, fate.stop)
+    return time.monotonic()
+
+
+def _wait(child: int, after: float | None) -> int:
+    """The status of `child` at its end, brought about after so many seconds if it takes longer."""
+    deadline = time.monotonic() + (after or 0)
+    while after is not None and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.001)
+    if after is not None:
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def _child(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> None:
+    """Become the command; never returns."""
+    from blr.compressor.cli import main
+
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _instrument(os.open(scratch / "events", os.O_WRONLY | os.O_APPEND), fate)
+    os.chdir(cwd)
+    _limit(fate)
+    sys.argv = ["blr", *argv]
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _limit(fate: Fate) -> None:
+    if fate.file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fate.file_limit, fate.file_limit))
+    if fate.blind:
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**15, 0, 10**15)
+    if fate.umask is not None:
+        os.umask(fate.umask)
+    if fate.nobody:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+def _instrument(log: int, fate: Fate) -> None:
+    """Count every boundary in `log`, and do at each what `fate` says."""
+    from blr.compressor import factorize
+    from blr.compressor.checkpoint.journal import Journal
+
+    count = 0
+
+    def reach(event: str, *arguments: Any) -> None:
+        nonlocal count
+        if count == fate.die_at:
+            if event == "fsync":
+                _lose_half(arguments[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(log, f"{event}\n".encode())
+        count += 1
+        if count - 1 == fate.stop_at and event != "fit":
+            time.sleep(PAUSE)
+
+    def wrapped(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def boundary(*arguments: Any, **options: Any) -> Any:
+            reach(event, *arguments)
+            return call(*arguments, **options)
+
+        return boundary
+
+    for name in BOUNDARIES:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+    factorize.factorize = wrapped("fit", factorize.factorize)
+    Journal.store = wrapped("store", Journal.store)
+
+
+def _lose_half(descriptor: int) -> None:
+    """What was not flushed may be lost: cut the file behind `descriptor`, unless it is a folder."""
+    size = os.fstat(descriptor).st_size
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    if os.path.isfile(path):
+        os.truncate(path, size // 2)
+
+
+if __name__ == "__main__":
+    serve()
