@@ -55,8 +55,7 @@ class Item:
 def fit_ranks(
     items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
 ) -> list[int]:
-    """The rank of every item so that all parameters together come within `TOLERANCE` of `budget`,
-    from below wherever the steps allow it.
+    """The rank of every item so that all parameters together come within `TOLERANCE` of `budget`.
 
     Args:
         items: what shares the budget.
@@ -98,9 +97,15 @@ def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[fl
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
-    """`exact` as multiples that kernels like: 16, 8, 4, 2 or 1 steps, finer where the coarser ones
-    would miss `budget` by over half of `TOLERANCE`."""
+    """`exact` as multiples that kernels like: 16, 8, 4, 2 or 1 steps.
+
+    The nearest ones if together they meet `budget` to half of `TOLERANCE`; else ones that stay
+    below it, finer where the coarser ones would miss it by more than that.
+    """
     units = [_unit(rank, item.step) for rank, item in zip(exact, items, strict=True)]
+    nearest = [max(round(rank / unit), 1) * unit for rank, unit in zip(exact, units, strict=True)]
+    if abs(budget - _spent(items, nearest)) <= TOLERANCE / 2 * budget:
+        return nearest
     while True:
         ranks = _fill(items, exact, units, budget)
         missed = budget - _spent(items, ranks)

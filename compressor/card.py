@@ -42,13 +42,11 @@ model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
 """
 
 
-def model_card(
-    source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], settings: Any
-) -> str:
-    """Markdown for the output's README.md."""
+def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str) -> str:
+    """Markdown for the README.md of an output made from the checkpoint called `name`."""
     architectures = source.config.get("architectures") or [""]
     return CARD.format(
-        name=settings.source_name,
+        name=name,
         method=recipe.method,
         layers=len(plan.layers),
         cf=plan.cf,

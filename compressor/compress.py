@@ -91,7 +91,7 @@ def compress(
         needed = estimate_bytes(source, plan, recipe)
         with storage_errors(workspace.output.parent, needed):
             check_space(workspace.output.parent, needed - workspace.used_bytes())
-            records = _run(source, recipe, plan, workspace, settings, progress)
+            plan, records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
 
 
@@ -174,31 +174,32 @@ def _run(
     workspace: Workspace,
     settings: Settings,
     progress: Progress,
-) -> dict[str, dict[str, Any]]:
-    """Produce the output; returns the record of every layer by module name."""
+) -> tuple[Plan, dict[str, dict[str, Any]]]:
+    """Produce the output; returns the plan that was followed and every layer's record by name."""
+    workspace.open(_fingerprint(source, recipe, settings))
     from blr.compressor.finish import check_fits, check_reload, small_files
     from blr.compressor.scan import scan_source
 
     check_fits(source, plan)
-    workspace.open(_fingerprint(source, recipe, settings))
     read = scan_source(source, plan, progress)
     if workspace.finished(read):
-        return read_records(workspace.output)
-    plan, results, facts = _factorize(source, recipe, plan, workspace, settings, progress)
+        return plan, read_records(workspace.output)
+    plan, results, measured = _factorize(source, recipe, plan, workspace, settings, progress)
     records = {module: record for module, (_, record) in results.items()}
     progress.stage("writing")
     shards = assign_shards(_slots(source, plan, results), settings.max_shard_size)
     written = write_shards(workspace.partial, shards, _reader(source, workspace))
-    for name, data in small_files(source, recipe, plan, records, settings).items():
+    facts = _facts(recipe, records, workspace.fingerprint, settings)
+    about = {**facts, "calibration": measured.pop("calibration", None)}
+    for name, data in small_files(source, recipe, plan, records, measured, about).items():
         written[name] = write_stream(workspace.partial / name, _pieces(data))
     progress.stage("checking")
     written.update(check_reload(source, workspace.partial))
-    facts = _facts(recipe, records, workspace.fingerprint, settings)
     fsync_folder(workspace.partial)  # the files before the manifest that lists them
     manifest = build_manifest(written, input_sha256=read, **facts)
     write_stream(workspace.partial / MANIFEST, [manifest])
     workspace.commit()
-    return records
+    return plan, records
 
 
 def _calibration(settings: Settings) -> str | None:
@@ -217,7 +218,8 @@ def _factorize(
     settings: Settings,
     progress: Progress,
 ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-    """The plan that was followed, factors and record by module, and facts of the calibration."""
+    """The plan that was followed, factors and record by module, and what was measured: facts of the
+    `calibration`, and the sensitivity curve of each module under `curves`."""
     if settings.calibration is None:
         from blr.compressor.factorize import factorize_layers
 
@@ -235,7 +237,7 @@ def _factorize(
         settings.offline,
         progress,
     )
-    return outcome.plan, outcome.results, outcome.facts
+    return outcome.plan, outcome.results, {"calibration": outcome.facts, "curves": outcome.curves}
 
 
 def _slots(source: Source, plan: Plan, results: dict[str, Any]) -> list[Slot]:

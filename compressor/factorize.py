@@ -147,9 +147,7 @@ def keep_factors(
     """
     spec, structure = job.planned.spec, family(job.planned.spec.structure)
     stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
-    tensors = {
-        name: tensor.detach().to("cpu", stored).contiguous() for name, tensor in factors.items()
-    }
+    tensors = {name: tensor.detach().to("cpu", stored).contiguous() for name, tensor in factors.items()}
     check_range(tensors)
     work = weight.to(job.device, working_dtype(job.device))
     work = work.mT if job.layer.transposed else work

@@ -22,6 +22,7 @@ from blr.compressor.modeling.registry import auto_map, register
 from blr.compressor.modeling.vendor import vendored_files
 from blr.compressor.plan import Plan
 from blr.compressor.recipe import Recipe
+from blr.compressor.report import report_files, thin_curve
 
 LAYERS = "blr_layers.json"
 PROBE = (
@@ -31,15 +32,29 @@ PROBE = (
 
 
 def small_files(
-    source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], settings: Any
+    source: Source,
+    recipe: Recipe,
+    plan: Plan,
+    records: dict[str, Any],
+    measured: dict[str, Any],
+    facts: dict[str, Any],
 ) -> dict[str, bytes | Path]:
-    """Everything of an output but weights and manifest: name to contents, or file to carry over."""
+    """Everything of an output but weights and manifest: name to contents, or file to carry over.
+
+    `measured` may hold the sensitivity `curves` of modules; `facts` is the manifest's account of
+    the run.
+    """
+    name = facts["source"]["name"]
+    curves = measured.get("curves") or {}
+    drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
+    about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
         **{str(name): _carried(source.folder / name) for name in source.extra_files()},
         "config.json": _json(structured_config(source.config, plan)),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
-        "README.md": model_card(source, recipe, plan, records, settings).encode(),
+        "README.md": model_card(source, recipe, plan, records, name).encode(),
+        **report_files(plan, drawn, {**about, "calibration": facts["calibration"]}),
         **vendored_files(),
     }
 

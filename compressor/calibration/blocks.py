@@ -67,7 +67,7 @@ class BlockModel:
 
     def load_rest(self) -> None:
         """Load everything but the blocks into the model."""
-        for name, parameter in list(self.model.named_parameters()):
+        for name in [name for name, _ in self.model.named_parameters()]:
             if name.startswith(f"{self.path}."):
                 continue
             parent, _, leaf = name.rpartition(".")
@@ -128,8 +128,7 @@ class BlockModel:
     def _tensor(self, name: str) -> Tensor:
         stored = self.names.get(name)
         if stored is None:  # tied to a tensor that is stored
-            twin = self.model.all_tied_weights_keys.get(name)
-            stored = self.names[twin] if twin in self.names else None
+            stored = self.names.get(self.model.all_tied_weights_keys.get(name, ""))
         if stored is None:
             return torch.zeros(self.model.get_parameter(name).shape, device=self.device)
         tensor = self.source.load_tensor(self.source.entries[stored])

@@ -31,6 +31,7 @@ class Outcome:
     results: dict[str, Result]
     plan: Plan
     facts: dict[str, Any]
+    curves: dict[str, list[float]]
 
 
 def compress_calibrated(
@@ -66,7 +67,8 @@ def compress_calibrated(
     sensitivity = None
     if recipe.allocation != "uniform":
         sensitivity = _measure(model, batches, journal, key, recipe, progress)
-    plan = replan(_curves(sensitivity))
+    curves = _curves(sensitivity)
+    plan = replan(curves)
     progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else GPU_EPOCHS * (target.type == "cuda")
     prefix = layer_key(key=key, measured=sensitivity is not None)
@@ -74,7 +76,8 @@ def compress_calibrated(
     results = fit_blocks(run, progress)
     results |= _outside(source, recipe, plan, results, journal, device, progress)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest, "refit_epochs": epochs}
-    return Outcome({p.layer.module: results[p.layer.module] for p in plan.layers}, plan, facts)
+    ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
+    return Outcome(ordered, plan, facts, curves or {})
 
 
 def _read(

@@ -68,7 +68,9 @@ def calibration_digest(name: str) -> str:
     try:
         return sha256_file(path) if path.exists() else name
     except OSError as error:
-        raise InputError(f"{name}: not a readable text file ({error.strerror}); choose another") from None
+        raise InputError(
+            f"{name}: not a readable text file ({error.strerror}); choose another"
+        ) from None
 
 
 def _known(name: str) -> Path:

@@ -35,7 +35,9 @@ def test_blocks_one_by_one_give_the_models_hidden_states(name: str, tmp_path: Pa
     for ids, mask, state in zip(given.ids, given.masks, states, strict=True):
         out = whole(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         base = whole.base_model
-        norm = next((getattr(base, n) for n in ("norm", "ln_f") if hasattr(base, n)), torch.nn.Identity())
+        norm = next(
+            (getattr(base, n) for n in ("norm", "ln_f") if hasattr(base, n)), torch.nn.Identity()
+        )
         keep = mask.bool()
         torch.testing.assert_close(norm(state)[keep], out.hidden_states[-1][keep], rtol=1e-4, atol=1e-4)
 

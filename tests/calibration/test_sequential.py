@@ -77,9 +77,7 @@ def test_a_resumed_run_computes_nothing_again(tmp_path: Path, monkeypatch: pytes
     second = run(folder, tmp_path / "journal", epochs=1, method="svd", cf=2.0)
     for module, (factors, record) in first.results.items():
         assert second.results[module] == (factors, record)
-    assert all(
-        a.student.equal(b.student) for a, b in zip(first.batches, second.batches, strict=True)
-    )
+    assert all(a.student.equal(b.student) for a, b in zip(first.batches, second.batches, strict=True))
 
 
 def test_the_dense_stream_is_the_models_own(tmp_path: Path) -> None:
@@ -88,7 +86,9 @@ def test_the_dense_stream_is_the_models_own(tmp_path: Path) -> None:
     with torch.no_grad():
         whole = native("llama", folder)
         state = whole(found_ids(0), output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(whole.model.norm(found.batches[0].hidden), state, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            whole.model.norm(found.batches[0].hidden), state, rtol=1e-4, atol=1e-4
+        )
 
 
 def found_ids(n: int) -> torch.Tensor:

@@ -101,9 +101,7 @@ def finish(case: Case, first: Outcome, expected: dict[str, str], *before: dict[s
     return "" if done <= LAYERS + 1 else f"{done} layers computed"
 
 
-def test_killed_at_every_boundary(
-    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
-) -> None:
+def test_killed_at_every_boundary(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
     uninterrupted, expected = whole
     numbers, problems = boundaries(uninterrupted.events), {}
     assert len(numbers) >= 40

@@ -1,0 +1,234 @@
+"""Models from the hub: pinned, never touched offline, and a dead hub is told at once."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pico import save_pico
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NO_SOCKETS = """
+import socket, sys
+from blr.compressor.cli import main
+def refuse(*arguments):
+    raise AssertionError(f"a socket was opened: {arguments}")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+main()
+"""
+Environment = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pico Llama."""
+    return save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    """Online, with an empty cache."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return {**kept, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+
+
+def blr(environment: Environment, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command with sockets forbidden."""
+    return subprocess.run(
+        [sys.executable, "-c", NO_SOCKETS, *map(str, arguments)],
+        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 120},
+    )
+
+
+def online(
+    environment: Environment, folder: Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """The command as it is."""
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("blr")), *map(str, arguments)],
+        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 120},
+    )
+
+
+def put_in_cache(dense: Path, home: Path) -> None:
+    """What huggingface_hub leaves behind after a download of who/pico."""
+    model = home / "hub" / "models--who--pico"
+    snapshot = model / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for file in dense.iterdir():
+        blob = model / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.parent.mkdir(exist_ok=True)
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+
+
+def recorded(output: Path) -> dict[str, str]:
+    return json.loads((output / "blr_manifest.json").read_text())["source"]
+
+
+def test_offline_opens_no_socket(dense: Path, environment: Environment, tmp_path: Path) -> None:
+    put_in_cache(dense, tmp_path / "hf")
+    done = blr(environment, tmp_path, "compress", "who/pico", "-o", "out", "--offline")
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_offline_without_the_model(flag: bool, environment: Environment, tmp_path: Path) -> None:
+    options = ["--offline"] if flag else []
+    environment |= {} if flag else {"HF_HUB_OFFLINE": "1"}
+    missing = blr(environment, tmp_path, "compress", "who/pico", "-o", "out", *options)
+    assert missing.returncode == 8 and missing.stderr.count("\n") == 1
+    assert "not in the local cache" in missing.stderr
+    assert os.listdir(tmp_path) in ([], ["hf"])
+
+
+def test_local_folder_needs_no_socket_even_online(
+    dense: Path, environment: Environment, tmp_path: Path
+) -> None:
+    done = blr(environment, tmp_path, "compress", dense, "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "out") == {"name": "llama", "revision": None}
+
+
+def test_dead_hub(environment: Environment, tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{port}"
+    started = time.monotonic()
+    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out", "--format", "json")
+    assert time.monotonic() - started < 10
+    assert done.returncode == 8 and done.stderr.count("\n") == 1
+    assert "check the name, the network" in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 8
+    assert os.listdir(tmp_path) in ([], ["hf"])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("./nowhere", 4, "no such folder"),
+        ("a/b/c", 4, "no such folder"),
+        ("nonesuch", 4, "short names"),
+        ("who/../pico", 4, "no such folder"),
+        ("who/pi co", 4, "no such folder"),
+        ("\x1b[31m/x", 4, "\\x1b[31m/x"),
+    ],
+)
+def test_neither_folder_nor_hub_id(
+    name: str, code: int, message: str, environment: Environment, tmp_path: Path
+) -> None:
+    done = blr(environment, tmp_path, "compress", name, "-o", "out")
+    assert done.returncode == code and message in done.stderr
+    assert done.stderr.removesuffix("\n").isprintable()
+
+
+def test_output_is_checked_before_the_download(environment: Environment, tmp_path: Path) -> None:
+    done = blr(environment, tmp_path, "compress", "who/pico", "-o", "nowhere/out")
+    assert done.returncode == 5 and "no such folder" in done.stderr
+
+
+def test_revision_of_a_local_folder(dense: Path, environment: Environment, tmp_path: Path) -> None:
+    done = blr(environment, tmp_path, "compress", dense, "-o", "out", "--revision", "main")
+    assert done.returncode == 2 and "local folder" in done.stderr
+
+
+# --- A hub of our own -----------------------------------------------------------------------
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves one repository, who/pico, as far as `snapshot_download` asks."""
+
+    folder: Path
+    commit: str
+    broken_after: int | None  # bytes of a file that are sent before the connection breaks
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        names = sorted(path.name for path in self.folder.iterdir())
+        file = self.folder / self.path.rsplit("/", 1)[-1]
+        if self.path.startswith("/api/models/who/pico/"):
+            siblings = [{"rfilename": name} for name in names]
+            info = {"id": "who/pico", "sha": self.commit, "siblings": siblings}
+            if "/tree/" in self.path:
+                info = [{"type": "file", "path": name, "oid": name, "size": 1} for name in names]
+            self.send(json.dumps(info).encode(), "application/json", body)
+        elif self.path.startswith("/who/pico/resolve/") and file.name in names:
+            self.send(file.read_bytes(), "application/octet-stream", body)
+        else:
+            self.send_error(404)
+
+    def send(self, data: bytes, kind: str, body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        if body:
+            self.wfile.write(data[: self.broken_after] if kind.endswith("stream") else data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(dense: Path, environment: Environment) -> Iterator[Callable[..., None]]:
+    """Starts the hub; call it with attributes of `Hub` to change what it serves."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def serve(**attributes: object) -> None:
+        for name, value in {"folder": dense, "broken_after": None, **attributes}.items():
+            setattr(Hub, name, value)
+
+    yield serve
+    server.shutdown()
+    server.server_close()
+
+
+def test_revision_is_pinned(hub: Callable[..., None], environment: Environment, tmp_path: Path) -> None:
+    """A run that was stopped while the branch moved on does not mix two revisions."""
+    hub(commit=COMMIT)
+    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
+    left = tmp_path / "out2.blr-partial"
+    (left / "journal").mkdir(parents=True)
+    (left / "journal" / "layer.safetensors").write_text("")
+    manifest = json.loads((tmp_path / "out" / "blr_manifest.json").read_text())
+    (left / "run.json").write_text(json.dumps(manifest["run"]))
+    hub(commit=COMMIT[::-1])
+    moved = online(environment, tmp_path, "compress", "who/pico", "-o", "out2")
+    assert moved.returncode == 5
+    assert f'revision was "{COMMIT}", now "{COMMIT[::-1]}"' in moved.stderr
+
+
+def test_hub_that_dies_while_it_sends(
+    hub: Callable[..., None], environment: Environment, tmp_path: Path
+) -> None:
+    hub(commit=COMMIT, broken_after=1000)
+    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out")
+    assert done.returncode == 8, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("blr: error: who/pico: ")
+    assert not list(tmp_path.glob("out*"))
