@@ -16,7 +16,7 @@ tags: [blr, structured-compression, {method}]
 ---
 # {name}, compressed by blr
 
-{layers} linear layers replaced by **{method}** structures, compression factor {cf:.3f} of those
+{layers} linear layers replaced by **{method}** structures{kept}, compression factor {cf:.3f} of those
 layers ({dense:,} parameters became {structured:,}); every other tensor is unchanged.
 
 Load it with `blr-compress` installed:
@@ -49,6 +49,7 @@ def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, An
         name=name,
         method=recipe.method,
         layers=len(plan.layers),
+        kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
         cf=plan.cf,
         dense=plan.dense_parameters,
         structured=plan.structured_parameters,

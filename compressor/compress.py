@@ -89,7 +89,7 @@ def compress(
         plan = make_plan(source, recipe)
         progress.notes(plan.notes)
         needed = estimate_bytes(source, plan, recipe)
-        with storage_errors(workspace.output.parent, needed):
+        with storage_errors(workspace.output.parent, needed, workspace.output):
             check_space(workspace.output.parent, needed - workspace.used_bytes())
             plan, records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)

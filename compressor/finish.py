@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from io import StringIO
 from pathlib import Path
@@ -18,6 +17,7 @@ from blr.compressor.errors import InputError, OutputError
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.native import native_class, native_errors
+from blr.compressor.modeling.quiet import quiet_transformers
 from blr.compressor.modeling.registry import auto_map, register
 from blr.compressor.modeling.vendor import vendored_files
 from blr.compressor.plan import Plan
@@ -141,7 +141,7 @@ def _check_keys(folder: Path, cls: Any) -> None:
 
 def _misfits(cls: Any, folder: Path | None, **options: Any) -> str:
     """What transformers finds missing, left over or of another shape; empty if nothing."""
-    with _silence():
+    with quiet_transformers():
         _, info = cls.from_pretrained(
             folder,
             device_map="meta",
@@ -183,29 +183,13 @@ def token_ids(folder: Path) -> tuple[str, list[int]] | None:
     if not any((folder / name).exists() for name in names):
         return None
     try:
-        with _silence():
+        with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
             return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError):
         return None
-
-
-@contextlib.contextmanager
-def _silence() -> Any:
-    """Keep transformers' own bars and advice off standard error while we check."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()
 
 
 def _json(value: Any) -> bytes:

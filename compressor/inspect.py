@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.checkpoint.header import open_regular, parse_json, read_exactly
 from blr.compressor.errors import InputError
 from blr.compressor.structures.specs import spec_from_dict
+
+MAX_BYTES = 64 * 2**20
 
 
 def inspect_output(folder: Path) -> dict[str, Any]:
@@ -16,16 +19,24 @@ def inspect_output(folder: Path) -> dict[str, Any]:
     Raises InputError when `folder` is not an output of `blr compress`.
     """
     try:
-        records = json.loads((folder / "blr_layers.json").read_bytes())
+        records = _read(folder / "blr_layers.json")
         layers = [_row(name, record) for name, record in records.items()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        dense = sum(row["dense_parameters"] for row in layers)
+        structured = sum(row["parameters"] for row in layers)
+        totals = {"dense_parameters": dense, "parameters": structured, "cf": dense / structured}
+    except (InputError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise InputError(
             f"{folder}: not an output of blr compress ({error}); give the folder it wrote"
         ) from None
-    dense = sum(row["dense_parameters"] for row in layers)
-    structured = sum(row["parameters"] for row in layers)
-    totals = {"dense_parameters": dense, "parameters": structured, "cf": dense / structured}
     return {"output": str(folder), "layers": layers, **totals}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise ValueError(f"{path.name} of {size} bytes")
+        return parse_json(read_exactly(file, path, 0, size), path)
 
 
 def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:

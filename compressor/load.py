@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 import transformers
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.factorize import pick_device
+from blr.compressor.modeling.quiet import quiet_transformers
 from blr.compressor.modeling.registry import register
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -37,7 +38,9 @@ def load_model(folder: Path, task: str, *, dtype: str, device: str, trust: bool 
         model = getattr(transformers, task).from_pretrained(
             folder, dtype=getattr(torch, dtype), trust_remote_code=trust, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # hostile values of a config make transformers raise anything
         raise InputError(
             f"{folder}: does not load as {task}: {_first_line(error)}; check the checkpoint"
             + ("" if trust else " (its own code runs only with --trust-remote-code)")
@@ -52,26 +55,25 @@ def load_tokenizer(folder: Path, *, trust: bool = False) -> Any:
     """The tokenizer in `folder`. Raises InputError when it has none that loads."""
     _register_structured(folder)
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with quiet_transformers():
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust, local_files_only=True
+            )
+    except Exception as error:  # as above, of the tokenizer's files
         raise InputError(
             f"{folder}: no tokenizer that loads ({_first_line(error)}); add the tokenizer files"
         ) from error
 
 
 def _register_structured(folder: Path) -> None:
-    """Register the model type of an output whose family has no table in configs/."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder}: no readable config.json ({_first_line(error)}); expected a checkpoint folder"
-        ) from None
-    model_type = config.get("model_type", "")
-    if "blr" in config and model_type.startswith("blr_"):
-        register(model_type.removeprefix("blr_"))
+    """Check the files of `folder`, and register its model type if that is one of ours without a
+    table in configs/.
+
+    Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
+    """
+    source = open_source(folder)
+    if "blr" in source.config and source.model_type.startswith("blr_"):
+        register(source.model_type.removeprefix("blr_"))
 
 
 def _first_line(error: Exception) -> str:

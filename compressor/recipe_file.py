@@ -87,7 +87,7 @@ def read_recipe(path: Path) -> RecipeFile:
 
 def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) -> str:
     """The first of pydantic's errors as ``FILE:LINE: key 'x': found …, expected …; remedy``."""
-    first = error.errors()[0]
+    first = _first(error)
     where = _in_data(recipe.data, first["loc"])
     line = f"{quote(recipe.path, 160)[1:-1]}:{recipe.line(where)}: "
     if where:
@@ -104,6 +104,15 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
     return line + f"{message}; correct it"
 
 
+def _first(error: ValidationError) -> Any:
+    """The first error; of a key that is missing beside an unknown one, the likely misspelling."""
+    first, *others = error.errors()
+    if first["type"] != "missing":
+        return first
+    unknown = (other for other in others if other["type"] == "extra_forbidden")
+    return next((other for other in unknown if other["loc"][:-1] == first["loc"][:-1]), first)
+
+
 def _similar(where: KeyPath, known: list[str]) -> str:
     close = difflib.get_close_matches(str(where[-1]), known, 1)
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
@@ -113,8 +122,8 @@ def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """The parts of a pydantic location that are keys of the file: union tags are dropped."""
     where: KeyPath = ()
     for part in loc:
-        inside = isinstance(part, int) if isinstance(data, list) else isinstance(data, dict)
-        if inside and (isinstance(data, list) or part in data):
+        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in held:
             data, where = data[part], (*where, part)
     return where
 
@@ -238,9 +247,11 @@ class _Reader:
             data.append(self._value(event, (*where, len(data))))
         return data
 
-    def _scalar(self, event: ScalarEvent) -> Any:
+    def _scalar(self, event: Any) -> Any:
         """A scalar by the core schema of YAML 1.2; quoted ones are text."""
         text = event.value
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
         if event.style is not None:
             return text
         if _INT.fullmatch(text) and len(text) > MAX_DIGITS:

@@ -92,7 +92,11 @@ def sha256_file(path: Path) -> str:
 def remove_tree(folder: Path) -> None:
     """Delete a folder and all it holds, if it is there."""
     if folder.exists():
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            error.filename = str(folder)  # shutil names the entry alone
+            raise
         fsync_folder(folder.parent)
 
 
@@ -102,33 +106,35 @@ def folder_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def storage_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
+def storage_errors(folder: Path, needed: int | None = None, own: Path | None = None) -> Iterator[None]:
     """Turn operating-system errors while writing under `folder` into errors with a remedy.
 
     `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
-    elsewhere pass. The safetensors library reports its own without a number: its text is searched.
+    whose path does not begin with `own` (`folder` if None) pass. The safetensors library reports
+    its own without a number: its text is searched.
     """
     try:
         yield
     except BlrError:
         raise
     except Exception as error:
-        translated = _translate(_errno(error, folder), folder, needed)
+        translated = _translate(_errno(error, own or folder), folder, needed)
         if translated is None:
             raise
         raise translated from error
 
 
-def _errno(error: Exception, folder: Path) -> int | None:
-    """The system's number of an error below `folder`; of one that safetensors reports, by its text."""
+def _errno(error: Exception, own: Path) -> int | None:
+    """The system's number of an error about `own`; of one that safetensors reports, by its text."""
     if type(error).__name__ == "SafetensorError":
         known = (code for code in (*FULL, *DENIED, *BROKEN) if os.strerror(code) in str(error))
         return next(known, None)
     if not isinstance(error, OSError):
         return None
-    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else folder
-    inside = not place.is_absolute() or place.is_relative_to(folder)
-    return error.errno if inside else None
+    if not isinstance(error.filename, str | bytes):
+        return error.errno
+    place = os.path.abspath(os.fsdecode(error.filename))
+    return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
 
 
 def _translate(code: int | None, folder: Path, needed: int | None) -> BlrError | None:

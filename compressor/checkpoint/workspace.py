@@ -62,19 +62,8 @@ class Workspace:
         self._after_kill = False
 
     def __enter__(self) -> Workspace:
-        from filelock import FileLock, Timeout
-
         with storage_errors(self.output.parent):
-            self._after_kill = self.lock_file.exists()
-            self._lock = FileLock(self.lock_file)
-            try:
-                self._lock.acquire(blocking=False)
-            except Timeout:
-                raise OutputError(
-                    f"{self.output}: another blr run is writing it; "
-                    "wait for it or choose another --output"
-                ) from None
-            HELD_LOCKS.add(self.lock_file)
+            self._acquire()
             try:
                 self._settle_replacement()
                 check_output(self.output, self.overwrite)
@@ -204,6 +193,19 @@ class Workspace:
                 f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
                 "run again with those, or pass --restart to discard it"
             )
+
+    def _acquire(self) -> None:
+        from filelock import FileLock, Timeout
+
+        self._after_kill = self.lock_file.exists()
+        self._lock = FileLock(self.lock_file)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise OutputError(
+                f"{self.output}: another blr run is writing it; wait for it or choose another --output"
+            ) from None
+        HELD_LOCKS.add(self.lock_file)
 
     def _unlock(self) -> None:
         with suppress(OSError):  # a folder made read-only meanwhile

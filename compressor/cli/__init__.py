@@ -61,7 +61,11 @@ def main() -> None:
     except BlrError as error:
         _fail(error, error.exit_code)
     except _UsageException as error:
-        _fail(error, UsageError.exit_code, f"{error.format_message()} See `blr --help`.")
+        _fail(
+            error,
+            UsageError.exit_code,
+            f"{error.format_message() or 'No command given.'} See `blr --help`.",
+        )
     except KeyboardInterrupt:
         _fail(KeyboardInterrupt(), 130, "interrupted")
     except BrokenPipeError:

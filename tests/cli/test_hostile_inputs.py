@@ -202,6 +202,23 @@ def test_code_in_the_source_never_runs(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("evil*"))
 
 
+def test_code_runs_only_when_trusted(tmp_path: Path) -> None:
+    """A model that is nothing but its own code: refused without a question, run if asked to."""
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    hostile.auto_map(source, model_type="evil")
+    (source / "tokenizer.json").write_text("{}")
+    blr = [str(Path(sys.executable).with_name("blr")), "generate", "checkpoint", "text"]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(blr, cwd=tmp_path, text=True, **streams)
+    assert run.wait(60) == 4
+    out, err = run.communicate()
+    assert out == "" and err.startswith("blr: error: ") and err.count("\n") == 1
+    assert not (tmp_path / "canary").exists()
+    subprocess.run([*blr, "--trust-remote-code"], cwd=tmp_path, capture_output=True, timeout=60)
+    assert (tmp_path / "canary").exists()
+
+
 # --- Recipes --------------------------------------------------------------------------------
 
 _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -15,8 +15,10 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from killer import Killer, Outcome
 from pico import save_pico
+from safetensors.torch import load_file
 
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 
@@ -46,7 +48,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 class Case:
     """One folder in which the same command is run until it is done."""
 
-    def __init__(self, killer: Killer, dense: Path, folder: Path, *options: str) -> None:
+    def __init__(self, killer: Killer, dense: Path, folder: Path, *options: object) -> None:
         self.killer, self.folder = killer, folder
         self.arguments = ("compress", dense, "--output", "out", *OPTIONS, *options)
         folder.mkdir()
@@ -172,6 +174,37 @@ def test_killed_over_and_over_it_still_gets_done(
     assert outcome.code == 0 and len(fits) > 5
     assert case.files() == whole[1] and case.names() == ["out"]
     assert sum(fits) < LAYERS + len(fits)
+
+
+def test_pickled_source_killed(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    """Its weights are converted anew by every run, next to the journal that is kept."""
+    source = shutil.copytree(dense, tmp_path / "llama")
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    uninterrupted = Case(killer, source, tmp_path / "whole", "--allow-pickle")
+    events = uninterrupted.run().events
+    fits = [number for number, event in enumerate(events) if event == "fit"]
+    for number in (0, fits[0], fits[7], fits[-1] + 9, len(events) - 4):
+        case = Case(killer, source, tmp_path / str(number), "--allow-pickle")
+        first = case.run(die_at=number)
+        assert first.code == KILLED
+        assert finish(case, first, uninterrupted.files()) == ""
+
+
+def test_calibrated_run_killed(killer: Killer, tiny: Path, sample: Path, tmp_path: Path) -> None:
+    """Fitted to activations, with a joint refit: each step is in the journal as well."""
+    options = ("--calibration", sample, "--samples", "4", "--seq-len", "64", "--refit", "1")
+    uninterrupted = Case(killer, tiny, tmp_path / "whole", *options)
+    events = uninterrupted.run().events
+    steps = [number for number, event in enumerate(events) if event == "store"]
+    for number in (steps[0], steps[len(steps) // 2], steps[-1], steps[-1] + 12):
+        case = Case(killer, tiny, tmp_path / str(number), *options)
+        first = case.run(die_at=number)
+        assert first.code == KILLED
+        second = case.run()
+        assert second.code == 0, second.stderr
+        assert case.files() == uninterrupted.files() and case.names() == ["out"]
+        assert first.events.count("store") + second.events.count("store") <= len(steps) + 1
 
 
 def test_a_run_after_a_kill_says_what_changed(killer: Killer, dense: Path, tmp_path: Path) -> None:

@@ -185,6 +185,17 @@ def test_manifest_that_is_no_json(text: str, tmp_path: Path, invoke: Invoke) -> 
     assert invoke("verify", tmp_path)[0] == 5
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"a": 3}', '{"a": {"spec": {}}}', None])
+def test_inspect_of_no_output(text: str | None, tmp_path: Path, invoke: Invoke) -> None:
+    if text is None:
+        os.mkfifo(tmp_path / "blr_layers.json")
+    else:
+        (tmp_path / "blr_layers.json").write_text(text)
+    code, out, err = invoke("inspect", tmp_path)
+    assert code == 4 and out == "" and err.count("\n") == 1
+    assert "not an output of blr compress" in err
+
+
 def digests(output: Path) -> dict[str, Any]:
     return {**read_manifest(output)["files"], MANIFEST: (output / MANIFEST).read_bytes()}
 
