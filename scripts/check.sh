@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+chmod 755 "$work" # a test runs the command as another user
 python3 -m venv "$work/env"
 "$work/env/bin/python" -m pip install --quiet --constraint tests/constraints.txt build
 "$work/env/bin/python" -m build --quiet --wheel --outdir "$work/dist" .
