@@ -11,13 +11,15 @@ class Progress:
     """What a long run says while it works. `quiet` silences everything but warnings."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
+        self.said: set[str] = set()
         self.bars = not quiet and sys.stderr.isatty()
 
     def notes(self, lines: list[str]) -> None:
-        """Say decisions aloud that the user did not make."""
+        """Say decisions aloud that the user did not make, each once (a plan may be made again)."""
         for line in lines:
-            print(f"blr: note: {line}", file=sys.stderr)
+            if line not in self.said:
+                print(f"blr: note: {line}", file=sys.stderr)
+            self.said.add(line)
 
     def stage(self, name: str) -> None:
         """Announce a stage, on a terminal."""

@@ -19,7 +19,6 @@ class Moments:
     gram: Tensor | None = None
     cross: Tensor | None = None
     drift: Tensor | None = None
-    tokens: int = 0
 
     def add(self, student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None) -> None:
         """Add tokens: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
@@ -28,7 +27,6 @@ class Moments:
             self.cross = _plus(self.cross, (dense - student).mT @ student)
         if drift is not None:
             self.drift = _plus(self.drift, drift.mT @ student)
-        self.tokens += len(student)
 
     def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
         """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² for W [o, i] in float64: W + (W cross + drift) H⁻¹.

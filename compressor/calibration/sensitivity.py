@@ -23,8 +23,6 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.progress import Progress
 from blr.compressor.structures.linalg import cholesky
 
-RIDGE = 1e-3  # of the mean diagonal, added to G before it weights a fit
-
 
 @dataclass
 class Sensitivity:
@@ -45,12 +43,11 @@ def measure(
         batches: hidden states entering the first block; left as they are.
         key: digest of everything the result depends on.
     """
-    done = journal.load_tensors(key)
-    if done is None:
-        found = _sweep(model, batches, seed, progress)
-        journal.store(key, _flatten(found), {})
-        return found
-    return _unflatten(done[0])
+    if journal.load(key) is not None:
+        return _unflatten(journal.tensors(key))
+    found = _sweep(model, batches, seed, progress)
+    journal.store(key, _flatten(found), {})
+    return found
 
 
 def _sweep(model: BlockModel, batches: list[Batch], seed: int, progress: Progress) -> Sensitivity:

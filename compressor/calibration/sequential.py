@@ -160,12 +160,12 @@ class BlockFit:
 
     def _install(self, name: str, module: str, key: str) -> None:
         """Put the stored factors of `module` into the student, rounded as they are stored."""
-        found, entries = self.run.journal.load_tensors(key), self.run.journal.load(key)
-        assert found is not None and entries is not None
+        entries, found = self.run.journal.load(key), self.run.journal.tensors(key)
+        assert entries is not None
         spec = self.run.planned[module].spec
         bias = getattr(self.student.get_submodule(name), "bias", None)
         layer = structured_linear(spec.to_dict(), bias is not None)
-        state = {suffix: found[0][suffix].float() for suffix in spec.shapes()}
+        state = {suffix: found[suffix].float() for suffix in spec.shapes()}
         if bias is not None:
             state["bias"] = bias.detach()
         layer.load_state_dict(state)
@@ -223,13 +223,13 @@ class BlockFit:
         self.run.journal.store(key, tensors, records)
 
     def _reload(self, name: str, key: str) -> None:
-        found, entries = self.run.journal.load_tensors(key), self.run.journal.load(key)
-        assert found is not None and entries is not None
+        entries, found = self.run.journal.load(key), self.run.journal.tensors(key)
+        assert entries is not None
         module = self._stored(name)
         part, spec = self.student.get_submodule(name), self.run.planned[module].spec
         with torch.no_grad():
             for suffix in spec.shapes():
-                part.get_parameter(suffix).copy_(found[0][f"{module}:{suffix}"])
+                part.get_parameter(suffix).copy_(found[f"{module}:{suffix}"])
         factors = {suffix: entries[0][f"{module}:{suffix}"] for suffix in spec.shapes()}
         self.run.results[module] = (factors, entries[1][module])
 

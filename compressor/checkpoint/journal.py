@@ -50,14 +50,11 @@ class Journal:
             pass
         return None  # absent, or damaged by the disk: compute the layer again
 
-    def load_tensors(self, key: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """As `load`, the stored tensors as torch tensors on the CPU."""
-        found = self.load(key)
-        if found is None:
-            return None
+    def tensors(self, key: str) -> dict[str, Any]:
+        """What `load` found under `key`, as torch tensors on the CPU by suffix."""
         from safetensors.torch import load_file
 
-        return load_file(self.folder / f"{key}.safetensors"), found[1]
+        return load_file(self.folder / f"{key}.safetensors")
 
     def read_bytes(self, entry: TensorEntry) -> Iterator[bytes]:
         """The stored bytes of a tensor that `load` returned, a chunk at a time."""
