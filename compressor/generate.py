@@ -1,14 +1,19 @@
-"""Continues a prompt with a decoder."""
+"""Continues a prompt with a decoder, and measures where the time of a token goes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Any, TextIO
 
 import torch
 
-from blr.compressor.errors import UsageError
+from blr.compressor.checkpoint.source import read_config
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.factorize import pick_device
+
+MAX_CONTEXT = 8192  # tokens that the cache of a profiled model without export settings has room for
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,101 @@ def generate(
     ids = model.generate(**inputs, **_arguments(sampling, tokenizer, stream))[0, length:]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return Generation(prompt, text, len(ids), monotonic() - started)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of a token, of all layers' like steps one: its time and the weights and cache it reads."""
+
+    name: str
+    microseconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Decoding by the fused runtime, one sequence.
+
+    `bytes_a_token` are the weights and cache that a token reads; `copy_bandwidth` is what a copy on
+    this GPU reaches, in bytes read and written a second, and `fraction` what decoding has of it.
+    """
+
+    tokens_per_second: float
+    bytes_a_token: int
+    copy_bandwidth: float
+    fraction: float
+    stages: list[Stage]
+
+
+def default_dtype(folder: Path, device: str) -> str:
+    """The dtype to compute in when none is asked for: float32; for an export on a GPU, as stored.
+
+    Raises InputError, CapabilityError.
+    """
+    config = read_config(folder)
+    table = config.get("blr")
+    stored = config.get("dtype") or config.get("torch_dtype")
+    exported = isinstance(table, dict) and "export" in table
+    if exported and stored in ("bfloat16", "float16") and pick_device(device).type == "cuda":
+        return stored
+    return "float32"
+
+
+def check_profile(device: str) -> None:
+    """Raise CapabilityError where there is nothing to profile on."""
+    found = pick_device(device)
+    if found.type != "cuda":
+        raise CapabilityError(f"device {str(found)!r}: a profile needs a CUDA GPU; leave --profile out")
+
+
+def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
+    """Time the stages of the tokens that follow `prompt`.
+
+    Raises CapabilityError for a model that the fused runtime does not take.
+    """
+    decoder = _decoder(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    decoder.prefill(ids.to(model.device))
+    *stages, token = [Stage(*stage) for stage in decoder.profile(steps)]
+    bandwidth = copy_bandwidth(model.device)
+    seconds = token.microseconds / 1e6
+    return Profile(1 / seconds, token.bytes, bandwidth, token.bytes / seconds / bandwidth, stages)
+
+
+def profile_text(found: Profile) -> str:
+    """A line for the whole and a table of the stages."""
+    whole = (
+        f"{found.tokens_per_second:.1f} tokens/s, {found.bytes_a_token:,} bytes a token, "
+        f"{found.fraction:.1%} of the measured copy bandwidth ({found.copy_bandwidth / 1e12:.2f} TB/s)"
+    )
+    width = max(len(stage.name) for stage in found.stages)
+    rows = (f"{s.name.ljust(width)} {s.microseconds:9.2f} us {s.bytes:14,} bytes" for s in found.stages)
+    return "\n".join([whole, *rows])
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
+    """Bytes read and written a second by copies of `size` bytes on a GPU."""
+    from blr.compressor.runtime.profile import average
+
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / average(lambda: target.copy_(source), repeats, device)
+
+
+def _decoder(model: Any) -> Any:
+    """The decoder that an export generates with, one for a single sequence for any other model."""
+    from blr.compressor.modeling.fused import held_decoder, obstacle
+    from blr.compressor.modeling.settings import export_settings
+    from blr.compressor.runtime.decoder import Decoder
+    from blr.compressor.runtime.plan import supports
+
+    settings = export_settings(model.config)
+    limit = getattr(model.config, "max_position_embeddings", MAX_CONTEXT)
+    if reason := obstacle(model.device) or supports(model):
+        raise CapabilityError(f"no fused runtime for this model: {reason}; leave --profile out")
+    if settings is not None:
+        return held_decoder(model, settings)
+    return Decoder(model, batch=1, context=min(limit, MAX_CONTEXT))
 
 
 def _arguments(sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads only slow pico-sized linear algebra down
 
 DATA = Path(__file__).parent / "data"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor import __version__
-from blr.compressor.cli import commands, planning
+from blr.compressor.cli import bench, commands, exporting, planning, tuning
 from blr.compressor.cli.failure import report
 from blr.compressor.errors import BlrError, CapabilityError, UsageError
 
@@ -22,12 +22,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("compress")(commands.compress)
+app.command("export")(exporting.export)
 app.command("eval")(commands.evaluate)
 app.command("inspect")(commands.inspect)
 app.command("generate")(commands.generate)
 app.command("verify")(commands.verify)
 app.command("plan")(planning.plan)
+app.command("tune")(tuning.tune)
 app.add_typer(planning.recipes_app, name="recipes")
+app.add_typer(bench.bench_app, name="bench")
 
 _UsageException: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 

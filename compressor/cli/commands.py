@@ -201,7 +201,13 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the K likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Dtype to compute in.")] = "float32",
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Time the stages of the fused runtime, on standard error."),
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="To compute in [float32; exports on a GPU: as stored].")
+    ] = None,
     device: Device = "auto",
     trust_remote_code: Trust = False,
     offline: Offline = False,
@@ -214,15 +220,21 @@ def generate(
     from blr.compressor import generate as library
     from blr.compressor.load import load_model, load_tokenizer
 
+    if profile:
+        library.check_profile(device)
     tokenizer = load_tokenizer(folder, trust=trust_remote_code)
+    dtype = dtype or library.default_dtype(folder, device)
     model = load_model(
         folder, "AutoModelForCausalLM", dtype=dtype, device=device, trust=trust_remote_code
     )
     sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     stream = sys.stdout if format is Format.text else None
     result = library.generate(model, tokenizer, prompt, sampling, stream)
+    found = library.profile(model, tokenizer, prompt) if profile else None
     if format is Format.json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps({**asdict(result), **({"profile": asdict(found)} if found else {})}))
+    elif found is not None:
+        print(library.profile_text(found), file=sys.stderr)
 
 
 def verify(output: Checkpoint, format: FormatOption = Format.text) -> None:

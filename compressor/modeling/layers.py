@@ -3,20 +3,26 @@
 Each stores the canonical factors under the names of its spec (``U``, ``V``, ``S``,
 ``factors.n``) beside an optional dense ``bias``, and replaces an ``nn.Linear`` or a GPT-2
 ``Conv1D``: it maps [..., in_features] to [..., out_features].
+
+On a GPU the factors lie in memory as the kernels read them (`layout.py`); names, shapes and what is
+saved are the same everywhere.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.layout import order_of, relaid
 from blr.compressor.structures.specs import Spec, spec_from_dict
-from blr.kernels.blast.reference import blast_linear
-from blr.kernels.kronecker.reference import kronecker_linear
-from blr.kernels.lowrank.reference import grouped_lowrank_linear, lowrank_linear
-from blr.kernels.monarch.reference import monarch_linear
+from blr.kernels.blast.op import blast_linear
+from blr.kernels.kronecker.op import kronecker_linear
+from blr.kernels.lowrank.op import lowrank_linear
+from blr.kernels.lowrank.reference import grouped_lowrank_linear
+from blr.kernels.monarch.op import monarch_linear
 
 
 class StructuredLinear(nn.Module):
@@ -29,6 +35,20 @@ class StructuredLinear(nn.Module):
         self.out_features = spec.out_features
         self._allocate()
         self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
+        self.register_state_dict_post_hook(_contiguous_entries)
+
+    def relayout_(self) -> Self:
+        """Lay the factors in memory as the kernels read them fastest. Values stay the same."""
+        for name in self.spec.shapes():
+            factor = self.get_parameter(name)
+            factor.data = relaid(factor.data, order_of(self.spec.structure, name, factor.dim()))
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """What every move and cast goes through: on a GPU, kernel layout."""
+        super()._apply(fn, recurse)
+        prepare_layers(self)
+        return self
 
     def _allocate(self) -> None:
         for name, shape in self.spec.shapes().items():
@@ -108,6 +128,47 @@ def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
         new.to(device=next(old.parameters()).device, dtype=next(old.parameters()).dtype)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, new)
+
+
+def prepare_layers(model: nn.Module) -> None:
+    """Give the structured layers of `model` that are on a GPU their kernel layout."""
+    for module in model.modules():
+        if isinstance(module, StructuredLinear) and any(p.is_cuda for p in module.parameters()):
+            module.relayout_()
+
+
+def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
+    """Store the V of low-rank layers that read the same input (q, k, v; gate, up) in one tensor.
+
+    Their parameters become views of it, so that `lowrank_group` can take one product through all
+    ranks. Moving or casting the layers afterwards separates them again.
+
+    Returns:
+        The stored tensor [Σ r, i].
+
+    Raises:
+        ValueError: layers of another structure, of groups, or of different inputs or dtypes.
+    """
+    if not all(isinstance(layer, LowRankLinear) and layer.V.dim() == 2 for layer in layers):
+        raise ValueError("only plain low-rank layers share a stored V")
+    kinds = {(layer.in_features, layer.V.dtype, layer.V.device) for layer in layers}
+    if len(kinds) != 1:
+        raise ValueError(f"found {len(kinds)} kinds of inputs, dtypes or devices; expected one")
+    stored = torch.cat([layer.V.detach().mT for layer in layers])
+    for layer, part in zip(layers, stored.split([layer.spec.rank for layer in layers]), strict=True):
+        layer.V.data = part.mT
+    return stored
+
+
+def _contiguous_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Entries of a state dict in canonical order and memory of their own, as files hold them."""
+    for name in module.spec.shapes():
+        tensor = state.get(prefix + name)
+        # the parameter itself is what keep_vars asks for
+        if tensor is None or isinstance(tensor, nn.Parameter):
+            continue
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            state[prefix + name] = tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _initialized(shape: tuple[int, ...]) -> nn.Parameter:

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
-from blr.compressor.modeling.layers import replace_layers
+from blr.compressor.modeling.layers import prepare_layers, replace_layers
 
 _classes: dict[str, type] = {}
 
@@ -31,9 +31,19 @@ class StructuredModelMixin:
     """
 
     def post_init(self) -> None:
+        self._place_layers()
+        super().post_init()
+
+    def _place_layers(self) -> None:
         layers = (self.config.blr or {}).get("layers", {})
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
-        super().post_init()
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        """As of transformers; weights that were loaded onto a GPU are given their kernel layout."""
+        loaded = super().from_pretrained(*arguments, **options)
+        prepare_layers(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
 
 def module_name(model: Any, stored_name: str) -> str:

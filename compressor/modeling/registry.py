@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class
-from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.exported import model_class
 
 
 def register(model_type: str) -> type:

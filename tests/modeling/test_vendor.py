@@ -7,73 +7,185 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pico import inputs_for, save_pico
+from pico import save_pico
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.compress import Settings, compress
-from blr.compressor.modeling.vendor import vendored_files
+from blr.compressor.modeling.vendor import EXPORT_ROOTS, ROOTS, flatten, vendored_files
 from blr.compressor.progress import Progress
 from blr.compressor.recipe import make_recipe
+from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 
-# Loads without blr (an import hook refuses it) and prints the logits and a generation.
-WITHOUT_BLR = """
-import json, sys
+# An import hook that refuses packages; the first argument names them.
+REFUSING = """
+import importlib, json, sys
 class Refuse:
+    packages = sys.argv[1].split(",")
     def find_spec(self, name, path=None, target=None):
-        if name == "blr" or name.startswith("blr."):
+        if name.partition(".")[0] in self.packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
+"""
+# Loads checkpoints one after the other without blr; prints the logits and a generation of each, and
+# which of the copied modules ran for it.
+WITHOUT_BLR = (
+    REFUSING
+    + """
 import torch
 from transformers import AutoModelForCausalLM
-folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-with torch.inference_mode():
-    logits = model.eval()(ids).logits
-tokens = model.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)
+folders, ids = sys.argv[3:], torch.tensor(json.loads(sys.argv[2]))
+found = {}
+for folder in folders:
+    before = set(sys.modules)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model.eval()(ids).logits
+    tokens = model.generate(ids[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    ran = [name.rpartition(".")[2] for name in sys.modules if name not in before]
+    found[folder] = {"logits": logits.tolist(), "tokens": tokens.tolist(), "ran": ran}
 assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
-print(json.dumps({"logits": logits.tolist(), "tokens": tokens.tolist()}))
+print(json.dumps(found))
 """
+)
+# Imports every module of a folder of copied files.
+IMPORT_ALL = (
+    REFUSING
+    + """
+sys.path.insert(0, sys.argv[2])
+for name in sys.argv[3:]:
+    importlib.import_module("flat." + name)
+"""
+)
+IDS = torch.arange(2, 26).view(2, 12)
+each_root = pytest.mark.parametrize("roots", [ROOTS, EXPORT_ROOTS], ids=["checkpoint", "export"])
+METHODS = ["svd", "monarch", "blast", "ks"]
+# Environment id -> packages that are not there, settings, whether kernels run.
+ENVIRONMENTS: dict[str, tuple[str, dict[str, str], bool]] = {
+    "no-triton": ("blr,triton", {}, False),
+    "interpreted": ("blr", {"BLR_KERNELS": "triton", "TRITON_INTERPRET": "1"}, True),
+}
 
 
-@pytest.mark.parametrize("method", ["svd", "monarch", "blast", "ks"])
-def test_loads_without_blr_and_agrees(method: str, tmp_path: Path) -> None:
-    source, output = save_pico("qwen2", tmp_path / "dense"), tmp_path / "out"
-    recipe = make_recipe(method=method, cf=1.5, rounds=1, blocks=None if method == "ks" else 4)
-    compress(source, recipe, output, Settings("pico"), Progress(quiet=True))
-    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
-    ids = inputs_for(model)["input_ids"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_BLR, str(output), json.dumps(ids.tolist())],
+def run_python(code: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        check=True,
-        cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         timeout=120,
-        env={"PATH": "", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **settings},
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A compressed pico model by every method."""
+    folder = tmp_path_factory.mktemp("outputs")
+    source = save_pico("qwen2", folder / "dense")
+    for method in METHODS:
+        recipe = make_recipe(method=method, cf=1.5, rounds=1, blocks=None if method == "ks" else 4)
+        compress(source, recipe, folder / method, Settings("pico"), Progress(quiet=True))
+    return {method: folder / method for method in METHODS}
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS)
+def loaded(
+    request: pytest.FixtureRequest, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], bool]:
+    """What all outputs give in one process of an environment, and whether kernels run there.
+
+    One process: each brings its own copy of the code, which must not disturb the others.
+    """
+    missing, settings, kernels = ENVIRONMENTS[request.param]
+    if kernels:
+        pytest.importorskip("triton")
+    ids = json.dumps(IDS.tolist())
+    home = str(tmp_path_factory.mktemp("home"))
+    done = run_python(WITHOUT_BLR, missing, ids, *map(str, outputs.values()), HF_HOME=home, **settings)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), kernels
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loads_without_blr_and_agrees(
+    method: str, outputs: dict[str, Path], loaded: tuple[dict[str, Any], bool]
+) -> None:
+    """With the modules that kernels import inside functions, which run only where kernels do."""
+    found, kernels = loaded[0][str(outputs[method])], loaded[1]
+    model = AutoModelForCausalLM.from_pretrained(outputs[method], dtype=torch.float32).eval()
     with torch.inference_mode():
-        torch.testing.assert_close(torch.tensor(found["logits"]), model(ids).logits)
-    tokens = model.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)
+        torch.testing.assert_close(torch.tensor(found["logits"]), model(IDS).logits)
+    tokens = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert found["tokens"] == tokens.tolist()
+    assert any(name.endswith("variants_blr") for name in found["ran"]) == kernels
 
 
-def test_files_are_python_that_imports_only_siblings_and_dependencies() -> None:
-    files = vendored_files()
+@each_root
+def test_files_are_python_that_imports_only_siblings_and_dependencies(roots: tuple[str, ...]) -> None:
+    """Triton is optional: imported in `try` alone, where transformers does not insist on it."""
+    files = vendored_files(roots)
     for name, data in files.items():
-        for node in ast.walk(ast.parse(data, name)):
+        tree = ast.parse(data, name)
+        tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)}
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1
                 assert f"{node.module}.py" in files
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 module = getattr(node, "module", None) or node.names[0].name
                 top = module.partition(".")[0]
-                assert top in {"torch", "transformers"} | sys.stdlib_module_names, (name, module)
+                known = {"torch", "transformers"} | ({"triton"} if id(node) in tried else set())
+                assert top in known | sys.stdlib_module_names, (name, module)
+
+
+@each_root
+def test_every_file_can_be_imported_from_its_folder(roots: tuple[str, ...], tmp_path: Path) -> None:
+    """Names that modules import from each other exist, also those imported inside functions."""
+    pytest.importorskip("triton")
+    (tmp_path / "flat").mkdir()
+    for name, data in vendored_files(roots).items():
+        (tmp_path / "flat" / name).write_bytes(data)
+    modules = [name.removesuffix(".py") for name in vendored_files(roots)]
+    done = run_python(IMPORT_ALL, "blr", str(tmp_path), *modules)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_of_every_structure_are_shipped() -> None:
+    files = vendored_files()
+    for structure in ("lowrank", "monarch", "blast", "kronecker"):
+        for module in ("op", "reference", "variants"):
+            assert f"{structure}_{module}_blr.py" in files
+
+
+def test_imports_keep_their_indentation() -> None:
+    text = (
+        "def f():\n    from blr.kernels.blast.triton import mix\n\nfrom blr.kernels.gemv.op import (\n"
+    )
+    assert flatten(text) == (
+        "def f():\n    from .blast_triton_blr import mix\n\nfrom .gemv_op_blr import (\n"
+    )
+
+
+@pytest.mark.parametrize("module", ["blr.compressor.recipe", "blr.kernels.common"])
+def test_what_is_not_a_shipped_module_is_refused(module: str) -> None:
+    """Packages too: there are none beside a checkpoint."""
+    with pytest.raises(KeyError, match=f"{module}, which is not shipped"):
+        flatten(f"    from {module} import name\n")
+
+
+def test_tuned_tables_travel_with_the_code() -> None:
+    """The copy beside a checkpoint chooses as the installed package does."""
+    copied: dict[str, Any] = {}
+    exec(vendored_files()["common_tuned_blr.py"], copied)
+    assert shipped_gpus()
+    for gpu in shipped_gpus():
+        assert copied["tuned_rules"](gpu) == read_table(shipped_table(gpu))
+    assert copied["tuned_rules"]("unheard-of") == []
 
 
 def test_files_are_the_same_bytes_for_every_model(tmp_path: Path) -> None:

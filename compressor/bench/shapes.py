@@ -1,0 +1,138 @@
+"""Which layers are timed in which structures: configs/bench-shapes.yaml and ranks. No torch.
+
+The published rank stands for the published blocks at the published compression factor; every other
+rank is the largest within the budget that is a multiple of 16, which kernels like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import lcm
+from typing import Any
+
+from blr.compressor.errors import UsageError
+from blr.compressor.structures.patterns import choose_patterns
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    Spec,
+)
+
+STRUCTURES = ("svd", "monarch", "blast", "ks")
+SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
+MONARCH_BLOCKS = 16  # where nothing is published
+RANK_STEP = 16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer shape: `published` maps a structure to a rank (svd) or to (rank, blocks)."""
+
+    model: str
+    name: str
+    in_features: int
+    out_features: int
+    cf: float
+    published: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return f"{self.model} {self.name} {self.in_features}→{self.out_features}"
+
+
+@cache
+def known_models() -> dict[str, tuple[Layer, ...]]:
+    """All models of configs/bench-shapes.yaml by name."""
+    from ruamel.yaml import YAML
+
+    text = files("blr.configs").joinpath("bench-shapes.yaml").read_text("utf-8")
+    return {model: _layers(model, table) for model, table in YAML(typ="safe").load(text).items()}
+
+
+def find_layers(models: Sequence[str]) -> list[Layer]:
+    """The layers of `models`. Raises UsageError listing the known ones."""
+    known = known_models()
+    for model in models:
+        if model.lower() not in known:
+            names = ", ".join(known)
+            raise UsageError(f"model {model!r} is not in configs/bench-shapes.yaml; known: {names}")
+    return [layer for model in models for layer in known[model.lower()]]
+
+
+def check_structures(structures: Sequence[str]) -> None:
+    """Raises UsageError unless all are names of structures."""
+    if wrong := next((name for name in structures if name not in STRUCTURES), None):
+        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(STRUCTURES)}")
+
+
+def specs_for(
+    layer: Layer, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
+) -> list[Spec]:
+    """The specs to time for one layer, structures in the given order.
+
+    Args:
+        layer: shape and published ranks.
+        structures: names out of `STRUCTURES`.
+        blocks: b of Monarch and BLAST; none: the published b, for BLAST also 4, 8 and 16, for
+            Monarch 16 where nothing is published. Those that do not divide the layer are left out.
+        cf: compression factor in place of the published one.
+    """
+    factor = layer.cf if cf is None else cf
+    found = []
+    for name in structures:
+        if name in ("monarch", "blast"):
+            found += [_blocked(layer, name, b, factor) for b in _blocks(layer, name, blocks)]
+        else:
+            found.append(_whole(layer, name, factor))
+    return found
+
+
+def _layers(model: str, table: dict[str, Any]) -> tuple[Layer, ...]:
+    found = []
+    for name, fields in table["layers"].items():
+        published = {key: fields[key] for key in STRUCTURES if key in fields}
+        found.append(Layer(model, name, fields["in"], fields["out"], table["cf"], published))
+    return tuple(found)
+
+
+def _blocks(layer: Layer, structure: str, asked: Sequence[int]) -> list[int]:
+    published = [layer.published[structure][1]] if structure in layer.published else []
+    usual = [*published, *SWEEP] if structure == "blast" else published or [MONARCH_BLOCKS]
+    wanted = dict.fromkeys(asked or sorted(usual))
+    return [b for b in wanted if layer.in_features % b == layer.out_features % b == 0]
+
+
+def _whole(layer: Layer, structure: str, cf: float) -> Spec:
+    i, o = layer.in_features, layer.out_features
+    if structure == "ks":
+        return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
+    published = layer.published.get("svd") if cf == layer.cf else None
+    return LowRankSpec(i, o, published or _rank(layer, cf, i + o))
+
+
+def _blocked(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
+    i, o = layer.in_features, layer.out_features
+    rank, b = layer.published.get(structure, (None, None))
+    published = rank if (b, layer.cf) == (blocks, cf) else None
+    if structure == "monarch":
+        return MonarchSpec(i, o, blocks, (published or _rank(layer, cf, i + o, blocks)) // blocks)
+    return BlastSpec(i, o, blocks, published or _rank(layer, cf, i + o + blocks**2))
+
+
+def _rank(layer: Layer, cf: float, cost: int, step: int = 1) -> int:
+    """The largest rank within the budget that is a multiple of 16 and `step`, below 16 of `step`."""
+    exact = layer.in_features * layer.out_features / (cf * cost)
+    if exact < step:
+        most = layer.in_features * layer.out_features / (cost * step)
+        raise UsageError(
+            f"cf {cf:g} leaves no rank for {layer.title}: the smallest rank has cf {most:.4g}; "
+            "give a smaller --cf or fewer --blocks"
+        )
+    unit = lcm(step, RANK_STEP) if exact >= lcm(step, RANK_STEP) else step
+    return int(exact // unit) * unit

@@ -1,0 +1,193 @@
+"""Random layers to time: their data, what must come out, and how each arm is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.bench.gate import Expected, expect
+from blr.compressor.bench.peers import Peer
+from blr.compressor.bench.precision import Precision
+from blr.compressor.bench.results import Row
+from blr.compressor.bench.runner import Arm
+from blr.compressor.bench.timing import Call, Rotation
+from blr.compressor.roofline import Kernel
+from blr.compressor.structures.specs import KroneckerSpec, Pattern, Spec
+
+Maker = Callable[[], tuple[Call, Rotation]]
+
+
+class Subject:
+    """One structured (or dense) layer on one input. Nothing is allocated before it is asked for, so
+    that a layer which does not fit is an arm without memory and not the end of the run.
+
+    Args:
+        fields: of the rows of its arms, without `arm`.
+        x: gives the input [n, i], or [i, n] with `last`; cached by the caller.
+        factors: gives the factors, or the weight of a dense layer.
+        reference: f(x, *factors) for x [n, i].
+        kernels: of its roofline.
+        l2: bytes of cache that rotating copies must exceed.
+        last: the batch is the last axis.
+    """
+
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        x: Callable[[], Tensor],
+        factors: Callable[[], tuple[Tensor, ...]],
+        reference: Call,
+        kernels: Sequence[Kernel],
+        l2: int,
+        last: bool = False,
+    ) -> None:
+        self.fields, self.x, self.factors, self.reference = fields, x, cache(factors), reference
+        self.kernels, self.l2, self.last = kernels, l2, last
+
+    @cached_property
+    def expected(self) -> Expected:
+        """Some rows of the right output."""
+        return expect(self.reference, self.x(), self.factors(), self.last)
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """Input and canonical factors."""
+        return self.rotate(self.factors())
+
+    def rotate(self, weights: Sequence[Tensor]) -> Rotation:
+        """The input and `weights`."""
+        return Rotation((self.x(), *weights), self.l2)
+
+    def arm(
+        self,
+        name: str,
+        make: Maker,
+        *,
+        variant: str | None = None,
+        capture: bool = True,
+        skip: str | None = None,
+    ) -> Arm:
+        """An arm of this layer. `make` gives the call and its arguments."""
+        row = Row(**self.fields, arm=name, variant=variant)
+        return Arm(row, make, lambda: self.expected, self.kernels, capture, skip)
+
+    def peer_arms(self, structure: str, peers: Sequence[Peer], skip: str | None = None) -> list[Arm]:
+        """An arm for each peer that has this structure."""
+        return [
+            self.arm(f"peer:{peer.name}", self._peer_maker(peer, structure), skip=skip)
+            for peer in peers
+            if structure in peer.functions
+        ]
+
+    def _peer_maker(self, peer: Peer, structure: str) -> Maker:
+        return lambda: (
+            peer.functions[structure],
+            self.rotate(peer.prepared(structure, self.factors())),
+        )
+
+
+def gaussian(
+    shape: Sequence[int], terms: float, precision: Precision, device: torch.device, seed: int
+) -> Tensor:
+    """Normal numbers of variance 1/terms, so that a sum over `terms` products keeps the size."""
+    random = torch.Generator(device).manual_seed(seed)
+    made = torch.randn(tuple(shape), generator=random, device=device, dtype=precision.dtype)
+    return made if terms == 1 else made.div_(sqrt(terms))
+
+
+def random_factors(
+    spec: Spec, precision: Precision, device: torch.device, seed: int
+) -> tuple[Tensor, ...]:
+    """Factors whose product keeps the size of its input, in the order of the spec's shapes."""
+    return tuple(
+        gaussian(shape, _terms(name, shape), precision, device, seed + n)
+        for n, (name, shape) in enumerate(spec.shapes().items())
+    )
+
+
+def _terms(name: str, shape: Sequence[int]) -> int:
+    """How many products each output of a factor sums."""
+    if name.startswith("factors."):
+        return shape[2]
+    return {"U": shape[-1], "S": shape[0], "V": shape[-2]}[name]
+
+
+def dense_kernel(n: int, i: int, o: int) -> Kernel:
+    """What a dense product moves and multiplies."""
+    return Kernel(n * i + i * o + n * o, n * i * o)
+
+
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The dense layer: cuBLAS on a GPU."""
+    return torch.nn.functional.linear(x, weight)
+
+
+def reference_of(structure: str) -> Call:
+    """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
+    from blr.kernels.blast.reference import blast_linear
+    from blr.kernels.kronecker.reference import kronecker_linear
+    from blr.kernels.lowrank.reference import lowrank_linear
+    from blr.kernels.monarch.reference import monarch_linear
+
+    return {
+        "dense": dense_linear,
+        "svd": lowrank_linear,
+        "monarch": monarch_linear,
+        "blast": blast_linear,
+        "ks": lambda x, *factors: kronecker_linear(x, factors),
+    }[structure]
+
+
+def our_call(structure: str) -> Call:
+    """The entry point of a structure as f(x, *factors)."""
+    from blr.kernels.blast.op import blast_linear
+    from blr.kernels.kronecker.op import kronecker_linear
+    from blr.kernels.lowrank.op import lowrank_linear
+    from blr.kernels.monarch.op import monarch_linear
+
+    return {
+        "svd": lowrank_linear,
+        "monarch": monarch_linear,
+        "blast": blast_linear,
+        "ks": lambda x, *factors: kronecker_linear(x, list(factors)),
+    }[structure]
+
+
+def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The factors in the physical order that our kernels like; shapes stay canonical."""
+    from blr.compressor.modeling.layout import order_of, relaid
+
+    named = zip(spec.shapes(), factors, strict=True)
+    return tuple(relaid(f, order_of(spec.structure, name, f.dim())) for name, f in named)
+
+
+def our_variant(
+    spec: Spec, n: int, precision: Precision, device: torch.device, last: bool = False
+) -> str:
+    """Which variant runs for n tokens: "reference" where no kernels do, else the tables' choice, for
+    Kronecker-sparse layers without one (and with `last` always) that of each factor."""
+    from blr.kernels.common.available import kernel_device
+    from blr.kernels.common.tables import Shape, choose
+
+    if not kernel_device(torch.empty(0, dtype=precision.dtype, device=device)):
+        return "reference"
+    blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
+    shape = Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
+    variant, _ = choose(spec.structure, shape, n, precision.dtype, device)
+    if isinstance(spec, KroneckerSpec) and (last or variant is None):
+        return " ".join(_factor_variant(pattern, n, precision, last) for pattern in spec.patterns)
+    return str(variant)
+
+
+def _factor_variant(pattern: Pattern, n: int, precision: Precision, last: bool) -> str:
+    """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
+    from blr.kernels.kronecker.choose import Problem, choose
+
+    kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
+    variant, config = choose(Problem(*pattern, n, kind, last))
+    return f"{variant}:{config['path']}" if "path" in config else variant

@@ -1,0 +1,213 @@
+"""`blr bench`: times of layers and kernels beside dense, torch.compile and other implementations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blr.compressor.cli.bench_decode import decode
+from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
+from blr.compressor.errors import UsageError
+
+if TYPE_CHECKING:
+    from blr.compressor.bench.results import Report
+
+bench_app = typer.Typer(
+    help="Time layers and kernels against dense and other implementations.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+PeerOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Python file or package folder to time beside ours, run as a program: its function "
+        "blr_peer() returns a dict of f(x, *factors) by structure (svd, monarch, blast, ks). "
+        "Repeatable."
+    ),
+]
+SecondsOption = Annotated[
+    float | None, typer.Option(min=0.0, help="Start no further case after this many seconds.")
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Folder for results.json, results.csv and plots."),
+]
+EnergyOption = Annotated[
+    bool, typer.Option("--energy/--no-energy", help="Joules a call; half a second more for each arm.")
+]
+
+
+@bench_app.command("layers")
+def layers(
+    models: Annotated[
+        str, typer.Option(help="Comma-separated, of configs/bench-shapes.yaml.")
+    ] = "llama-7b",
+    structures: Annotated[str, typer.Option(help="Some of svd,monarch,blast,ks.")] = (
+        "svd,monarch,blast,ks"
+    ),
+    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated.")] = "1,1024,4096",
+    dtype: Annotated[str, typer.Option(help="float32, tf32, float16 or bfloat16.")] = "bfloat16",
+    cf: Annotated[
+        float | None, typer.Option(help="Compression factor [the model's published one].")
+    ] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(help="Blocks of Monarch and BLAST [published; BLAST also 4,8,16]."),
+    ] = None,
+    peer: PeerOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each arm.")] = 10,
+    seconds: SecondsOption = None,
+    compiling: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="torch.compile arms, at the smallest and the largest n [on a GPU].",
+        ),
+    ] = None,
+    energy: EnergyOption = False,
+    output: OutputOption = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Layers of published models: dense, plain torch, torch.compile, ours and peers, interleaved."""
+    from blr.compressor.bench.peers import load_peers
+    from blr.compressor.bench.precision import find_precision
+    from blr.compressor.bench.results import Report, check_output
+    from blr.compressor.bench.shapes import check_structures, find_layers, specs_for
+    from blr.compressor.bench.summary import layers_summary, layers_text
+
+    tokens, wanted = _counts("--n", n), _names(structures)
+    precision, counts = find_precision(dtype), _counts("--blocks", blocks) if blocks else ()
+    check_structures(wanted)
+    if cf is not None and cf <= 1:
+        raise UsageError(f"cf is {cf:g}: expected a compression factor over 1")
+    found = [(one, specs_for(one, wanted, counts, cf)) for one in find_layers(_names(models))]
+    peers = load_peers(peer or ())
+    if output is not None:
+        check_output(output)
+    settings = {
+        **{"models": _names(models), "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
+        **{"blocks": counts, "repeats": repeats, "peers": [p.name for p in peers]},
+    }
+    report = Report("bench layers", settings)
+    from blr.compressor.bench.layers import LayerBench
+    from blr.compressor.bench.session import Options, run_session
+    from blr.compressor.progress import Progress
+
+    def cases(runner: Any) -> list[Any]:
+        compiled = {min(tokens), max(tokens)} if runner.compiling else ()
+        bench = LayerBench(precision, runner, peers, sorted(compiled))
+        return [bench.case(layer, specs, n) for layer, specs in found for n in tokens]
+
+    options = Options(device, repeats, seconds, energy, compiling)
+    code = run_session(report, options, [precision], cases, Progress(quiet))
+    _finish(report, code, layers_summary(report.rows), layers_text, output, format)
+
+
+@bench_app.command("kernels")
+def kernels(
+    dtypes: Annotated[
+        str, typer.Option(help="Some of float32,tf32,float16,bfloat16.")
+    ] = "float32,tf32,bfloat16",
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the input [the paper's].")] = 25088,
+    sample: Annotated[int, typer.Option(min=1, help="Patterns of the stratified sample.")] = 60,
+    every: Annotated[bool, typer.Option("--all", help="All patterns of the paper's grid.")] = False,
+    patterns: Annotated[
+        str | None, typer.Option(help="These in place of the grid: '(1,48,48,4)(2,64,256,1)'.")
+    ] = None,
+    batch_last: Annotated[
+        bool,
+        typer.Option("--batch-last", help="Inputs [features, batch], the batch contiguous."),
+    ] = False,
+    peer: PeerOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each arm.")] = 7,
+    seconds: SecondsOption = None,
+    energy: EnergyOption = False,
+    output: OutputOption = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Kronecker-sparse factors of the published grid: bmm, einsum, bsr, dense, ours and peers."""
+    from blr.compressor.bench.patterns import grid
+    from blr.compressor.bench.patterns import sample as sampled
+    from blr.compressor.bench.peers import load_peers
+    from blr.compressor.bench.precision import find_precision
+    from blr.compressor.bench.results import Report, check_output
+    from blr.compressor.bench.summary import patterns_summary, patterns_text
+    from blr.compressor.structures.patterns import parse_patterns
+
+    precisions = [find_precision(name) for name in _names(dtypes)]
+    whole = list(parse_patterns(patterns)) if patterns else grid(batch)
+    chosen = whole if every or patterns else sampled(whole, sample)
+    peers = load_peers(peer or ())
+    if output is not None:
+        check_output(output)
+    settings = {
+        **{"dtypes": _names(dtypes), "batch": batch, "patterns": len(chosen), "of": len(whole)},
+        **{"layout": "batch-last" if batch_last else "batch-first", "repeats": repeats},
+        "peers": [p.name for p in peers],
+    }
+    report = Report("bench kernels", settings)
+    from blr.compressor.bench.kronecker import PatternBench
+    from blr.compressor.bench.session import Options, run_session
+    from blr.compressor.progress import Progress
+
+    def cases(runner: Any) -> list[Any]:
+        bench = PatternBench(batch, batch_last, runner, peers)
+        return [bench.case(pattern, precision) for pattern in chosen for precision in precisions]
+
+    options = Options(device, repeats, seconds, energy, compiling=False)
+    code = run_session(report, options, precisions, cases, Progress(quiet))
+    _finish(report, code, patterns_summary(report.rows), patterns_text, output, format)
+
+
+def _finish(
+    report: Report, code: int, summary: dict[str, Any], text: Any, output: Path | None, format: Format
+) -> None:
+    """Files first, then the table and one line of JSON, or the whole as JSON."""
+    if output is not None:
+        from blr.compressor.bench.results import save
+
+        save(report, summary, output)
+        _draw(report, output)
+    if format is Format.json:
+        print(json.dumps(report.to_dict(summary)))
+    else:
+        print(text(report))
+        print(json.dumps(report.to_dict(summary, rows=False)))
+    if report.stopped:
+        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
+    if code:
+        raise typer.Exit(code)
+
+
+def _draw(report: Report, output: Path) -> None:
+    from blr.compressor.bench.plots import HINT, draw
+
+    try:
+        draw(report, output)
+    except ImportError:
+        print(f"blr: note: {HINT}", file=sys.stderr)
+
+
+def _names(text: str) -> list[str]:
+    """Comma-separated words, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Comma-separated positive integers. Raises UsageError."""
+    words = _names(text)
+    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"{option} is {text!r}: expected positive integers such as 1,1024,4096")
+    return [int(word) for word in words]
+
+
+bench_app.command("decode")(decode)

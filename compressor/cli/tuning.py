@@ -1,0 +1,103 @@
+"""`blr tune`: which kernel variants are the fastest on this GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
+from blr.compressor.errors import UsageError
+
+if TYPE_CHECKING:
+    from blr.compressor.tune import Tuning
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def tune(
+    shapes: Annotated[
+        str, typer.Option(help="Models of configs/bench-shapes.yaml, comma-separated.")
+    ] = "llama-7b",
+    structures: Annotated[
+        str, typer.Option(help="Some of svd,monarch,blast,ks.")
+    ] = "svd,monarch,blast,ks",
+    dtype: Annotated[str, typer.Option(help="Some of bfloat16,float16,float32.")] = "bfloat16",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Four numbers of tokens in place of ten, fewer samples.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Measure nothing new after this many seconds.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu-name", help="Name to keep the table under [the GPU's own].")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="YAML file [~/.cache/blr/tuned/GPU.yaml, read first]."),
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Time every kernel variant on this GPU and write the table that layers choose by."""
+    from blr.compressor.bench.precision import find_precision
+    from blr.compressor.bench.shapes import check_structures, find_layers
+    from blr.compressor.bench.stopping import Stopped
+
+    wanted, dtypes = _names(structures), _names(dtype)
+    check_structures(wanted)
+    if wrong := next((name for name in dtypes if name not in DTYPES), None):
+        raise UsageError(f"dtype {wrong!r}: expected some of {', '.join(DTYPES)}")
+    layers = find_layers(_names(shapes))
+    from blr.compressor import tune as library
+    from blr.compressor.bench.runner import Runner
+    from blr.compressor.progress import Progress
+    from blr.compressor.tuned_table import user_table
+    from blr.kernels.common.available import gpu_key
+
+    target, progress = library.tuning_device(device), Progress(quiet)
+    gpu = gpu or gpu_key(target)
+    runner = Runner(target, rounds=5 if quick else 10)
+    tokens = library.QUICK if quick else library.FULL
+    tuning = library.Tuning(runner, [find_precision(name) for name in dtypes], wanted, tokens)
+    try:
+        stopped = library.measure(tuning, layers, seconds, progress)
+    except Stopped as stop:
+        done = f"{len(tuning.points)} cases were timed, nothing was written"
+        print(f"blr: stopped by {stop.name}; {done}", file=sys.stderr)
+        raise typer.Exit(128 + stop.number) from None
+    path = output or user_table(gpu)
+    result = library.write_rules(tuning, path, gpu, target)
+    _show({**result, "stopped": stopped}, tuning, progress, format)
+
+
+def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
+    from blr.compressor.tune import winners_table
+
+    progress.notes(tuning.refused)
+    if result["stopped"]:
+        progress.notes([result["stopped"]])
+    winners = winners_table(tuning.points)
+    if format is Format.json:
+        print(json.dumps({**result, "winners": winners, "refused": tuning.refused}))
+        return
+    print(f"{result['output']}: {result['rules']} rules for {result['gpu']}")
+    print("\n".join(_line(row) for row in winners))
+
+
+def _line(row: dict[str, Any]) -> str:
+    shape = f"{row['inputs']}→{row['outputs']} b={row['blocks']} r={row['rank']}"
+    times = [f"{row[key]:.4f}" if row[key] is not None else "-" for key in ("ms", "dense_ms")]
+    where = f"{row['structure']:<9} {shape:<30} {row['dtype']:<8} n={row['n']:<5}"
+    return f"{where} {row['variant'] or 'none':<24} {times[0]} ms, dense {times[1]} ms"
+
+
+def _names(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise UsageError(f"{text!r}: expected names separated by commas")
+    return names

@@ -1,0 +1,133 @@
+"""The small files of an export: configuration, model card, what is carried over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.header import open_regular, read_exactly
+from blr.compressor.checkpoint.source import MAX_EXTRA_BYTES, inside
+from blr.compressor.export.checkpoint import FORMAT, Checkpoint
+from blr.compressor.finish import LAYERS, _carried, structured_config
+from blr.compressor.modeling.settings import ExportSettings
+from blr.compressor.modeling.vendor import EXPORT_ROOTS, vendored_files
+from blr.compressor.plan import Plan
+
+CARD, RECIPE = "README.md", "recipe.yaml"
+HEAD = """---
+library_name: transformers
+tags: [blr, structured-compression]
+---
+# {name}, exported by blr
+"""
+SECTION = """
+## Exported for {gpu}
+
+{what}
+
+```python
+from transformers import AutoModel{task}
+model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+```
+
+needs torch and transformers; `blr verify` checks the files against `blr_manifest.json`. {how}
+Written by blr {version}.
+"""
+PACKED = (
+    "The weights of {count} linear layers are {kind} in groups of 128 with a scale each; all other"
+    " tensors are {others}."
+)
+KERNEL_LAYOUT = (
+    "The factors of {count} structured layers are stored in the order in which the kernels read them"
+    " (`<factor>_kernel`), all other tensors are {others}."
+)
+FUSED = (
+    "On an NVIDIA GPU with Triton `generate` runs in a fused decoding runtime, prepared for batches"
+    " up to {batch} and contexts up to {context} tokens; what that does not support, and every other"
+    " machine, is served by transformers with the same layers."
+)
+COMPILED = """
+`model.pt2` is the forward pass compiled by AOTInductor, for machines like the one it was made on:
+
+```python
+run = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
+results = run(input_ids=ids, attention_mask=mask)  # or pixel_values=images
+```
+"""
+CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graphs, one an input shape."
+
+
+def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str | None) -> dict[str, Any]:
+    """config.json of the export: our model type and classes, layer table and `settings`."""
+    config = structured_config(checkpoint.source.config, Plan([]))
+    module = EXPORT_ROOTS[1].rpartition(".")[2]
+    classes = {k: v.replace("modeling_blr.", f"{module}_blr.") for k, v in config["auto_map"].items()}
+    config["blr"] = {
+        "format": FORMAT,
+        "layers": {name: spec.to_dict() for name, spec in checkpoint.specs.items()},
+        "export": {k: v for k, v in asdict(settings).items() if v is not None and v != {}},
+    }
+    if dtype is not None:
+        config = {key: value for key, value in config.items() if key != "torch_dtype"}
+        config["dtype"] = dtype
+    return {**config, "auto_map": classes}
+
+
+def small_files(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    settings: ExportSettings,
+    name: str,
+    compiled: bool = False,
+) -> dict[str, bytes | Path]:
+    """Everything of an export but weights and manifest: name to contents, or file to carry over.
+
+    `name` is the source's; `compiled` says that a compiled forward pass will be there.
+
+    Raises InputError for a file to carry over that cannot be read.
+    """
+    folder = checkpoint.source.folder
+    carried = {str(path): _carried(folder / path) for path in checkpoint.source.extra_files()}
+    kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
+    head = kept.pop(CARD, b"").decode("utf-8", "replace") or HEAD.format(name=name)
+    return {
+        LAYERS: b"{}\n",
+        **carried,
+        **kept,
+        "config.json": json.dumps(config, indent=2).encode() + b"\n",
+        CARD: (head + _section(checkpoint, config, settings) + COMPILED * compiled).encode(),
+        **vendored_files(EXPORT_ROOTS),
+    }
+
+
+def kept_files(checkpoint: Checkpoint) -> list[str]:
+    """What `blr compress` wrote about its work and the export keeps."""
+    names = (CARD, LAYERS, RECIPE) if checkpoint.compressed else ()
+    return [name for name in names if (checkpoint.source.folder / name).is_file()]
+
+
+def _read(folder: Path, name: str) -> bytes:
+    path = inside(folder, name)
+    with open_regular(path) as file:
+        size = path.stat().st_size
+        return bytes(read_exactly(file, path, 0, min(size, MAX_EXTRA_BYTES)))
+
+
+def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings) -> str:
+    decoder = settings.context is not None
+    others = "unchanged" if config.get("dtype") == checkpoint.source.config.get("dtype") else "cast"
+    count = len(checkpoint.specs) + len(settings.dense)
+    layout = PACKED if settings.quantize else KERNEL_LAYOUT
+    plain = f"All tensors are those of the dense model, {others}."
+    fused = FUSED.format(batch=settings.batch, context=settings.context)
+    return SECTION.format(
+        gpu=settings.gpu,
+        what=layout.format(count=count, kind=settings.quantize, others=others) if count else plain,
+        task="ForCausalLM" if decoder else "",
+        how=fused if decoder else CAPTURED,
+        version=__version__,
+    )

@@ -1,0 +1,288 @@
+"""The export of one checkpoint: check, re-lay every tensor as it is written, check again, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.disk import check_space, fsync_folder, storage_errors, write_stream
+from blr.compressor.checkpoint.journal import canonical_json
+from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest, read_manifest
+from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.errors import OutputError, UsageError
+from blr.compressor.export.checkpoint import Checkpoint, open_checkpoint
+from blr.compressor.plan import Plan
+from blr.compressor.progress import Progress
+from blr.compressor.roofline import find_gpu
+
+if TYPE_CHECKING:
+    from blr.compressor.export.quantizing import Quantizer
+    from blr.compressor.export.tensors import Tensors
+    from blr.compressor.modeling.settings import ExportSettings
+
+DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZED = ("int8", "int4")
+MAX_BATCH = 8
+DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the command line says; `source_name` and `revision` are recorded in the output.
+
+    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less.
+    """
+
+    source_name: str
+    revision: str | None = None
+    gpu: str = "h200"
+    batch: int = 1
+    context: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    kind: str = "folder"
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+
+    def named(self, name: str, revision: str | None) -> ExportOptions:
+        """The same for a checkpoint found under another name."""
+        return replace(self, source_name=name, revision=revision)
+
+
+@dataclass
+class ExportSummary:
+    """What an export holds. Sizes in bytes; `errors` maps layer type to the mean relative error that
+    quantization adds; `seconds` is the wall time."""
+
+    output: str
+    kind: str
+    gpu: str
+    batch: int
+    context: int | None
+    layers: int
+    bytes_before: int
+    bytes_after: int
+    dtype: str | None
+    quantize: str | None
+    seconds: float
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def check_options(options: ExportOptions) -> ExportOptions:
+    """`options` with the GPU's name as configs/gpus.yaml writes it. Raises UsageError."""
+    if not 1 <= options.batch <= MAX_BATCH:
+        raise UsageError(
+            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences"
+        )
+    if options.context is not None and options.context < 1:
+        raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")
+    for name, value, known in (
+        ("dtype", options.dtype, DTYPES),
+        ("quantize", options.quantize, QUANTIZED),
+        ("format", options.kind, ("folder", "pt2")),
+    ):
+        if value is not None and value not in known:
+            raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
+    return replace(options, gpu=find_gpu(options.gpu).name)
+
+
+def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
+    """Write the checkpoint in `folder`, dense or compressed, to `output` in kernel layout.
+
+    Everything that headers tell is checked first; `output` is absent until it is complete. No more
+    than a few tensors are in memory at a time.
+
+    Raises:
+        BlrError: any of its kinds.
+    """
+    started = monotonic()
+    options = check_options(options)
+    if output.exists() and output.samefile(folder):
+        raise OutputError(f"{output}: the checkpoint that is exported; choose another --output")
+    with Workspace(output, overwrite=options.overwrite, restart=options.restart) as workspace:
+        checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
+        job = Job(checkpoint, options, workspace, progress)
+        job.run()
+    before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
+    return ExportSummary(
+        output=str(workspace.output),
+        kind=options.kind,
+        gpu=options.gpu,
+        batch=options.batch,
+        context=job.settings.context,
+        layers=len(checkpoint.specs),
+        bytes_before=before,
+        bytes_after=job.tensors.nbytes,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        seconds=monotonic() - started,
+        errors=job.errors(),
+    )
+
+
+class Job:
+    """One export. `settings`, `config` and `tensors` are what it will write, known from headers."""
+
+    settings: ExportSettings
+    tensors: Tensors
+    quantizer: Quantizer | None
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
+    ) -> None:
+        from blr.compressor.export.files import export_config
+        from blr.compressor.export.reload import check_fits, export_context
+        from blr.compressor.export.tensors import plan_tensors
+        from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+
+        self.checkpoint, self.options = checkpoint, options
+        self.workspace, self.progress = workspace, progress
+        context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
+        if options.kind == "pt2":
+            from blr.compressor.export.pt2 import check_pt2
+
+            check_pt2(checkpoint.source.model_type, generates=context is not None)
+        self.quantizer = self._make_quantizer()
+        dense = {} if self.quantizer is None else self.quantizer.dense
+        self.settings = ExportSettings(
+            LAYOUT,
+            options.gpu,
+            options.batch,
+            __version__,
+            context,
+            options.quantize,
+            {module: list(layer.shape) for module, layer in dense.items()},
+        )
+        self.tensors = plan_tensors(checkpoint.source, checkpoint.specs, options.dtype, self.quantizer)
+        self.config = export_config(checkpoint, self.settings, options.dtype)
+        check_fits(checkpoint.source, self.config, self.tensors.shapes)
+
+    def _make_quantizer(self) -> Quantizer | None:
+        if self.options.quantize is None:
+            return None
+        from blr.compressor.export.quantizing import make_quantizer
+        from blr.compressor.export.tensors import STORED
+
+        dtype = STORED[self.options.dtype] if self.options.dtype else None
+        source, specs = self.checkpoint.source, self.checkpoint.specs
+        return make_quantizer(source, specs, self.options.quantize, dtype)
+
+    def errors(self) -> dict[str, float]:
+        """What quantization added to the relative error of the weights, by layer type."""
+        return read_manifest(self.workspace.output).get("quantization_errors", {})
+
+    def run(self) -> None:
+        """Write, check and commit, or finish what a killed run had all but committed."""
+        workspace = self.workspace
+        needed = self._estimate()
+        with storage_errors(workspace.output.parent, needed, workspace.output):
+            check_space(workspace.output.parent, needed - workspace.used_bytes())
+            workspace.open(self._fingerprint())
+            read = self._digest()
+            if workspace.finished(read):
+                return
+            written = self._write()
+            self.progress.stage("checking")
+            written.update(self._check())
+            written.update(self._compile())
+            fsync_folder(workspace.partial)
+            manifest = build_manifest(written, input_sha256=read, **self._facts())
+            write_stream(workspace.partial / MANIFEST, [manifest])
+            workspace.commit()
+
+    def _write(self) -> dict[str, tuple[int, str]]:
+        from blr.compressor.checkpoint.shards import assign_shards, write_shards
+        from blr.compressor.compress import _pieces
+        from blr.compressor.export.files import small_files
+        from blr.compressor.export.tensors import in_order, read_tensor
+
+        partial, source = self.workspace.partial, self.checkpoint.source
+        slots = self.tensors.slots
+        shards = assign_shards(slots, self.options.max_shard_size)
+        shards = {name: in_order(group, slots) for name, group in shards.items()}
+        with self.progress.layers(len(slots), "writing") as advance:
+
+            def read(entry: Any) -> Any:
+                advance(entry.name)
+                return read_tensor(source, self.tensors, entry)
+
+            written = write_shards(partial, shards, read)
+        name, compiled = self.options.source_name, self.options.kind == "pt2"
+        files = small_files(self.checkpoint, self.config, self.settings, name, compiled)
+        for name, data in files.items():
+            written[name] = write_stream(partial / name, _pieces(data))
+        return written
+
+    def _check(self) -> dict[str, tuple[int, str]]:
+        from blr.compressor.export.reload import check_reload
+
+        return check_reload(self.checkpoint.source, self.workspace.partial, self.config)
+
+    def _compile(self) -> dict[str, tuple[int, str]]:
+        """The compiled forward pass of what was written, if it is asked for."""
+        if self.options.kind != "pt2":
+            return {}
+        from blr.compressor.export.pt2 import write_pt2
+        from blr.compressor.export.reload import load_export
+
+        self.progress.stage("compiling")
+        return write_pt2(load_export(self.workspace.partial, self.config), self.workspace.partial)
+
+    def _estimate(self) -> int:
+        """Upper estimate of the bytes of the output."""
+        source = self.checkpoint.source
+        extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
+        compiled = self.tensors.nbytes if self.options.kind == "pt2" else 0
+        return self.tensors.nbytes + compiled + extra + (4 << 20)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What a run that finishes another's work must agree on."""
+        from importlib.metadata import version
+
+        source, options = self.checkpoint.source, self.options
+        headers = [[e.name, e.dtype, e.shape, e.file.name] for e in source.entries.values()]
+        return {
+            "source": hashlib.sha256(canonical_json([source.config, headers])).hexdigest(),
+            "revision": options.revision,
+            "export": {**self.config["blr"]["export"], "dtype": options.dtype, "kind": options.kind},
+            "max_shard_size": options.max_shard_size,
+            "versions": {
+                "blr": __version__,
+                "torch": version("torch"),
+                "transformers": version("transformers"),
+                "python": platform.python_version(),
+            },
+        }
+
+    def _digest(self) -> str:
+        """SHA-256 over everything that is read."""
+        from blr.compressor.checkpoint.disk import sha256_file
+        from blr.compressor.export.files import kept_files
+        from blr.compressor.scan import scan_source
+
+        source = self.checkpoint.source
+        kept = {name: sha256_file(source.folder / name) for name in kept_files(self.checkpoint)}
+        scanned = scan_source(source, Plan([]), self.progress)
+        return hashlib.sha256(canonical_json([scanned, kept])).hexdigest()
+
+    def _facts(self) -> dict[str, Any]:
+        """The manifest's account of where the export came from."""
+        facts: dict[str, Any] = {
+            "source": {"name": self.options.source_name, "revision": self.options.revision},
+            "run": self.workspace.fingerprint,
+        }
+        if self.quantizer is not None:
+            facts["quantization_errors"] = self.quantizer.mean_errors()
+        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
+            facts["compressed_from"] = read_manifest(self.checkpoint.source.folder).get("source")
+        return json.loads(canonical_json(facts))

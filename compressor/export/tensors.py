@@ -1,0 +1,158 @@
+"""The tensors of an export, each made from one stored tensor when its turn to be written comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from blr.compressor.checkpoint.header import BITS, TensorEntry, quote, refuse
+from blr.compressor.checkpoint.shards import Slot
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.errors import NumericsError
+from blr.compressor.modeling.layout import Order, to_physical
+from blr.compressor.modeling.physical import orders, stored_name
+from blr.compressor.structures.specs import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.export.quantizing import Quantizer
+
+STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
+Make = Callable[[], "Tensor"]
+CHUNK = 1 << 24  # bytes handed on at once
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """`slots` in the order of the source; `make` computes the tensors that are not plain copies.
+
+    The entry of a computed tensor has its own name, dtype and shape, and no place in a file.
+    """
+
+    slots: list[Slot]
+    make: dict[TensorEntry, Make]
+
+    def add(
+        self, source: Source, name: str, entry: TensorEntry, dtype: str, order: Order | None = None
+    ) -> None:
+        """One stored tensor: as it is, or cast to `dtype` (safetensors') with its axes in `order`."""
+        if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
+            self.slots.append(Slot(name, entry))
+            return
+        shape = tuple(entry.shape[axis] for axis in order) if order else entry.shape
+        self._made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
+
+    def add_packed(self, quantizer: Quantizer, module: str, factor: str, dtype: str) -> None:
+        """One factor or dense weight, packed, with scales of `dtype`."""
+        file = quantizer.source.shards[0]
+        for part, (stored, shape) in quantizer.parts(module, factor, dtype).items():
+            make = partial(quantizer.tensor, module, part)
+            self._made(f"{module}.{part}", stored, shape, file, make)
+
+    def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
+        entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
+        self.slots.append(Slot(name, entry))
+        self.make[entry] = make
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of everything that is written."""
+        return {slot.name: slot.origin.shape for slot in self.slots}
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that is written."""
+        return sum(slot.origin.nbytes for slot in self.slots)
+
+
+def plan_tensors(
+    source: Source, specs: Mapping[str, Spec], dtype: str | None, quantizer: Quantizer | None = None
+) -> Tensors:
+    """What an export of `source` stores, from headers alone.
+
+    Args:
+        specs: structured module to its spec, as on disk.
+        dtype: torch's name of what floating-point tensors are cast to; None leaves them.
+        quantizer: packs structured layers, and dense ones that it lists.
+
+    Raises:
+        InputError: a factor that is missing or of another shape than its spec says.
+    """
+    factors = _factors(source, specs)
+    dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
+    found = Tensors([], {})
+    for entry in source.entries.values():
+        target = STORED[dtype] if dtype and entry.is_float else entry.dtype
+        if entry.name in factors:
+            module, factor = factors[entry.name]
+            if quantizer is not None:
+                found.add_packed(quantizer, module, factor, target)
+            else:
+                order = orders(specs[module])[factor]
+                found.add(source, f"{module}.{stored_name(factor)}", entry, target, order)
+        elif entry.name in dense:
+            found.add_packed(quantizer, dense[entry.name], "weight", target)
+        else:
+            found.add(source, entry.name, entry, target)
+    return found
+
+
+def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[bytes | bytearray]:
+    """The bytes of one planned tensor, in pieces.
+
+    Raises NumericsError for a value that the new dtype does not hold.
+    """
+    if entry not in tensors.make:
+        yield from source.read_bytes(entry)
+        return
+    data = memoryview(tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]
+
+
+def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, str]]:
+    """Stored name of every factor to its module and its name there, all checked."""
+    found = {}
+    for module, spec in specs.items():
+        for factor, shape in spec.shapes().items():
+            _check_factor(source, f"{module}.{factor}", shape)
+            found[f"{module}.{factor}"] = module, factor
+    return found
+
+
+def _check_factor(source: Source, name: str, shape: tuple[int, ...]) -> None:
+    entry = source.entries.get(name)
+    if entry is None or entry.shape != shape or not entry.is_float:
+        found = "no tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
+        expected = f"floating-point numbers of shape {list(shape)}, as config.blr.layers says"
+        refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
+
+
+def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str) -> Tensor:
+    tensor = source.load_tensor(entry)
+    cast = tensor.to(getattr(torch, TORCH_NAMES[dtype]))
+    lost = int((torch.isfinite(tensor) & ~torch.isfinite(cast)).sum()) if dtype != entry.dtype else 0
+    if lost:
+        raise NumericsError(
+            f"{entry.file}: {lost} values of {quote(entry.name)} are out of range of {cast.dtype}, "
+            "expected finite numbers; choose --dtype bfloat16 or float32"
+        )
+    return to_physical(cast, order) if order else cast
+
+
+def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
+    """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
+
+    So the tensors of a layer, which are computed together, are written together.
+    """
+    if any(slot.origin.nbytes % 8 for slot in group):
+        return group
+    position = {slot.name: n for n, slot in enumerate(slots)}
+    return sorted(group, key=lambda slot: position[slot.name])

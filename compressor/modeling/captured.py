@@ -1,0 +1,139 @@
+"""Forward passes of exported encoders as CUDA graphs. Shipped in every export.
+
+A small batch through an encoder is bound by launches. The first call with inputs of new shapes
+captures all of its kernels in a CUDA graph with buffers of its own; later calls copy the inputs in,
+replay the graph and return copies of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from blr.compressor.modeling.settings import export_settings, warn_once
+
+MAX_GRAPHS = 16  # input shapes kept at once, the least recently used is dropped
+WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
+Replay = Callable[[], Any]
+Capture = Callable[[Callable[[], Any]], Replay]
+
+
+class CapturedForward:
+    """Mixin of exported models that do not generate: `__call__` replays a graph where it can.
+
+    It can on a GPU, in evaluation mode, without gradients, hooks or tracing, for inputs that are
+    tensors or plain values. Everything else, and a model that cannot be captured, runs as usual.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _capturable(self):
+            return super().__call__(*args, **kwargs)
+        graphs = self.__dict__.setdefault("_blr_graphs", ForwardGraphs())
+        return graphs.run(super().__call__, (args, kwargs), next(self.parameters()).data_ptr())
+
+
+class ForwardGraphs:
+    """The graphs of one model, by the shapes of its inputs.
+
+    `capture` turns a function without arguments, whose tensors stay where they are, into one that
+    repeats its kernels and returns its first result, overwritten.
+    """
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self.capture = capture or _capture_cuda
+        self.entries: OrderedDict[Any, tuple[list[Tensor], Replay]] = OrderedDict()
+        self.failed = False
+
+    def run(self, forward: Callable[..., Any], inputs: Any, weights: int = 0) -> Any:
+        """``forward(*inputs[0], **inputs[1])``; `weights` changes when the parameters are moved."""
+        leaves, spec = tree_flatten(inputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = None if self.failed else _key(leaves, spec, weights)
+        if key is None:
+            return forward(*inputs[0], **inputs[1])
+        if key not in self.entries:
+            result = self._add(key, forward, leaves, spec)
+            if self.failed:
+                return result
+        self.entries.move_to_end(key)
+        buffers, replay = self.entries[key]
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor)
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
+
+    def _add(self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+        """Capture for `key`; a failure is remembered, and the eager result returned."""
+        args, kwargs = tree_unflatten(leaves, spec)
+        result = forward(*args, **kwargs)
+        try:
+            _check_output(result)
+            with torch.inference_mode(False), torch.no_grad():
+                held = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(held, spec)
+                replay = self.capture(lambda: forward(*args, **kwargs))
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            warn_once(f"the forward pass is not captured as a CUDA graph ({reason}); it runs eagerly")
+            self.failed = True
+            return result
+        self.entries[key] = [leaf for leaf in held if isinstance(leaf, Tensor)], replay
+        if len(self.entries) > MAX_GRAPHS:
+            self.entries.popitem(last=False)
+        return result
+
+
+def _capturable(model: Any) -> bool:
+    """Whether a call of `model` now may replay a graph."""
+    if model.device.type != "cuda" or model.training or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    hooked = model._forward_hooks or model._forward_pre_hooks or hasattr(model, "_hf_hook")
+    return not hooked and export_settings(model.config) is not None
+
+
+def _key(leaves: list[Any], spec: Any, weights: int) -> Any:
+    """What two calls must share to share a graph; None for inputs that no graph can take."""
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.device.type == "cpu" and torch.cuda.is_available():
+                return None
+            parts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    return tuple(parts), str(spec), weights, torch.is_autocast_enabled("cuda")
+
+
+def _check_output(result: Any) -> None:
+    """Raise ValueError for results that a replay cannot give again: caches grow from call to call."""
+    if isinstance(result, dict) and result.get("past_key_values") is not None:
+        raise ValueError("it returns a cache")
+    if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
+        raise ValueError("it returns more than tensors")
+
+
+def _capture_cuda(run: Callable[[], Any]) -> Replay:
+    """The kernels of `run` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay

@@ -1,0 +1,71 @@
+"""Models of exported folders: structured models whose factors lie as the kernels read them.
+
+Shipped in every export, where `auto_map` names this module. A model whose configuration has no
+``blr["export"]`` is the plain structured model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationMixin
+
+from blr.compressor.modeling.captured import CapturedForward
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.fused import FusedGeneration
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.physical import to_kernel_layout
+from blr.compressor.modeling.quantized import DENSE, replace_quantized
+from blr.compressor.modeling.settings import ExportSettings, export_settings
+
+_classes: dict[str, type] = {}
+
+
+class ExportedModelMixin:
+    """Gives the structured layers kernel layout, or their packed form, as soon as they are in place."""
+
+    def _place_layers(self) -> None:
+        super()._place_layers()
+        settings = export_settings(self.config)
+        if settings is not None and settings.quantize:
+            packed = packed_layers(self.config.blr["layers"], settings)
+            replace_quantized(self, {module_name(self, name): table for name, table in packed.items()})
+        elif settings is not None:
+            for layer in [m for m in self.modules() if isinstance(m, StructuredLinear)]:
+                to_kernel_layout(layer)
+
+
+def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str, dict[str, Any]]:
+    """Module to what `modeling/quantized.py` makes its layer from, for all that are packed."""
+    bits = {"bits": settings.bits}
+    structured = {name: {**spec, **bits} for name, spec in layers.items()}
+    dense = {
+        name: {"structure": DENSE, "out_features": rows, "in_features": columns, **bits}
+        for name, (rows, columns) in settings.dense.items()
+    }
+    return {**structured, **dense}
+
+
+def model_class(name: str) -> type:
+    """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
+    if name not in _classes:
+        structured = structured_class(name)
+        runtime = FusedGeneration if issubclass(structured, GenerationMixin) else CapturedForward
+        _classes[name] = type(
+            name,
+            (runtime, ExportedModelMixin, structured),
+            {
+                "__module__": __name__,
+                "__doc__": structured.__doc__,
+                "config_class": structured.config_class,
+            },
+        )
+    return _classes[name]
+
+
+def __getattr__(name: str) -> type:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return model_class(name)

@@ -1,0 +1,57 @@
+"""What an export was made for, as config.json records it. Shipped in every export."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+LAYOUT = 1  # version of names and axis orders of what an export stores
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """``config.blr["export"]``.
+
+    `gpu` is a name of configs/gpus.yaml; `batch` sequences at most and `context` tokens of prompt
+    and answer (None: not a decoder) are what generation is prepared for; `quantize` is "int8",
+    "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed.
+    """
+
+    layout: int
+    gpu: str
+    batch: int
+    blr_version: str
+    context: int | None = None
+    quantize: str | None = None
+    dense: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> int:
+        """Of a packed weight."""
+        return int((self.quantize or "int0").removeprefix("int"))
+
+
+def export_settings(config: Any) -> ExportSettings | None:
+    """Those of a transformers configuration, None for a model that is no export.
+
+    Raises ValueError for an export of another layout, which this code would misread.
+    """
+    found = (getattr(config, "blr", None) or {}).get("export")
+    if found is None:
+        return None
+    if found.get("layout") != LAYOUT:
+        raise ValueError(
+            f"config.blr.export.layout is {found.get('layout')!r}: this code reads layout {LAYOUT}; "
+            "export the checkpoint again with this version of blr, or take the version that wrote it"
+        )
+    known = {field.name for field in fields(ExportSettings)}
+    return ExportSettings(**{key: value for key, value in found.items() if key in known})
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, once a process."""
+    if message not in _said:
+        _said.add(message)
+        logging.getLogger("blr").warning("blr: %s", message)

@@ -1,0 +1,262 @@
+"""Generates with a transformers model, one CUDA graph a token: the phases of `plan.py` replayed.
+
+The prompt goes through the model's own modules in chunks; each new token is chosen on the device
+and fed back there. All modes are deterministic: every sum has an order that does not depend on
+timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.runtime.collect import Collector
+from blr.compressor.runtime.execute import Binder, Run
+from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
+from blr.compressor.runtime.plan import Phase, make_plan, supports
+from blr.compressor.runtime.profile import measure
+from blr.compressor.runtime.prompt import left_padded, prefill_chunks
+from blr.compressor.runtime.sampling import Sampler
+from blr.compressor.runtime.state import State, bucket_of
+from blr.kernels.attention.launch import MAX_SPLITS
+from blr.kernels.common.available import has_triton, interpreted, supports_pdl
+
+__all__ = ["Decoder", "supports"]
+
+MODES = ("graph", "eager", "persistent")
+OPS = ("triton", "torch")
+MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
+FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
+
+
+class Decoder:
+    """Decodes with `model`, whose parameters it reads in place.
+
+    Args:
+        model: a causal language model of transformers (dense or structured layers in any mixture),
+            on one device, in evaluation mode.
+        batch: rows at most, 1 to 8. context: slots a row at most, prompt and new tokens together.
+        mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
+            power of two of the context; "eager" launches the phases one by one. Without a GPU, or
+            with ops "torch", "graph" runs as "eager".
+        ops: "triton" kernels, or "torch" for their references, on any device.
+        deterministic: besides, the attention splits every context at the same slots, whatever the
+            batch: results of a row then differ with the batch only through the matrix products.
+
+    Attributes:
+        pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
+
+    Raises:
+        UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not.
+        BatchError, ContextError: a size out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch: int = 1,
+        context: int,
+        mode: str = "graph",
+        ops: str = "triton",
+        deterministic: bool = False,
+    ) -> None:
+        self.plan = make_plan(model)
+        _check(model, batch, context, mode, ops)
+        self.model, self.batch, self.context = model, batch, context
+        self.mode, self.ops, self.deterministic = mode, ops, deterministic
+        self.pdl = ops == "triton" and supports_pdl(model.device)
+        self.state = State(model, self.plan, batch, context)
+        self.rows = 0  # of the prompt that was taken last
+        self.position = 0  # the slot of the next token, the same for all rows
+        self._runs: dict[tuple[int, int], Run] = {}
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Forget everything and take a prompt.
+
+        Args:
+            input_ids: [B, T] int64, padded on the left. lengths: [B], tokens of each row at its end
+                (default: T).
+
+        Returns:
+            [B, vocab] in float32, the logits of the first new token.
+
+        Raises:
+            BatchError, ContextError: more rows or tokens than the decoder was made for.
+        """
+        rows, length = input_ids.shape
+        if not 1 <= rows <= self.batch or length == 0:
+            raise BatchError(
+                f"a prompt of {rows} rows of {length} tokens: expected 1 to {self.batch} rows of at "
+                "least one token; split the prompt, or make the decoder with a larger batch"
+            )
+        self._check_room(length)
+        device = self.model.device
+        lengths = torch.full((rows,), length) if lengths is None else lengths.cpu()
+        if lengths.shape != (rows,) or int(lengths.min()) < 1 or int(lengths.max()) > length:
+            raise BatchError(f"lengths {lengths.tolist()}: expected {rows} numbers from 1 to {length}")
+        start = length - lengths
+        self.state.start[:rows] = start.to(device)
+        self.state.pos[:rows] = length
+        cache = self.state.kv.for_prefill(rows)
+        hidden = prefill_chunks(self.model, input_ids.to(device), start, cache)
+        self.rows, self.position = rows, length
+        logits = self.model.get_output_embeddings()(hidden).float()
+        self.state.tokens[:rows] = logits.argmax(-1)
+        return logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed `tokens` [B] after a `prefill` of B rows; returns the logits [B, vocab] in float32.
+
+        Raises ContextError when the cache is full, BatchError for another number of rows.
+        """
+        if tokens.shape != (self.rows,) or self.rows == 0:
+            expected = [self.rows] if self.rows else "a prompt before"
+            raise BatchError(f"a step with tokens of shape {list(tokens.shape)}: expected {expected}")
+        self.state.tokens[: self.rows] = tokens.to(self.model.device)
+        self._advance()
+        return self.state.buffers["logits"][: self.rows].clone()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Continue every row of a prompt.
+
+        Args:
+            input_ids: [B, T]. attention_mask: [B, T] of ones and zeros, the zeros all on the left or
+                all on the right of a row.
+            temperature, top_k, top_p: of `Sampler`. seed: of the draws.
+            stop_ids: tokens that end a row. on_token: called with (row, token) as tokens arrive.
+
+        Returns:
+            The new tokens of each row, its stop token last if it met one.
+
+        Raises:
+            BatchError, ContextError: more rows or tokens than the decoder was made for.
+            ValueError: sampling parameters out of range.
+        """
+        sampler = Sampler(temperature, top_k, top_p)
+        if max_new_tokens < 1:
+            raise BatchError(f"max_new_tokens {max_new_tokens}: expected at least 1")
+        self._check_room(input_ids.shape[1] + max_new_tokens)
+        device = self.model.device
+        logits = self.prefill(*left_padded(input_ids, attention_mask))
+        generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
+        collector = Collector(self.rows, max_new_tokens, device, stop_ids, on_token)
+        tokens = self.state.tokens[: self.rows]
+        for step in range(max_new_tokens):
+            if step > 0:
+                self._advance()
+                logits = self.state.buffers["logits"][: self.rows]
+            if not sampler.greedy:  # greedy tokens are there already
+                tokens.copy_(sampler.choose(logits, generator))
+            collector.push(tokens)
+            if collector.done:
+                break
+        return collector.finish()
+
+    def stages(self) -> list[tuple[str, int]]:
+        """Names of the phases and the bytes that a token reads in each, with the cache as it is."""
+        return [(phase.name, self.bytes_of(phase)) for phase in self.plan.phases]
+
+    def bytes_of(self, phase: Phase) -> int:
+        """Bytes of weights and cache that `phase` reads for one token of every row."""
+        rows = max(self.rows, 1)
+        if phase.kind == "attention":
+            seen = min(self.position + 1, phase.heads.window or self.context)
+            return seen * self.state.kv.bytes_a_slot(rows)
+        return phase.bytes * (rows if phase.kind == "embed" else 1)
+
+    def profile(self, steps: int = 20) -> list[tuple[str, float, int]]:
+        """Times of the phases after a `prefill`: (name, microseconds, bytes a token).
+
+        Phases that differ in the layer only are timed together, all layers in a row, so that their
+        weights come from memory; the layer's number is then "*" and the figures are of one of them.
+        The last entry, "token", is a whole token. What was decoded so far is forgotten.
+        """
+        if self.rows == 0:
+            raise BatchError("profile before any prompt: expected a prefill; call prefill first")
+        with torch.no_grad():
+            measured = measure(self, steps)
+        self.rows = self.position = 0
+        return measured
+
+    def binder(self, rows: int, bucket: int) -> Binder:
+        """How the phases run for `rows` rows and contexts of up to `bucket` slots."""
+        splits = None
+        if self.deterministic:
+            splits = -(-bucket // max(FIXED_SPLIT, bucket_of(self.context) // MAX_SPLITS))
+        return Binder(self.state, rows, bucket, self.ops == "triton", self.pdl, splits)
+
+    def capture(self, runs: list[Run]) -> Run:
+        """One function that does `runs` in order: a CUDA graph in mode "graph" on a GPU.
+
+        They run once before; tokens and positions are put back as they were.
+        """
+        if self.mode != "graph" or self.ops != "triton" or self.model.device.type != "cuda":
+            return lambda: [run() for run in runs]
+        kept = [t.clone() for t in (self.state.tokens, self.state.pos)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for run in runs:
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, value in zip((self.state.tokens, self.state.pos), kept, strict=True):
+            tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for run in runs:
+                run()
+        return graph.replay
+
+    def _advance(self) -> None:
+        """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""
+        self._check_room(self.position + 1)
+        key = (self.rows, bucket_of(self.position + 1))
+        if key not in self._runs:
+            self._runs[key] = self.capture(self.binder(*key).bind_all(self.plan.phases))
+        self._runs[key]()
+        self.position += 1
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens > self.context:
+            raise ContextError(
+                f"{tokens} tokens: expected at most {self.context}; shorten the prompt, ask for fewer "
+                "new tokens, or make the decoder with a larger context"
+            )
+
+
+def _check(model: Any, batch: int, context: int, mode: str, ops: str) -> None:
+    if mode not in MODES:
+        raise UnsupportedError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
+    if mode == "persistent":
+        raise NotImplementedError("mode 'persistent' is not there yet; use 'graph'")
+    if ops not in OPS:
+        raise UnsupportedError(f"ops {ops!r}: expected one of {', '.join(OPS)}")
+    runs = has_triton() and (model.device.type == "cuda" or interpreted())
+    if ops == "triton" and not runs:
+        raise UnsupportedError(
+            f"ops 'triton' on {model.device}: expected a GPU with Triton; use 'torch'"
+        )
+    if not 1 <= batch <= MAX_BATCH:
+        raise BatchError(f"batch {batch}: expected 1 to {MAX_BATCH}; decode in several batches")
+    limit = getattr(model.config, "max_position_embeddings", context)
+    if not 1 <= context <= limit:
+        raise ContextError(f"context {context}: expected 1 to the model's {limit}; lower it")

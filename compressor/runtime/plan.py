@@ -1,0 +1,273 @@
+"""Turns a model into the list of phases that compute one token, as data.
+
+A phase reads and writes named float32 buffers [rows, width]: "x" is the residual stream, "qkv" the
+raw projections, "heads" the attention's result, "z0" a first stage's results, "inner" the gated
+activations, "logits". `execute.py` runs phases, with Triton kernels or in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.runtime.failures import UnsupportedError
+from blr.compressor.runtime.stages import Stage, kind_of, size_in_bytes, stages_of
+from blr.kernels.gemv.segments import dual_fits
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Rotary embeddings whose table does not depend on the length of the sequence so far.
+ROTARY = ("default", "linear", "llama3", "yarn")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Columns `start` … of the buffer `name`, `width` of them."""
+
+    name: str
+    width: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of a launch, from one slot into another."""
+
+    stage: Stage
+    source: Slot
+    target: Slot
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the attention of one layer needs to know. width: of a head. gains: [width] or None."""
+
+    layer: int
+    width: int
+    scale: float
+    q_gain: Tensor | None
+    k_gain: Tensor | None
+    eps: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of a token.
+
+    kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙
+    second part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls
+    `module`), "attention", "choose" (token of the largest logit; ends the token).
+    gain, eps: of the RMS norm of the input. add: the result is added to `target`.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[Part, ...] = ()
+    source: Slot | None = None
+    target: Slot | None = None
+    gain: Tensor | None = None
+    eps: float = 0.0
+    add: bool = False
+    activation: str = ""
+    heads: Heads | None = None
+    module: nn.Module | None = None
+    weight: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of weights that one token reads in this phase (the cache not counted)."""
+        if self.kind == "embed":
+            return self.weight.shape[1] * self.weight.element_size()
+        own = 0 if self.module is None else sum(map(size_in_bytes, self.module.parameters()))
+        return own + size_in_bytes(self.gain) + sum(part.stage.bytes for part in self.parts)
+
+
+@dataclass
+class Plan:
+    """The phases of one token in order, and the width of every buffer."""
+
+    phases: list[Phase] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, phase: Phase) -> None:
+        """Append a phase and widen the buffers for it."""
+        slots = [slot for part in phase.parts for slot in (part.source, part.target)]
+        for slot in (*slots, phase.source, phase.target):
+            if slot is not None:
+                width = self.buffers.get(slot.name, 0)
+                self.buffers[slot.name] = max(width, slot.start + slot.width)
+        self.phases.append(phase)
+
+
+def supports(model: Any) -> str | None:
+    """Why `model` cannot be decoded by phases, in one line; None if it can."""
+    config = model.config
+    family = config.model_type.removeprefix("blr_")
+    if family not in FAMILIES:
+        return f"model type {config.model_type!r}: expected one of {', '.join(FAMILIES)}"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"activation {config.hidden_act!r}: expected one of {', '.join(ACTIVATIONS)}"
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in ROTARY:
+        return f"rotary embedding {rotary!r}: expected one of {', '.join(ROTARY)}"
+    if model.get_output_embeddings() is None:
+        return f"{type(model).__name__} has no output embedding: expected a causal language model"
+    if model.dtype not in DTYPES:
+        return f"dtype {model.dtype}: expected float32, float16 or bfloat16"
+    devices = {parameter.device for parameter in model.parameters()}
+    return None if len(devices) == 1 else f"weights on {len(devices)} devices: expected one"
+
+
+@torch.no_grad()
+def make_plan(model: Any) -> Plan:
+    """The phases of `model`, which may mix dense and structured layers.
+
+    Raises:
+        UnsupportedError: with the reason that `supports` gives.
+    """
+    reason = supports(model)
+    if reason is not None:
+        raise UnsupportedError(f"{reason}; generate with transformers instead")
+    base, config, plan = model.get_decoder(), model.config, Plan()
+    x = Slot("x", config.hidden_size)
+    table = model.get_input_embeddings().weight
+    plan.add(Phase("embed", "embed", target=x, weight=table))
+    activation = ACTIVATIONS[config.hidden_act]
+    for index, layer in enumerate(base.layers[: config.num_hidden_layers]):
+        prefix = f"layer.{index}."
+        _attention(plan, prefix, layer, _heads(layer.self_attn, config, index), x)
+        _mlp(plan, prefix, layer, activation, x)
+    head, logits = model.get_output_embeddings(), Slot("logits", config.vocab_size)
+    _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
+    plan.add(Phase("choose", "choose", source=logits))
+    return plan
+
+
+def _heads(attention: Any, config: Any, index: int) -> Heads:
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    window = getattr(config, "sliding_window", None)
+    if hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    elif config.model_type.removeprefix("blr_") != "mistral":
+        window = None
+    gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
+    eps = 0.0 if q_norm is None else q_norm.variance_epsilon
+    return Heads(index, attention.head_dim, attention.scaling, *gains, eps, window)
+
+
+def _attention(plan: Plan, prefix: str, layer: Any, heads: Heads, x: Slot) -> None:
+    """Norm, projections, attention and the output projection of a decoder layer."""
+    own, targets, at = layer.self_attn, {}, 0
+    for name in ("q", "k", "v"):
+        module = getattr(own, f"{name}_proj")
+        width = module.out_features
+        targets[name] = (module, Slot("qkv", width, at))
+        at += width
+    _projections(plan, prefix, targets, x, "qkv", layer.input_layernorm)
+    mixed = Slot("heads", own.o_proj.in_features)
+    plan.add(Phase(f"{prefix}attention", "attention", source=Slot("qkv", at), target=mixed, heads=heads))
+    _projections(plan, prefix, {"o": (own.o_proj, x)}, mixed, "o", add=True)
+
+
+def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
+    """Norm, gated projections and the output projection of a decoder layer."""
+    mlp, width = layer.mlp, layer.mlp.down_proj.in_features
+    inner, norm = Slot("inner", width), layer.post_attention_layernorm
+    gate, up = stages_of(mlp.gate_proj), stages_of(mlp.up_proj)
+    paired = gate is not None and up is not None and len(gate) == len(up)
+    same = paired and kind_of(gate[-1].w) == kind_of(up[-1].w)
+    if same and dual_fits(gate[-1].w, up[-1].w):
+        name = f"{prefix}gate_up"
+        inputs = _advance(plan, name, [gate, up], x, norm)
+        last = _last(inputs, [gate, up], [inner, inner])
+        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
+        name += ".U" if len(gate) > 1 else ""
+        plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
+    else:
+        both = Slot("gate_up", 2 * width)
+        targets = {"gate": (mlp.gate_proj, Slot("gate_up", width))}
+        targets["up"] = (mlp.up_proj, Slot("gate_up", width, width))
+        _projections(plan, prefix, targets, x, "gate_up", norm)
+        plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
+    _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
+
+
+def _projections(
+    plan: Plan,
+    prefix: str,
+    targets: dict[str, tuple[nn.Module, Slot]],
+    source: Slot,
+    name: str,
+    norm: Any = None,
+    add: bool = False,
+) -> None:
+    """Layers that share an input: in common launches if their numbers of stages agree."""
+    found = {key: stages_of(module) for key, (module, _) in targets.items()}
+    if len({0 if stages is None else len(stages) for stages in found.values()}) > 1:
+        for key, target in targets.items():
+            _projections(plan, prefix, {key: target}, source, key, norm, add)
+        return
+    if None in found.values():
+        _modules(plan, prefix, targets, source, norm, add)
+        return
+    stages, slots = list(found.values()), [slot for _, slot in targets.values()]
+    parts = _advance(plan, prefix + name, stages, source, norm)
+    gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
+    label = prefix + name + (".U" if len(stages[0]) > 1 else "")
+    plan.add(Phase(label, "stages", tuple(_last(parts, stages, slots)), add=add, **gain))
+
+
+def _advance(
+    plan: Plan, name: str, stages: Sequence[Sequence[Stage]], source: Slot, norm: Any
+) -> list[Slot]:
+    """All stages but the last of layers that share `source`; returns where each one's input is."""
+    inputs = [source] * len(stages)
+    for depth in range(len(stages[0]) - 1):
+        parts, at = [], 0
+        for given, chain in zip(inputs, stages, strict=True):
+            target = Slot(f"z{depth}", chain[depth].rows, at)
+            parts.append(Part(chain[depth], given, target))
+            at += -(-target.width // 8) * 8  # 32-byte boundaries
+        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and depth == 0 else {}
+        plan.add(Phase(f"{name}.V", "stages", tuple(parts), **gain))
+        inputs = [part.target for part in parts]
+    return inputs
+
+
+def _last(
+    inputs: Sequence[Slot], stages: Sequence[Sequence[Stage]], targets: Sequence[Slot]
+) -> list[Part]:
+    """The last stages, into `targets`."""
+    each = zip(stages, inputs, targets, strict=True)
+    return [Part(chain[-1], given, target) for chain, given, target in each]
+
+
+def _modules(
+    plan: Plan,
+    prefix: str,
+    targets: dict[str, tuple[nn.Module, Slot]],
+    source: Slot,
+    norm: Any,
+    add: bool,
+) -> None:
+    """Layers that only their own forward computes, after a norm of its own."""
+    if norm is not None:
+        normed, key = Slot("normed", source.width), "+".join(targets)
+        gain = {"gain": norm.weight, "eps": norm.variance_epsilon}
+        plan.add(Phase(f"{prefix}{key}.norm", "norm", source=source, target=normed, **gain))
+        source = normed
+    for key, (module, slot) in targets.items():
+        plan.add(Phase(prefix + key, "module", source=source, target=slot, module=module, add=add))

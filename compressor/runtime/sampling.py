@@ -1,0 +1,58 @@
+"""Chooses tokens on the device, without ever waiting for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Temperature 0 takes the most likely token; otherwise one is drawn.
+
+    top_k: only among the k most likely. top_p: only among the most likely that together reach this
+    probability. The order is that of transformers: temperature, top-k, top-p.
+
+    Raises:
+        ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature}: expected 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k}: expected at least 1, or None for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: expected above 0, up to 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[B, vocab] in float32 of logits [B, vocab], for a temperature above 0."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return probabilities
+        ordered, index = probabilities.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # what more likely tokens have already
+        kept = ordered.masked_fill(before >= self.top_p, 0)
+        return torch.zeros_like(probabilities).scatter_(-1, index, kept)
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """[B] int64. A draw is the largest of probability over an exponential variate."""
+        if self.greedy:
+            return logits.argmax(-1)
+        probabilities = self.probabilities(logits)
+        noise = torch.empty_like(probabilities).exponential_(generator=generator)
+        return (probabilities / noise.clamp_min_(1e-30)).argmax(-1)

@@ -1,0 +1,166 @@
+"""Attention of one new token a row over a static cache: one kernel, the cache split over programs.
+
+A program owns one key/value head of one row and one stretch of its slots. It loads its first keys
+and values before it waits for the kernel that makes the new queries (they were written by earlier
+tokens), and the split that arrives last adds up the others in their order. Derivation: README.md.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+
+@triton.jit
+def heads_ready(x, head, head_ok, d, D, R, cos, sin, gain, eps, NORM: tl.constexpr):
+    """[heads, DP] in float32 of the raw projections `x`, normalized over D if NORM and rotated.
+
+    head: [heads] indices. cos, sin: [DP] of this position, 1 and 0 where nothing turns. Column d
+    turns with its partner d ± R/2, which is loaded a second time rather than exchanged.
+    """
+    partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
+    partner = tl.where(d < R, partner, d)
+    ok = head_ok[:, None] & (d < D)[None, :]
+    value = tl.load(x + head[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
+    other = tl.load(x + head[:, None] * D + partner[None, :], mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= scale * tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        other *= scale * tl.load(gain + partner, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    sign = tl.where(d < R // 2, -sin, sin)
+    return value * cos[None, :] + other * sign[None, :]
+
+
+@triton.jit
+def cache_tile(cache, slots, stop, d, D):
+    """[BN, DP] of one head's cache [L, D], zero from slot `stop` on."""
+    mask = (slots < stop)[:, None] & (d < D)[None, :]
+    return tl.load(cache + slots[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scores_of(q, key, DOT: tl.constexpr):
+    """[GP, BN] products of queries [GP, DP] with keys [BN, DP] in float32."""
+    if DOT:
+        return tl.dot(q.to(key.dtype), tl.trans(key), input_precision="ieee")
+    return tl.sum(q[:, None, :] * key.to(tl.float32)[None, :, :], 2)
+
+
+@triton.jit
+def weighted(p, value, DOT: tl.constexpr):
+    """[GP, DP] sums of values [BN, DP] weighted by p [GP, BN], in float32."""
+    if DOT:
+        return tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return tl.sum(p[:, :, None] * value.to(tl.float32)[None, :, :], 1)
+
+
+@triton.jit
+def combine(partial, state, out, first, last, d, D,
+            G: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Merge splits first…last: sums [SPLITS, G, D] at `partial`, maxima and totals
+    [SPLITS, 2, G] at `state`, into out [G, D]. Loads go past the first-level cache."""
+    split = tl.arange(0, SPLITS)
+    there = (split >= first) & (split <= last)
+    for g in tl.static_range(G):
+        at = split * (2 * G) + g
+        top = tl.load(state + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(state + at + G, mask=there, other=0.0, cache_modifier=".cg")
+        factor = tl.exp2(top - tl.max(top, 0))
+        mask = there[:, None] & (d < D)[None, :]
+        rows = partial + (split * G + g)[:, None] * D + d[None, :]
+        rows = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
+        merged = tl.sum(rows * factor[:, None], 0) / tl.sum(total * factor, 0)
+        tl.store(out + g * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def attention_kernel(
+    qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, eps,
+    pos, start, scale, out, out_row, partial, state, counter,
+    kv_heads, D, R, window, chunk,
+    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See `reference.decode_attention`. Grid (rows · kv_heads, SPLITS); split s has the slots
+    s·chunk…; `scale` includes log2 e."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    here = tl.load(pos + row).to(tl.int32)
+    zero = tl.load(start + row).to(tl.int32)
+    low = zero
+    if WINDOW:
+        low = tl.maximum(low, here - window + 1)
+    first = low // chunk
+    last = here // chunk
+    if (split < first) | (split > last):
+        return
+    d = tl.arange(0, DP)
+    base = row.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
+    k += base
+    v += base
+    begin = tl.maximum(low, split * chunk)
+    stop = tl.minimum(here + 1, (split + 1) * chunk)
+    lane = tl.arange(0, BN)
+    key = cache_tile(k, begin + lane, tl.minimum(stop, here), d, D)
+    value = cache_tile(v, begin + lane, tl.minimum(stop, here), d, D)
+    turn = (here - zero).to(tl.int64) * table_row + d
+    c = tl.load(cos + turn, mask=d < R, other=1.0)
+    s = tl.load(sin + turn, mask=d < R, other=0.0)
+    group = tl.arange(0, GP)
+    one = tl.arange(0, 1)
+    if PDL:
+        gdc_wait()
+    qkv += row.to(tl.int64) * qkv_row
+    q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
+    keys = qkv + kv_heads * G * D
+    new_k = heads_ready(keys, head + one, one < 1, d, D, R, c, s, k_gain, eps, NORM)
+    values = keys + (kv_heads + head + one[:, None]) * D + d[None, :]
+    new_v = tl.load(values, mask=(d < D)[None, :], other=0.0)
+    new_k = new_k.to(k.dtype.element_ty)
+    new_v = new_v.to(v.dtype.element_ty)
+    if split == last:
+        at = here * D + one[:, None] + d[None, :]
+        tl.store(k + at, new_k, mask=(d < D)[None, :])
+        tl.store(v + at, new_v, mask=(d < D)[None, :])
+    top = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    sums = tl.zeros([GP, DP], tl.float32)
+    for tile in range(begin, stop, BN):
+        slots = tile + lane
+        next_key = cache_tile(k, slots + BN, tl.minimum(stop, here), d, D)
+        next_value = cache_tile(v, slots + BN, tl.minimum(stop, here), d, D)
+        new = (slots == here)[:, None]
+        key = tl.where(new, new_k, key)
+        value = tl.where(new, new_v, value)
+        score = tl.where((slots < stop)[None, :], scores_of(q, key, DOT), float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, 1)
+        sums = sums * shrink[:, None] + weighted(p, value, DOT)
+        top = higher
+        key = next_key
+        value = next_value
+    out += row.to(tl.int64) * out_row + head * G * D
+    real = group < G
+    mask = real[:, None] & (d < D)[None, :]
+    at = group[:, None] * D + d[None, :]
+    if first == last:
+        sums = sums / total[:, None]
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
+    else:
+        partial += tl.program_id(0).to(tl.int64) * SPLITS * G * D
+        state += tl.program_id(0) * SPLITS * 2 * G
+        tl.store(partial + split * G * D + at, sums, mask=mask)
+        tl.store(state + split * 2 * G + group, top, mask=real)
+        tl.store(state + split * 2 * G + G + group, total, mask=real)
+        tl.debug_barrier()  # all stores of the program before its one arrival
+        arrived = tl.atomic_add(counter + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == last - first:
+            tl.store(counter + tl.program_id(0), 0)
+            combine(partial, state, out, first, last, d, D, G, SPLITS)

@@ -1,0 +1,95 @@
+"""What this process can run: Triton, a GPU that its kernels are for, programmatic launch.
+
+The environment variable BLR_KERNELS decides: `auto` (the default) uses Triton kernels on NVIDIA
+GPUs of compute capability 8 and later where Triton is installed, `torch` never, `triton` insists
+on them (an error where there is no Triton) and, under TRITON_INTERPRET=1, runs them on the CPU in
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MODES = ("auto", "torch", "triton")
+# A model number as vendors write it: H200, GH200, A100, L40S, RTX 4090, RTX A6000.
+_MODEL = re.compile(r"\b(?:RTX (?:PRO )?)?(?:GH|GB|[ABHLPTV])?\d{1,4}S?\b")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        import triton.language  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def kernels_mode() -> str:
+    """The value of BLR_KERNELS. Raises RuntimeError for one that is not in `MODES`."""
+    mode = os.environ.get("BLR_KERNELS", "auto")
+    if mode not in MODES:
+        raise RuntimeError(f"BLR_KERNELS is {mode!r}: expected one of {', '.join(MODES)}; correct it")
+    return mode
+
+
+def kernel_device(tensor: Tensor) -> bool:
+    """Whether Triton kernels take `tensor`, by its device and BLR_KERNELS.
+
+    Raises RuntimeError when BLR_KERNELS insists on Triton and there is none.
+    """
+    mode = kernels_mode()
+    if mode == "torch":
+        return False
+    if mode == "triton" and not has_triton():
+        raise RuntimeError("BLR_KERNELS is 'triton', but there is no triton; install it or unset that")
+    if tensor.is_cuda:
+        return _gpu_runs_kernels(tensor.device)
+    return mode == "triton" and tensor.device.type == "cpu" and interpreted()
+
+
+def interpreted() -> bool:
+    """Whether kernels imported from now on run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _gpu_runs_kernels(device: torch.device) -> bool:
+    capable = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return capable and has_triton()
+
+
+@cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether `device` starts a kernel before the one ahead of it ends (capability 9 and later)."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def gpu_key(device: torch.device) -> str:
+    """The short name of a GPU that tables are kept under: "h200", "a100", "rtx4090"; "sm_90" for one
+    of unknown name or a slice of one; "cpu" for everything that is no GPU."""
+    if device.type != "cuda":
+        return "cpu"
+    return gpu_name_key(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def gpu_name_key(name: str, capability: tuple[int, int]) -> str:
+    """`gpu_key` of what the driver calls a GPU, as "NVIDIA A100-SXM4-80GB", (8, 0)."""
+    found = _MODEL.search(name)
+    if found is None or " MIG " in f" {name} ":
+        return f"sm_{capability[0]}{capability[1]}"
+    return found[0].replace(" ", "").lower()
+
+
+def launch_early(device: torch.device) -> bool:
+    """Whether kernels may load weights while the kernel ahead still runs: not where gradients are
+    recorded, since that one may be writing them."""
+    return supports_pdl(device) and not torch.is_grad_enabled()

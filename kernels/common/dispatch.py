@@ -1,0 +1,83 @@
+"""Runs one product by the variant that the tables choose for its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import kernel_device
+from blr.kernels.common.tables import REFERENCE, Shape, bucket, choose, heuristic
+from blr.kernels.common.tables import forget as forget_tables
+
+Variant = Callable[..., Tensor]
+Variants = Callable[[], Mapping[str, Variant]]
+
+
+def dispatch(
+    structure: str,
+    shape: Shape,
+    variants: Variants,
+    reference: Variant,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+) -> Tensor:
+    """``reference(x, *factors, bias)`` for x [n, i], by a kernel where kernels run.
+
+    What runs is decided at the first call for a shape and a power of two of n, and kept.
+
+    Args:
+        variants: gives the structure's VARIANTS; called only where kernels run, since variants
+            may need Triton. One that a table names and this version lacks is replaced by the
+            rule of thumb.
+
+    Returns:
+        [n, o], contiguous, sharing no memory with an argument.
+
+    Raises:
+        TypeError: factors of another dtype than `x`.
+    """
+    dtype, n = x.dtype, x.shape[0]
+    for tensor in factors if bias is None else (*factors, bias):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{structure}: input {dtype} and factors {tensor.dtype}: cast one of them")
+    if n == 0:
+        return x.new_zeros(0, shape.outputs)
+    run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, reference)
+    return run(x, *factors, bias=bias, **config).contiguous()
+
+
+def forget() -> None:
+    """Read tables and BLR_KERNELS again at the next call."""
+    _chosen.cache_clear()
+    forget_tables()
+
+
+@cache
+def _chosen(
+    structure: str,
+    shape: Shape,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    variants: Variants,
+    reference: Variant,
+) -> tuple[Variant, dict[str, Any]]:
+    if not _has_kernels(dtype, device):
+        return reference, {}
+    variant, config = choose(structure, shape, n, dtype, device)
+    table = variants() if variant != REFERENCE else {}
+    if variant not in table:
+        variant, config = heuristic(structure, n, dtype)
+    return (table[variant], config) if variant in table else (reference, {})
+
+
+def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Triton's interpreter on the CPU has no correct bfloat16 products."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return False
+    return kernel_device(torch.empty(0, device=device))

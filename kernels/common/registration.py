@@ -1,0 +1,93 @@
+"""Makes a structure's product one operator of `torch.library`, and calls it with little overhead.
+
+An operator is what `torch.compile` and `torch.export` see: one node with known shapes, no look
+inside, hence no graph break and no guard on what the dispatch tables say. It has one kernel for
+every device (the implementation asks where its tensors are), a fake kernel and a backward.
+
+Without gradients and outside of tracing, `apply` calls the implementation itself: the dispatcher
+and autograd's Python layer cost 6 µs a call on a CPU of 2024, as long as a small kernel takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "blr"
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A registered operator and the Python function behind it, of the same signature."""
+
+    run: Callable[..., Any]
+    op: Callable[..., Any]
+
+
+def register(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup: Callable[..., None],
+    backward: Callable[..., Any],
+) -> Operator:
+    """Register ``blr::<name><schema>``.
+
+    Several copies of this package may be in one process (the installed one, and those inside
+    checkpoints loaded with trust_remote_code), each of its own version: a name that is taken gets
+    the first free number, so that every copy runs its own code.
+
+    Args:
+        schema: as "(Tensor x, Tensor U, Tensor? bias) -> Tensor"; nothing is written in place.
+        run: the implementation on any device; its results never share memory with arguments.
+        fake: shapes and dtypes of the results, as `torch.library.register_fake` takes it.
+        setup, backward: as `torch.library.register_autograd` takes them.
+    """
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    _libraries.append(library)
+    free = _define(library, name, schema)
+    library.impl(free, run, "CompositeExplicitAutograd")
+    qualified = f"{NAMESPACE}::{free}"
+    torch.library.register_fake(qualified, fake, lib=library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
+    return Operator(run, getattr(getattr(torch.ops, NAMESPACE), free).default)
+
+
+def _define(library: torch.library.Library, name: str, schema: str) -> str:
+    for number in count():
+        free = f"{name}_{number}" if number else name
+        if not hasattr(getattr(torch.ops, NAMESPACE), free):
+            library.define(free + schema, tags=(torch.Tag.pt2_compliant_tag,))
+            return free
+    raise AssertionError
+
+
+def apply(operator: Operator, x: Tensor, *arguments: Any) -> Any:
+    """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
+    plain = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return (operator.run if plain else operator.op)(x, *arguments)
+
+
+def rows(x: Tensor) -> Tensor:
+    """x [..., i] as [n, i], a view where strides allow it."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
+    """`tensors` (None but for the first allowed) in the dtype that an active `torch.autocast` asks
+    for, else as they are.
+
+    An operator is opaque to autocast, which would otherwise act on its inside only.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]

@@ -1,0 +1,139 @@
+"""Which variant of a structure's kernels runs a shape: measured tables, else rules of thumb.
+
+A table belongs to one GPU and is a list of rules, the most specific first; the first that matches
+counts. A rule is a mapping of conditions, all optional, to a choice:
+
+    structure   lowrank, monarch, blast or kronecker
+    dtype       a torch dtype's name or a list of them
+    inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
+    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster
+    config      its keyword arguments, {} if left out
+
+The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
+needs a rule, a compilation or a measurement of its own. Nothing is ever timed here: `blr tune`
+writes tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from blr.kernels.common.available import gpu_key
+from blr.kernels.common.tuned import tuned_rules
+
+BUCKETS = tuple(1 << power for power in range(15))
+DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
+DENSE = "dense"
+REFERENCE = "reference"
+_HALF = (torch.float16, torch.bfloat16)
+_ALIASES = {"svd": "lowrank", "ks": "kronecker"}  # names of specs to names of kernel folders
+
+Rule = Mapping[str, Any]
+Choice = tuple[str, dict[str, Any]]
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer that decide between kernels; `rank` is r, the width of a block row."""
+
+    inputs: int
+    outputs: int
+    blocks: int = 1
+    rank: int = 0
+
+
+def choose(
+    structure: str, shape: Shape, n: int, dtype: torch.dtype, device: torch.device | str
+) -> Choice:
+    """Variant and keyword arguments for n tokens.
+
+    Args:
+        structure: a kernel folder or the name of a spec.
+        device: where the tensors are, or the name of a GPU as `gpu_key` gives it.
+    """
+    gpu = device if isinstance(device, str) else gpu_key(device)
+    return _choose(_ALIASES.get(structure, structure), shape, bucket(n), dtype, gpu)
+
+
+def bucket(n: int) -> int:
+    """The power of two, at most 16384, that n tokens are looked up under."""
+    return min(1 << max(n - 1, 0).bit_length(), BUCKETS[-1])
+
+
+def prefers_dense(
+    structure: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    gpu: str,
+    tokens: Sequence[int] = BUCKETS,
+) -> bool:
+    """Whether the dense layer was measured to be faster at every number of tokens asked for.
+
+    A structured layer cannot become dense (its weight is not there): this is for whoever still
+    has the dense weight. False where nothing was measured.
+    """
+    name = _ALIASES.get(structure, structure)
+    found = [first_match(tuned_rules(gpu), name, shape, bucket(n), dtype) for n in tokens]
+    return bool(found) and all(rule is not None and rule["variant"] == DENSE for rule in found)
+
+
+def first_match(
+    rules: Sequence[Rule], structure: str, shape: Shape, n: int, dtype: torch.dtype
+) -> Rule | None:
+    """The first rule that holds for the bucket `n`, or None."""
+    return next((rule for rule in rules if _holds(rule, structure, shape, n, dtype)), None)
+
+
+def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
+    """The choice on a GPU that nobody measured, `n` a bucket.
+
+    Small batches read the weights once (gemv). BLAST's mix on the tensor cores and Monarch's
+    permuted store pay in half precision; the rest is left to the vendor's matrix products, and each
+    Kronecker-sparse factor to a predictor of its own.
+    """
+    if dtype == torch.float64:
+        return REFERENCE, {}
+    if structure == "kronecker":
+        return "auto", {}
+    if n <= DECODE and dtype in (*_HALF, torch.float32):
+        return "gemv", {}
+    prefill = {"lowrank": "gemm", "blast": "bmm_mix"}
+    return prefill.get(structure, "permuted_store" if dtype in _HALF else "bmm"), {}
+
+
+def forget() -> None:
+    """Read the tables again at the next choice."""
+    _choose.cache_clear()
+    tuned_rules.cache_clear()
+
+
+@cache
+def _choose(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) -> Choice:
+    if dtype == torch.float64:
+        return REFERENCE, {}
+    rules = [rule for rule in tuned_rules(gpu) if rule["variant"] != DENSE]
+    rule = first_match(rules, structure, shape, n, dtype)
+    if rule is None:
+        return heuristic(structure, n, dtype)
+    return rule["variant"], dict(rule.get("config") or {})
+
+
+def _holds(rule: Rule, structure: str, shape: Shape, n: int, dtype: torch.dtype) -> bool:
+    dtypes = rule.get("dtype", name := str(dtype).removeprefix("torch."))
+    sizes = {
+        **{"inputs": (shape.inputs,), "outputs": (shape.outputs,)},
+        **{"features": (shape.inputs, shape.outputs)},
+        **{"blocks": (shape.blocks,), "rank": (shape.rank,), "n": (n,)},
+    }
+    return (
+        rule.get("structure", structure) == structure
+        and name in ([dtypes] if isinstance(dtypes, str) else dtypes)
+        and all(_inside(rule.get(key), values) for key, values in sizes.items())
+    )
+
+
+def _inside(bounds: Sequence[int] | None, values: tuple[int, ...]) -> bool:
+    return bounds is None or all(bounds[0] <= value <= bounds[1] for value in values)

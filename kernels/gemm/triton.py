@@ -1,0 +1,98 @@
+"""A batch of matrix products with a bias and a permutation of columns in its epilogue."""
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+
+@triton.jit
+def bmm_kernel(
+    a, b, bias, c,
+    M, N, K,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, bias_batch, c_batch, c_row, c_part, part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``c[g, m, col(n)] = Σ_k a[g, m, k] b[g, k, n] + bias[g, n]``, sums in float32.
+
+    Column n lands at ``(n // part) * c_part + n % part`` of its row. Programs of one batch walk
+    `GROUP` row tiles for each column tile, so that their operands stay in L2.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    first = group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    rows = ((first + within % height) * BM + tl.arange(0, BM)).to(tl.int64)
+    cols = (within // height) * BN + tl.arange(0, BN)
+    lane = tl.arange(0, BK)
+    wide = cols.to(tl.int64)
+    # Rows and columns beyond the edge wrap around: loads without masks; the store has one.
+    at = a + batch * a_batch + (rows % M)[:, None] * a_row + lane[None, :] * a_col
+    bt = b + batch * b_batch + lane[:, None] * b_row + (wide % N)[None, :] * b_col
+    sums = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, K, BK):
+        inside = lane < K - k
+        left = tl.load(at, mask=inside[None, :], other=0.0)
+        right = tl.load(bt, mask=inside[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision=PRECISION)
+        at += BK * a_col
+        bt += BK * b_row
+    if BIAS:
+        sums += tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0).to(tl.float32)[
+            None, :
+        ]
+    to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
+    tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def bmm_tma_kernel(
+    a, b, bias, c,
+    M, N, K, a_rows, a_cols, b_rows, b_cols,
+    bias_batch, c_batch, c_row, c_part, part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """The same through the bulk copy engine. a and b are descriptors of matrices with K contiguous, of
+    which batch g starts at row g·`a_rows`, column g·`a_cols` (`b_…` likewise). One of the two ends
+    with its batch's K columns: it gives zeros beyond, so that the next batch's columns, which the
+    other one gives there, do not count."""
+    batch = tl.program_id(1)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    row = (group * GROUP + within % height) * BM
+    col = (within // height) * BN
+    sums = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, K, BK):
+        left = a.load([batch * a_rows + row, batch * a_cols + k])
+        right = b.load([batch * b_rows + col, batch * b_cols + k])
+        sums = tl.dot(left, right.T, sums)
+    rows = (row + tl.arange(0, BM)).to(tl.int64)
+    cols = col + tl.arange(0, BN)
+    if BIAS:
+        sums += tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0).to(tl.float32)[
+            None, :
+        ]
+    to = (
+        c
+        + batch.to(tl.int64) * c_batch
+        + rows[:, None] * c_row
+        + split(cols, part, c_part, RUN)[None, :]
+    )
+    tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def split(cols, part, c_part, RUN: tl.constexpr):
+    """Offsets ``(col // part) * c_part + col % part``; RUN divides `part`: so many stay neighbours,
+    which the compiler sees from this form and then stores them together."""
+    run = cols // RUN
+    runs = part // RUN
+    return (run // runs).to(tl.int64) * c_part + (run % runs) * RUN + cols % RUN

@@ -1,0 +1,65 @@
+"""One decoding stage in plain torch, in the dtype of its input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gemv(
+    x: Tensor,
+    w: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    part: int | None = None,
+    residual: Tensor | None = None,
+    activation: str = "",
+) -> Tensor:
+    """``y = act(W norm(x) + bias) + residual`` over the blocks of one stage.
+
+    Args:
+        x: [n, B·K]: block g of the weights takes columns g·K…; or [n, K], which all take.
+        w: [B, R, K].
+        bias: [B·R] in the order of the outputs.
+        gain: as wide as x, which is divided by its root mean square and multiplied by `gain`.
+        part: rows of a block that stay together: output ``(row // part, block, row % part)``;
+            Monarch's first stage has part = r'. None: R, the plain order.
+        residual: [n, B·R]. activation: "", "silu", "gelu", "gelu_tanh" or "relu".
+
+    Returns:
+        [n, B·R].
+    """
+    _, rows, width = w.shape
+    if gain is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+    x = x.unflatten(-1, (-1, width))  # [n, B, K], or [n, 1, K]
+    y = torch.einsum("grk,ngk->ngr", w, x)
+    y = y.unflatten(-1, (-1, part or rows)).transpose(1, 2).flatten(1)
+    y = ACTIVATIONS[activation](y if bias is None else y + bias)
+    return y if residual is None else y + residual
+
+
+ACTIVATIONS = {
+    "": lambda y: y,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
+def gemv_mix(x: Tensor, w: Tensor, s: Tensor, *, gain: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """First stage of BLAST with its mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · norm(x)_l)``.
+
+    Args:
+        x: [n, b·K]. w: [b, r, K]. s: [b, b, r]. gain: [b·K] of an RMS norm of x.
+
+    Returns:
+        [n, b·r].
+    """
+    if gain is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+    z = torch.einsum("lrk,nlk->nlr", w, x.unflatten(-1, (w.shape[0], -1)))
+    return torch.einsum("klr,nlr->nkr", s, z).flatten(1)

@@ -1,0 +1,214 @@
+"""Segmented matrix-vector products for decoding: a few tokens against weights read once.
+
+One program owns `BR` rows of one block and walks its K columns in chunks of `BK`. The first chunk
+is loaded before the program waits for the kernel that makes its input (programmatic dependent
+launch), so that the memory stays busy between kernels. Derivation: README.md.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+WIDE = tl.constexpr(2048)  # inputs of a row that a program squares at once
+STAGES = tl.constexpr(4)  # chunks of weights under way to the tensor cores
+
+
+@triton.jit
+def weight_tile(w, rows, rows_ok, cols, K, w_row, w_col):
+    """[BR, BK] weights, zero outside."""
+    mask = rows_ok[:, None] & (cols < K)[None, :]
+    return tl.load(w + rows[:, None] * w_row + cols[None, :] * w_col, mask=mask, other=0.0)
+
+
+@triton.jit
+def input_chunk(x, cols, K):
+    """[BK] inputs of one token in float32, zero outside."""
+    return tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_scale(x, width, eps):
+    """1 / root mean square of all inputs of one token."""
+    square = tl.zeros([WIDE], tl.float32)
+    for start in range(0, width, WIDE):
+        v = input_chunk(x, start + tl.arange(0, WIDE), width)
+        square += v * v
+    return tl.rsqrt(tl.sum(square, 0) / width + eps)
+
+
+@triton.jit
+def token_chunk(x, x_token, cols, K, token, tokens):
+    """[BK, NP] inputs of all tokens in float32, zero outside."""
+    mask = (cols < K)[:, None] & (token < tokens)[None, :]
+    return tl.load(x + token[None, :] * x_token + cols[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rows_by_fma(
+    x, x_row, x_token, width, gain, eps, w, rows, rows_ok, K, w_row, w_col,
+    N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Products of `rows` with one or two tokens on the CUDA cores: two [BR] in float32.
+
+    x: the block's columns of the first token, of the `width` ones from `x_row`; the next token is
+    `x_token` further. w: first weight of the block. gain: [K] of an RMS norm over the width if
+    NORM, whose scale multiplies the sums: NORM = 1 if the block takes all columns, else 2.
+    """
+    lane = tl.arange(0, BK)
+    tile = weight_tile(w, rows, rows_ok, lane, K, w_row, w_col)
+    if WAIT:
+        gdc_wait()
+    sums = tl.zeros([BR, BK], tl.float32)
+    sums2 = tl.zeros([BR, BK], tl.float32)
+    square = tl.zeros([BK], tl.float32)
+    square2 = tl.zeros([BK], tl.float32)
+    for start in range(0, K, BK):
+        cols = start + lane
+        following = weight_tile(w, rows, rows_ok, cols + BK, K, w_row, w_col)
+        v = input_chunk(x, cols, K)
+        g = v
+        if NORM > 0:
+            g = input_chunk(gain, cols, K)
+            if NORM == 1:
+                square += v * v
+            v *= g
+        sums += tile.to(tl.float32) * v[None, :]
+        if N == 2:
+            v = input_chunk(x + x_token, cols, K)
+            if NORM > 0:
+                if NORM == 1:
+                    square2 += v * v
+                v *= g
+            sums2 += tile.to(tl.float32) * v[None, :]
+        tile = following
+    first = tl.sum(sums, 1)
+    second = first
+    if N == 2:
+        second = tl.sum(sums2, 1)
+    if NORM == 1:
+        first *= tl.rsqrt(tl.sum(square, 0) / width + eps)
+        if N == 2:
+            second *= tl.rsqrt(tl.sum(square2, 0) / width + eps)
+    if NORM == 2:
+        first *= row_scale(x_row, width, eps)
+        if N == 2:
+            second *= row_scale(x_row + x_token, width, eps)
+    return first, second
+
+
+@triton.jit
+def rows_by_dot(
+    x, x_row, x_token, width, tokens, gain, eps, w, rows, rows_ok, K, w_row, w_col,
+    NP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Products of `rows` with up to NP tokens on the tensor cores: [BR, NP] in float32.
+
+    Chunks stream through shared memory, `STAGES` ahead.
+    """
+    lane = tl.arange(0, BK)
+    token = tl.arange(0, NP)
+    if WAIT:
+        gdc_wait()
+    sums = tl.zeros([BR, NP], tl.float32)
+    square = tl.zeros([NP], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        cols = start + lane
+        tile = weight_tile(w, rows, rows_ok, cols, K, w_row, w_col)
+        v = token_chunk(x, x_token, cols, K, token, tokens)
+        if NORM == 1:
+            square += tl.sum(v * v, 0)
+        if NORM > 0:
+            v *= input_chunk(gain, cols, K)[:, None]
+        sums = tl.dot(tile, v.to(tile.dtype), sums, input_precision="ieee")
+    if NORM == 2:
+        for start in range(0, width, BK):
+            v = token_chunk(x_row, x_token, start + lane, width, token, tokens)
+            square += tl.sum(v * v, 0)
+    if NORM > 0:
+        sums *= tl.rsqrt(square / width + eps)[None, :]
+    return sums
+
+
+@triton.jit
+def activate(value, ACT: tl.constexpr):
+    """The activation named ACT of float32 values."""
+    if ACT == "silu":
+        return value / (1.0 + tl.exp(-value))
+    if ACT == "gelu":
+        return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    if ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+        return value / (1.0 + tl.exp(-2.0 * inner))
+    if ACT == "relu":
+        return tl.maximum(value, 0.0)
+    return value
+
+
+@triton.jit
+def gemv_kernel(
+    x, x_token, x_block, gain, eps,
+    w, w_block, w_row, w_col, bias, residual, residual_token, y, y_token,
+    tokens, rows_per_block, K, blocks, part,
+    N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``y = act(W x + bias) + residual`` for one stage of a structured layer; see `launch.gemv`."""
+    if PDL:
+        gdc_launch_dependents()
+    tiles = tl.cdiv(rows_per_block, BR)
+    block = tl.program_id(0) // tiles
+    rows = (tl.program_id(0) % tiles) * BR + tl.arange(0, BR)
+    ok = rows < rows_per_block
+    wide = rows.to(tl.int64)
+    w += block.to(tl.int64) * w_block
+    width = blocks * x_block if NORM == 2 else K
+    here = x + block * x_block
+    gain += block * x_block
+    out = (rows // part) * (blocks * part) + block * part + rows % part
+    constant = tl.zeros([BR], tl.float32)
+    if BIAS:
+        constant = tl.load(bias + out, mask=ok, other=0.0).to(tl.float32)
+    if N <= 2:
+        first, second = rows_by_fma(
+            here, x, x_token, width, gain, eps, w, wide, ok, K, w_row, w_col, N, BR, BK, NORM, PDL
+        )
+        first = activate(first + constant, ACT)
+        if RESIDUAL:
+            first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
+        tl.store(y + out, first.to(y.dtype.element_ty), mask=ok)
+        if N == 2:
+            second = activate(second + constant, ACT)
+            if RESIDUAL:
+                second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
+            tl.store(y + y_token + out, second.to(y.dtype.element_ty), mask=ok)
+    else:
+        sums = rows_by_dot(
+            here,
+            x,
+            x_token,
+            width,
+            tokens,
+            gain,
+            eps,
+            w,
+            wide,
+            ok,
+            K,
+            w_row,
+            w_col,
+            N,
+            BR,
+            BK,
+            NORM,
+            PDL,
+        )
+        sums = activate(sums + constant[:, None], ACT)
+        token = tl.arange(0, N)
+        mask = ok[:, None] & (token < tokens)[None, :]
+        if RESIDUAL:
+            at = residual + token[None, :] * residual_token + out[:, None]
+            sums += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + token[None, :] * y_token + out[:, None], sums.to(y.dtype.element_ty), mask=mask)

@@ -1,0 +1,106 @@
+"""Which algorithm, and with which tiles, multiplies by one Kronecker-sparse factor.
+
+By default the least cost of `cost.py` decides. The published rule is kept beside it (rule="paper"):
+the predictor h(b, c) = (b + c)/(bc) is bytes of activations for each multiplication, so the larger
+it is, the more one fused kernel gains over permute–GEMM–permute; from a threshold on the fused
+kernel is taken, below it the permutations. On an H200 cuBLAS and copies at 3.4 TB/s move the
+crossing far up: the paper's thresholds would take the fused kernel where it is up to 8 times slower.
+Source: "Fast Inference with Kronecker-Sparse Matrices", section 4 and figure 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from blr.compressor.errors import UsageError
+from blr.kernels.kronecker.cost import (
+    A100,
+    H200,
+    Machine,
+    Problem,
+    blocks_seconds,
+    densifiable,
+    fused_seconds,
+    permute_seconds,
+    split_seconds,
+)
+from blr.kernels.kronecker.tiles import DECODE_ROWS, Config, dense_config, fused_config
+
+__all__ = ["A100", "H200", "Choice", "Machine", "Problem", "choose", "estimates", "fused_config", "h"]
+
+Choice = tuple[str, Config]
+H_THRESHOLDS: Mapping[str, float] = {"fp32": 0.004, "tf32": 0.004, "tf32x3": 0.004, "half": 0.02}
+RULES = ("cost", "paper")
+SPLIT_MARGIN = 1.1  # "split" has to be so many times faster, since it is not IEEE arithmetic
+
+
+def h(b: int, c: int) -> float:
+    """(b + c)/(bc), the published predictor of the gain of fusion."""
+    return (b + c) / (b * c)
+
+
+def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Config]]:
+    """Every way that fits the problem: name to (seconds, configuration of the variant).
+
+    Names are variants, those of the fused kernels their paths ("plain", "grouped", "dense").
+    """
+    ways: dict[str, tuple[float, Config]] = {}
+    config = fused_config(p, machine, 0)
+    ways[config["path"]] = fused_seconds(p, config, machine), config
+    if p.kind != "tf32x3":
+        ways["permute"] = permute_seconds(p, machine), {}
+    if p.kind == "tf32x3" or (p.kind == "fp32" and not p.exact and not p.batch_last):
+        ways["split"] = SPLIT_MARGIN * split_seconds(p, machine), {}
+    if p.d > 1 and p.n > 16 and not p.batch_last and p.kind != "tf32x3":
+        if densifiable(p, p.d):
+            ways["blocks"] = blocks_seconds(p, machine), {}
+        dense = dense_config(p)
+        if dense["G"] == p.d and densifiable(p, p.d):
+            ways["dense"] = fused_seconds(p, dense, machine), dense
+    return ways
+
+
+def by_paper(p: Problem, config: Config, thresholds: Mapping[str, float]) -> Choice:
+    """The published rule: fused at or above the threshold on h, the permutations below."""
+    fused = p.d > 1 and h(p.b, p.c) >= thresholds[p.kind]
+    return ("fused", config) if fused or p.kind == "tf32x3" else ("permute", {})
+
+
+def choose(
+    p: Problem,
+    *,
+    machine: Machine = H200,
+    rule: str = "cost",
+    thresholds: Mapping[str, float] = H_THRESHOLDS,
+    decode_rows: int = DECODE_ROWS,
+) -> Choice:
+    """(variant, config) for one factor; config is {path, tiles} for "fused", else empty.
+
+    Args:
+        rule: "cost", or "paper" for the published thresholds.
+        thresholds: the h from which the paper's rule fuses, by kind of arithmetic.
+        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the rule.
+
+    Raises:
+        UsageError: no such rule.
+    """
+    if rule not in RULES:
+        raise UsageError(f"rule is {rule!r}; use one of {', '.join(RULES)}")
+    config = fused_config(p, machine, decode_rows)
+    if config["path"] == "decode":
+        return "fused", config
+    if rule == "paper":
+        return by_paper(p, config, thresholds)
+    ways = estimates(p, machine)
+    name = min(ways, key=lambda way: ways[way][0])
+    config = ways[name][1]
+    return ("fused", config) if "path" in config else (name, config)
+
+
+@lru_cache(maxsize=4096)
+def cached_choice(p: Problem, machine: Machine, rule: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """`choose` once for a problem; the configuration as pairs."""
+    variant, config = choose(p, machine=machine, rule=rule)
+    return variant, tuple(config.items())

@@ -1,0 +1,175 @@
+"""What each algorithm for one Kronecker-sparse factor costs: seconds, from rates measured on one H200.
+
+The constants are fitted to 25 patterns × 3 kinds of arithmetic at 25088 rows (triton 3.6, torch 2.11;
+tests/data/ks_h200.csv). They only have to rank alternatives; below 0.05 ms the launches decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+SECTOR = 32  # bytes, what L2 hands to an SM at least
+DENSE_SHARE = 1 / 8  # a weight is densified on the fly up to this share of the activations
+
+# (path, kind) -> (seconds a padded output element costs besides its products, operations a second).
+# The first number is start, end and store of a tile, which short sums do not hide.
+KERNELS = {
+    **{("plain", "half"): (1.0e-12, 670e12), ("grouped", "half"): (2.8e-12, 78e12)},
+    **{("plain", "tf32"): (1.6e-12, 290e12), ("grouped", "tf32"): (4.2e-12, 68e12)},
+    **{("plain", "fp32"): (3.0e-12, 12e12), ("grouped", "fp32"): (3.4e-12, 6.8e12)},
+    **{("plain", "tf32x3"): (3.0e-12, 60e12), ("grouped", "tf32x3"): (3.9e-12, 24e12)},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """Rates of a GPU.
+
+    Attributes:
+        copy: bytes per second of device memory that a product reaches, read and written.
+        moved, moved_short: the same of a permutation, and of one in half precision whose runs of d
+            elements are shorter than a sector.
+        library: operations per second of cuBLAS by kind of arithmetic.
+        kernels: of our kernels, as KERNELS.
+        launch: seconds a kernel costs at least.
+        wgmma: sums stay in place on Hopper's tensor core, which leaves registers for larger tiles.
+    """
+
+    copy: float = 4.0e12
+    moved: float = 3.4e12
+    moved_short: float = 2.3e12
+    library: Mapping[str, float] = field(
+        default_factory=lambda: {"half": 690e12, "tf32": 380e12, "fp32": 50e12}
+    )
+    kernels: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=lambda: KERNELS)
+    launch: float = 5e-6
+    wgmma: bool = True
+
+
+H200 = Machine()
+A100 = Machine(  # data sheet; kernels slowed by the ratio of the peaks
+    copy=1.5e12,
+    moved=1.3e12,
+    moved_short=0.9e12,
+    library={"half": 250e12, "tf32": 125e12, "fp32": 17e12},
+    kernels={key: (start * 2.7, rate / 3) for key, (start, rate) in KERNELS.items()},
+    wgmma=False,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One factor (a, b, c, d) applied to n rows.
+
+    Attributes:
+        kind: arithmetic, "half", "tf32", "fp32" or "tf32x3".
+        batch_last: the batch is the contiguous axis of input and output.
+        prepared: columns G of the densified weight at hand, 0 for none.
+        bias: one is added.
+        exact: with "fp32", no sums of TF32 products.
+    """
+
+    a: int
+    b: int
+    c: int
+    d: int
+    n: int
+    kind: str
+    batch_last: bool = False
+    prepared: int = 0
+    bias: bool = False
+    exact: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return 2 if self.kind == "half" else 4
+
+    @property
+    def weights(self) -> int:
+        return self.a * self.b * self.c * self.d
+
+    @property
+    def x(self) -> int:
+        """Bytes of the input."""
+        return self.n * self.a * self.c * self.d * self.size
+
+    @property
+    def y(self) -> int:
+        """Bytes of the output."""
+        return self.n * self.a * self.b * self.d * self.size
+
+
+def product_seconds(p: Problem, redundant: int, machine: Machine) -> float:
+    """cuBLAS on blocks in place, with `redundant` times the arithmetic. Without tensor cores the
+    loads are not hidden; sides that are no multiple of 16 bytes halve the rate of tensor cores."""
+    memory = (p.x + p.y + p.weights * redundant * p.size) / machine.copy
+    kind = "fp32" if p.kind == "tf32x3" else p.kind
+    arithmetic = 2 * p.n * p.weights * redundant / machine.library[kind]
+    if kind == "fp32":
+        return memory + arithmetic
+    aligned = (p.b * redundant * p.size) % 16 == 0 == (p.c * redundant * p.size) % 16
+    return max(memory, arithmetic if aligned else 2 * arithmetic)
+
+
+def moved_seconds(p: Problem, volume: float, machine: Machine) -> float:
+    """A permutation that reads and writes `volume` bytes."""
+    short = p.kind == "half" and p.d * p.size < SECTOR
+    return volume / (machine.moved_short if short else machine.moved) + machine.launch
+
+
+def bias_seconds(p: Problem, machine: Machine) -> float:
+    """A bias added in place after a product."""
+    return 2 * p.y / machine.copy + machine.launch if p.bias else 0.0
+
+
+def permute_seconds(p: Problem, machine: Machine = H200) -> float:
+    """Gather – cuBLAS – scatter; without copies where the blocks are strided views."""
+    product = product_seconds(p, 1, machine)
+    if p.batch_last:
+        return product + min(p.a, p.d) * machine.launch + bias_seconds(p, machine)
+    if p.d == 1:
+        return product + machine.launch + (bias_seconds(p, machine) if p.a > 1 else 0.0)
+    copies = moved_seconds(p, 2 * p.x, machine) + moved_seconds(p, 2 * p.y, machine)
+    return product + copies + machine.launch
+
+
+def densify_seconds(p: Problem, G: int, machine: Machine) -> float:
+    """Writing the weight of runs of G columns, nothing if it is prepared."""
+    return 0.0 if p.prepared == G else p.weights * G * p.size / machine.copy + machine.launch
+
+
+def densifiable(p: Problem, G: int) -> bool:
+    """Whether the weight of runs of G columns is at hand or small beside the activations."""
+    return p.prepared == G or p.weights * G * p.size <= DENSE_SHARE * (p.x + p.y)
+
+
+def blocks_seconds(p: Problem, machine: Machine = H200) -> float:
+    """cuBLAS on dense blocks of all d columns, d times the arithmetic and no permutation."""
+    time = product_seconds(p, p.d, machine) + machine.launch + densify_seconds(p, p.d, machine)
+    return time + (bias_seconds(p, machine) if p.a > 1 else 0.0)
+
+
+def split_seconds(p: Problem, machine: Machine = H200) -> float:
+    """fp32 as one product of three TF32 parts: x read once, three parts written, 3·c long sums."""
+    arithmetic = 3 * 2 * p.n * p.weights / machine.library["tf32"]
+    product = max((3 * p.x + p.y + 3 * p.weights * p.size) / machine.copy, arithmetic)
+    time = moved_seconds(p, 4 * p.x, machine) + product + 2 * machine.launch
+    return time + (moved_seconds(p, 2 * p.y, machine) if p.d > 1 else bias_seconds(p, machine))
+
+
+def fused_seconds(p: Problem, config: Mapping[str, int | str], machine: Machine = H200) -> float:
+    """One kernel: memory, or its padded tiles if they take longer."""
+    path, G, BN, BB, BC = (config[key] for key in ("path", "G", "BN", "BB", "BC"))
+    run = G if path == "dense" else 1
+    wide = 1.0 if p.batch_last or p.d <= G else max(1.0, SECTOR / (G * p.size))
+    memory = ((p.x + p.y) * wide + p.weights * run * p.size) / machine.copy
+    columns = p.d if path == "dense" else ceil(p.d / G) * G
+    outputs = ceil(p.n / BN) * BN * ceil(p.b * run / BB) * BB * p.a * columns // run
+    start, rate = machine.kernels["grouped" if path == "grouped" else "plain", p.kind]
+    tiles = outputs * (start + 2 * ceil(p.c * run / BC) * BC / rate)
+    tiles *= wide if path == "dense" else 1.0  # 16-byte copies become 4- and 8-byte ones
+    time = machine.launch + max(memory, tiles)
+    return time + (densify_seconds(p, G, machine) if path == "dense" else 0.0)

@@ -1,0 +1,27 @@
+"""Complete low-rank layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import launch_early
+from blr.kernels.gemv.launch import gemv as stage
+from blr.kernels.lowrank.reference import lowrank_linear as reference
+
+
+def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+    """Two kernels for up to 16 tokens."""
+    pdl = launch_early(x.device)
+    z = stage(x, V.t().unsqueeze(0), dtype=torch.float32, pdl=pdl, **config.get("first", {}))
+    return stage(z, U.unsqueeze(0), bias=bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+
+
+def gemm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Two products of the library; the bias is in the second's epilogue."""
+    return torch.nn.functional.linear(x @ V, U, bias)
+
+
+VARIANTS = {"reference": reference, "gemv": gemv, "gemm": gemm}

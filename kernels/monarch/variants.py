@@ -1,0 +1,68 @@
+"""Complete Monarch layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import launch_early
+from blr.kernels.gemm.launch import bmm as our_bmm
+from blr.kernels.gemm.launch import library_bmm
+from blr.kernels.gemv.launch import gemv as stage
+from blr.kernels.monarch.reference import monarch_linear as reference
+
+
+def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+    """Two kernels for up to 16 tokens; the first stores in the order that the second reads."""
+    part = V.shape[2] // V.shape[0]
+    pdl = launch_early(x.device)
+    z = stage(x, V.transpose(1, 2), part=part, dtype=torch.float32, pdl=pdl, **config.get("first", {}))
+    return stage(z, U, bias=bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+
+
+def permuted_store(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+    """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
+
+    Args:
+        config: of `gemm.launch.bmm`.
+    """
+    blocks, p, middle = V.shape
+    n, part = x.shape[0], middle // blocks
+    z = torch.empty(blocks, n, blocks, part, dtype=x.dtype, device=x.device)  # [k, n, l, r']
+    our_bmm(x.view(n, blocks, p).transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part, **config)
+    return _second(z.view(blocks, n, middle), U, bias)
+
+
+def bmm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Library product, a copy that permutes, library product."""
+    blocks, p, middle = V.shape
+    n = x.shape[0]
+    z = x.view(n, blocks, p).transpose(0, 1) @ V
+    z = z.view(blocks, n, blocks, middle // blocks).permute(2, 1, 0, 3).reshape(blocks, n, middle)
+    return _second(z, U, bias)
+
+
+def _second(z: Tensor, U: Tensor, bias: Tensor | None) -> Tensor:
+    blocks, n, _ = z.shape
+    y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
+    bias = None if bias is None else bias.view(blocks, -1)
+    library_bmm(z, U.transpose(1, 2), y.transpose(0, 1), bias)
+    return y.view(n, blocks * U.shape[1])
+
+
+def staged(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+    """The paper's kernels 1 to 3."""
+    from blr.kernels.monarch.staged import staged as run
+
+    return run(x, U, V, bias, **config)
+
+
+VARIANTS = {
+    "reference": reference,
+    "gemv": gemv,
+    "permuted_store": permuted_store,
+    "bmm": bmm,
+    "staged": staged,
+}

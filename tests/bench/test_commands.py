@@ -1,0 +1,149 @@
+"""`blr bench` as typed, on the CPU with small layers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from blr.compressor.bench.stopping import SIGNALS, Stopped, stoppable
+
+SMALL = ("--models", "vit-b", "--structures", "svd,blast", "--blocks", "4", "--dtype", "float32")
+WRONG = "def blr_peer(): return {'svd': lambda x, U, V: x @ V @ U.mT * 1.1}"
+SLOW = """
+import pathlib, time
+def svd(x, U, V):
+    if len(x) == 2:
+        pathlib.Path("second").touch()
+        while True:
+            time.sleep(0.05)
+    return x @ V @ U.mT
+def blr_peer():
+    return {"svd": svd}
+"""
+
+
+def test_layers_as_text_and_files_with_a_wrong_peer(blr: Run, tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(WRONG)
+    done = blr(
+        *("bench", "layers", *SMALL, "--n", "1,3", "--repeats", "3", "--peer", "quick.py", "-o", "out")
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "CPU run: milliseconds by the host's clock, no floors, no energy"
+    assert "vit-b qkv 768→2304 n=3" in lines
+    last = json.loads(lines[-1])
+    assert last["summary"]["statuses"] == {"ok": 3 * 2 * 5, "wrong": 3 * 2}
+    assert set(last["summary"]["speedup_over_dense"]) == {"svd", "blast"}
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert saved["summary"] == last["summary"]
+    assert saved["versions"]["torch"] and saved["machine"]["device"] == "cpu"
+    wrong = [row for row in saved["rows"] if row["arm"] == "peer:quick"]
+    assert {(row["status"], row["ms"], row["speedup"]) for row in wrong} == {("wrong", None, None)}
+    assert all(row["rel_error"] == pytest.approx(0.1, rel=0.01) for row in wrong)
+    assert {row["variant"] for row in saved["rows"] if row["arm"] == "ours"} == {"reference"}
+    with (tmp_path / "out" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == [row["arm"] for row in saved["rows"]]
+    assert [row["ms"] for row in rows] == [str(row["ms"] or "") for row in saved["rows"]]
+    plotted = (tmp_path / "out" / "speedup.png").exists()
+    assert plotted != ("pip install 'blr-compress[plots]'" in done.stderr)
+
+
+def test_kernels_as_json(blr: Run) -> None:
+    done = blr(
+        *("bench", "kernels", "--patterns", "(1,48,48,4)(3,48,16,4)", "--batch", "5"),
+        *("--dtypes", "float32,tf32", "--format", "json"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    dense = {row["case"]: row["status"] for row in found["rows"] if row["arm"] == "dense"}
+    assert dense == {
+        **{"(1,48,48,4) float32": "ok", "(1,48,48,4) tf32": "ok"},
+        **{"(3,48,16,4) float32": "skipped", "(3,48,16,4) tf32": "skipped"},
+    }
+    by_dtype = found["summary"]["by_dtype"]
+    assert {name: each["patterns"] for name, each in by_dtype.items()} == {"float32": 2, "tf32": 2}
+    assert by_dtype["tf32"]["by_h"][0][0] == pytest.approx((48 + 48) / 48**2, abs=1e-5)
+    assert all(row["joules"] is None and row["floor_ms"] is None for row in found["rows"])
+
+
+def test_a_stopped_run_keeps_finished_cases(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [str(Path(sys.executable).with_name("blr")), "bench", "layers", *SMALL, "--n", "1,2"]
+    running = subprocess.Popen(
+        [*command, "--peer", "slow.py", "--repeats", "1", "--output", "out"],
+        **{"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "second").exists() and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=30)
+    assert running.returncode == 130, stderr
+    assert stderr.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert saved["stopped"] == json.loads(stdout.splitlines()[-1])["stopped"] == "SIGINT"
+    assert {row["n"] for row in saved["rows"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["layers", "--models", "llama-8"], "known: llama-7b, llama-3.1-8b"),
+        (["layers", "--n", "1,x"], "--n is '1,x': expected positive integers"),
+        (["layers", "--n", "0"], "--n is '0': expected positive integers"),
+        (["layers", "--structures", "svd,fft"], "structure 'fft' is unknown"),
+        (["layers", "--dtype", "int4"], "dtype 'int4' is unknown"),
+        (["layers", "--cf", "1"], "cf is 1: expected"),
+        (["layers", "--peer", "missing.py"], "peer missing.py: expected a .py file"),
+        (["kernels", "--dtypes", "bf16"], "dtype 'bf16' is unknown"),
+        (["kernels", "--patterns", "(1,2,3)"], "pattern is '(1,2,3)'"),
+        (["layers", "--device", "cuda:9"], "device 'cuda:9' cannot be used"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_is_one_line(blr: Run, options: list[str], message: str) -> None:
+    done = blr("bench", *options)
+    assert done.returncode == (9 if "--device" in options else 2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("blr: error: ") and message in line
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_every_stopping_signal_is_told_apart(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as found, stoppable():
+        os.kill(os.getpid(), number)
+    assert (found.value.number, found.value.name) == (number, number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_outputs_that_cannot_be_used(blr: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "results.json").write_text("{}")
+    for folder, message in (("file", "cannot be written to"), ("used", "already holds results.json")):
+        done = blr("bench", "layers", *SMALL, "--output", folder)
+        assert done.returncode == 5
+        assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "used" / "results.json").read_text() == "{}"
+
+
+def test_refusals_come_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; from blr.compressor.cli import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "bench", "layers", "--dtype", "int4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
+    assert done.stderr.splitlines()[-1] == "False"

@@ -1,0 +1,115 @@
+"""Captured forward passes: fixed buffers, a graph an input shape, and the eager pass where none can
+be had. A graph is replaced by a function that runs the same pass on the same buffers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import compress_to, export_to
+from pico import inputs_for, save_pico
+from transformers import AutoModel
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.modeling import captured, settings
+from blr.compressor.modeling.captured import MAX_GRAPHS, ForwardGraphs
+
+
+class Graphs:
+    """Stands for CUDA: counts captures, and replays into the result of the first run."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.captures += 1
+        kept = run()
+
+        def replay() -> Any:
+            self.replays += 1
+            for key, value in run().items():
+                kept[key].copy_(value)
+            return kept
+
+        return replay
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_said", set())
+
+
+def forward(x: torch.Tensor, scale: float = 1.0, shift: Any = None) -> dict[str, torch.Tensor]:
+    return {"y": x * scale + (0 if shift is None else shift)}
+
+
+def test_results_are_right_and_survive_the_next_call() -> None:
+    graphs = ForwardGraphs(counter := Graphs())
+    x, z = torch.ones(2, 3), torch.full((2, 3), 5.0)
+    results = [graphs.run(forward, ((t,), {"scale": 2.0}))["y"] for t in (x, z, x)]
+    assert [result[0, 0].item() for result in results] == [2, 10, 2]
+    assert (counter.captures, counter.replays) == (1, 3)
+    graphs.run(forward, ((x,), {"scale": 3.0}))
+    graphs.run(forward, ((x[:1],), {"scale": 3.0}))
+    graphs.run(forward, ((x.double(),), {"scale": 3.0}))
+    graphs.run(forward, ((x,), {"scale": 3.0, "shift": x}), weights=1)
+    assert counter.captures == 5
+
+
+def test_inputs_and_results_that_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = ForwardGraphs(counter := Graphs())
+    x = torch.ones(1)
+    assert graphs.run(lambda x, hook: hook(x), ((x, torch.neg), {})).item() == -1
+    assert counter.captures == 0 and not graphs.failed
+    cache = {"y": x, "past_key_values": [x]}
+    for _ in range(2):
+        assert graphs.run(lambda x: cache, ((x,), {})) is cache
+    assert counter.captures == 0 and graphs.failed
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "it returns a cache" in caplog.text and "runs eagerly" in caplog.text
+
+
+def test_a_capture_that_fails_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def fail(run: Callable[[], Any]) -> Callable[[], Any]:
+        attempts.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = ForwardGraphs(fail)
+    for _ in range(3):
+        assert graphs.run(forward, ((torch.ones(1),), {}))["y"].item() == 1
+    assert len(attempts) == 1 and caplog.text.count("not permitted") == 1
+
+
+def test_the_least_recently_used_graph_goes() -> None:
+    graphs = ForwardGraphs(counter := Graphs())
+    for width in (*range(1, MAX_GRAPHS + 1), 1, MAX_GRAPHS + 1):
+        graphs.run(forward, ((torch.ones(width),), {}))
+    assert len(graphs.entries) == MAX_GRAPHS and counter.captures == MAX_GRAPHS + 1
+    graphs.run(forward, ((torch.ones(1),), {}))
+    assert counter.captures == MAX_GRAPHS + 1
+    graphs.run(forward, ((torch.ones(2),), {}))
+    assert counter.captures == MAX_GRAPHS + 2
+
+
+def test_an_exported_encoder_gives_the_same_through_its_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = compress_to(save_pico("bert", tmp_path / "dense"), tmp_path / "c", method="svd", cf=1.5)
+    model = AutoModel.from_pretrained(export_to(source, tmp_path / "out")).eval()
+    inputs = inputs_for(model)
+    with torch.inference_mode():
+        expected = model(**inputs)
+        assert "_blr_graphs" not in model.__dict__  # on the CPU nothing is captured
+        monkeypatch.setattr(captured, "_capturable", lambda model: True)
+        monkeypatch.setattr(captured, "_capture_cuda", counter := Graphs())
+        for _ in range(2):
+            found = model(**inputs)
+            assert type(found) is type(expected)
+            torch.testing.assert_close(found[0], expected[0])
+    assert (counter.captures, counter.replays) == (1, 2)

@@ -1,0 +1,67 @@
+"""Quantized exports hold what `quantize.py` makes of the source, and report what that loses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from exporting import Invoke, compress_to, export_to
+from pico import inputs_for, save_pico
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.quantize import PRODUCT, quantize_model
+
+
+def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:
+    """All tensors of an export."""
+    folder = export_to(source, output, **options)
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["dense", "monarch", "blast"])
+def test_tensors_and_errors_are_those_of_the_quantized_source(
+    name: str, kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    stored = exported(sources[name], tmp_path / "out", quantize=kind, max_shard_size=700_000)
+    model = AutoModelForCausalLM.from_pretrained(sources[name], dtype="auto")
+    errors = quantize_model(model, int(kind[3:]))
+    expected = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}  # tied
+    assert stored.keys() == expected.keys()
+    assert all(tensor.equal(expected[key]) for key, tensor in stored.items())
+    reported = read_manifest(tmp_path / "out")["quantization_errors"]
+    ups = [found[PRODUCT] for module, found in errors.items() if module.endswith("up_proj")]
+    assert reported["up_proj"] == pytest.approx(mean(ups)) and len(reported) == 7
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert all(again[key].equal(tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("method", ["dense", "ks"])
+def test_conv1d_weights_and_kronecker_factors(method: str, tmp_path: Path) -> None:
+    """GPT-2 stores its weights [in, out]; a quantized one computes nearly the same."""
+    source = save_pico("gpt2", tmp_path / "dense")
+    if method != "dense":
+        source = compress_to(source, tmp_path / method, method=method, cf=1.5)
+    output = export_to(source, tmp_path / "out", quantize="int8", dtype="float32")
+    found, expected = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (output, source))
+    with torch.inference_mode():
+        y, exact = found(**inputs_for(found)).logits, expected(**inputs_for(expected)).logits
+    error = (y - exact).norm() / exact.norm()
+    assert 0 < error < 0.03
+
+
+def test_the_command_reports_the_loss(sources: dict[str, Path], tmp_path: Path, invoke: Invoke) -> None:
+    arguments = ("export", sources["svd"], "--quantize", "int8", "--quiet", "-o")
+    code, out, err = invoke(*arguments, tmp_path / "a", "--format", "json")
+    found = json.loads(out)
+    assert (code, found["quantize"]) == (0, "int8") and found["bytes_after"] < found["bytes_before"], err
+    assert len(found["errors"]) == 7 and all(0 < error < 0.02 for error in found["errors"].values())
+    assert "int8 error by layer type: " in invoke(*arguments, tmp_path / "b", "--overwrite")[1]
+    assert invoke("verify", tmp_path / "a")[0] == 0
+    assert "int8" in (tmp_path / "a" / "README.md").read_text()

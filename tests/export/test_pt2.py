@@ -1,0 +1,83 @@
+"""Compiled forward passes: structured layers can be traced, `model.pt2` needs torch alone, and where
+there can be none one line says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exporting import Invoke, compress_to
+from kernel_layers import SPECS, pair
+from pico import MODELS, inputs_for, save_pico
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+import blr.compressor.modeling
+from blr.compressor.export.pt2 import COMPILERS, plain_products
+
+# Runs a compiled forward pass with torch alone.
+WITH_TORCH = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+run = torch._inductor.aoti_load_package(sys.argv[1])
+save_file(run(**load_file(sys.argv[2])), sys.argv[3])
+assert not any(name.partition(".")[0] in ("blr", "transformers") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_layers_are_one_operator_in_a_trace_or_plain_products(name: str) -> None:
+    x, batch = torch.randn(4, 20), {"x": {0: torch.export.Dim("batch", min=1)}}
+    _, layer = pair(name)
+    expected = layer(x)
+    with torch.no_grad():
+        opaque = torch.export.export(layer, (x,), dynamic_shapes=batch)
+        with plain_products(layer):
+            plain = torch.export.export(layer, (x,), dynamic_shapes=batch)
+    for program in (opaque, plain):
+        torch.testing.assert_close(program.module()(x[:3]), expected[:3])
+    assert not any("blr" in str(node.target) for node in plain.graph.nodes)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="AOTInductor needs a C++ compiler")
+def test_a_compiled_encoder_runs_with_torch_alone(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 1}
+    monkeypatch.setitem(MODELS["bert"][1], "num_hidden_layers", 1)  # a compilation takes its time
+    source = compress_to(save_pico("bert", tmp_path / "dense"), tmp_path / "c", **options)
+    code, out, err = invoke("export", source, "-o", tmp_path / "out", "--format=pt2", "--format=json")
+    assert code == 0 and json.loads(out)["kind"] == "pt2", err
+    assert invoke("verify", tmp_path / "out")[0] == 0
+    assert "aoti_load_package" in (tmp_path / "out" / "README.md").read_text()
+    model = AutoModel.from_pretrained(source).eval()
+    ids = inputs_for(model)["input_ids"][:1, :7]  # other sizes than those that were traced
+    inputs = {"input_ids": ids.contiguous(), "attention_mask": torch.ones_like(ids)}
+    save_file(inputs, tmp_path / "inputs")
+    files = [str(tmp_path / name) for name in ("out/model.pt2", "inputs", "results")]
+    done = subprocess.run([sys.executable, "-c", WITH_TORCH, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "results")
+    with torch.inference_mode():
+        expected = model(**inputs)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+def test_decoders_and_machines_without_a_compiler(
+    tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = save_pico("bert", tmp_path / "dense")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for source, message in ((tiny, "generates text"), (encoder, "no C++ compiler")):
+        code, out, err = invoke("export", source, "-o", tmp_path / "out", "--format", "pt2", "--quiet")
+        assert (code, out, err.count("\n")) == (9, "", 1) and message in err
+        assert not (tmp_path / "out").exists()
+    assert blr.compressor.modeling is not None

@@ -1,0 +1,258 @@
+"""Kernel layout is a matter of strides: values, shapes and saved files never change."""
+
+from __future__ import annotations
+
+import copy
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pico import save_pico
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.compress import Settings, compress
+from blr.compressor.modeling import modeling_blr
+from blr.compressor.modeling.layers import (
+    StructuredLinear,
+    pack_shared_input,
+    prepare_layers,
+    structured_linear,
+)
+from blr.compressor.modeling.layout import (
+    LAYOUTS,
+    canonical_view,
+    in_order,
+    order_of,
+    relaid,
+    to_physical,
+)
+from blr.compressor.progress import Progress
+from blr.compressor.recipe import make_recipe
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    Spec,
+)
+from blr.kernels.lowrank.op import lowrank_group, packed
+
+SPECS: dict[str, Spec] = {
+    "svd": LowRankSpec(12, 10, 3),
+    "svd-out": LowRankSpec(12, 10, 3, 2, "out"),
+    "svd-in": LowRankSpec(12, 10, 3, 2, "in"),
+    "monarch": MonarchSpec(12, 9, 3, 2),
+    "blast": BlastSpec(12, 9, 3, 4),
+    "ks": KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),
+}
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def layer_of(spec: Spec) -> StructuredLinear:
+    torch.manual_seed(0)
+    return structured_linear(spec.to_dict(), True)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
+    lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+))  # fmt: skip
+def test_views_undo_the_physical_order(case: tuple[list[int], list[int]]) -> None:
+    """For every shape and every order of axes."""
+    shape, order = case[0], tuple(case[1])
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    physical = to_physical(tensor, order)
+    assert physical.is_contiguous()
+    assert list(physical.shape) == [shape[axis] for axis in order]
+    back = canonical_view(physical, order)
+    assert back.data_ptr() == physical.data_ptr()
+    assert torch.equal(back, tensor)
+    assert in_order(back, order)
+    assert relaid(back, order) is back
+    assert torch.equal(relaid(tensor, order), tensor)
+
+
+def test_layouts_are_orders_of_axes() -> None:
+    for factors in LAYOUTS.values():
+        for order in factors.values():
+            assert order in permutations(range(len(order)))
+
+
+@each_spec
+def test_relayout_changes_strides_only(spec: Spec) -> None:
+    layer = layer_of(spec)
+    x = torch.randn(5, spec.in_features)
+    before, expected = copy.deepcopy(layer.state_dict()), layer(x)
+    pointers = {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()}
+    for name in spec.shapes():
+        factor = layer.get_parameter(name)
+        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+        assert torch.equal(factor, before[name])
+    torch.testing.assert_close(layer(x), expected)
+    assert {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()} == pointers
+
+
+def test_input_factors_end_on_the_features() -> None:
+    """What the layouts are for: the axis that products over x read has stride 1."""
+    for name in ("svd", "monarch", "blast"):
+        assert layer_of(SPECS[name]).relayout_().V.stride(-2) == 1
+    assert all(f.stride(2) == 1 for f in layer_of(SPECS["ks"]).relayout_().factors)
+
+
+@each_spec
+def test_saved_tensors_are_canonical_and_contiguous(spec: Spec, tmp_path: Path) -> None:
+    layer = layer_of(spec)
+    expected = copy.deepcopy(layer.state_dict())
+    state = layer.relayout_().state_dict()
+    save_file(state, tmp_path / "layer.safetensors")
+    found = load_file(tmp_path / "layer.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert state[name].is_contiguous()
+        assert torch.equal(tensor, expected[name])
+    other = structured_linear(spec.to_dict(), True).relayout_()
+    other.load_state_dict(found)
+    assert all(torch.equal(p, expected[n]) for n, p in other.named_parameters())
+
+
+@each_spec
+def test_state_dict_is_made_of_the_parameters_where_it_can(spec: Spec) -> None:
+    """Entries alias parameters, as everywhere in torch: only those in another order are copies."""
+    layer = layer_of(spec)
+    pointers = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    assert {name: t.data_ptr() for name, t in layer.state_dict().items()} == pointers
+    kept = layer.relayout_().state_dict(keep_vars=True)
+    assert all(kept[name] is p for name, p in layer.named_parameters())
+
+
+@each_spec
+def test_training_moves_relaid_factors(spec: Spec) -> None:
+    layer, other = layer_of(spec), layer_of(spec).relayout_()
+    x = torch.randn(5, spec.in_features)
+    for trained in (layer, other):
+        optimizer = torch.optim.Adam(trained.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            trained(x).square().mean().backward()
+            optimizer.step()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(other.get_parameter(name), p)
+
+
+@each_spec
+def test_a_cast_keeps_the_layout(spec: Spec) -> None:
+    layer = layer_of(spec).relayout_().to(torch.bfloat16)
+    for name in spec.shapes():
+        factor = layer.get_parameter(name)
+        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+
+
+def test_only_layers_on_a_gpu_are_relaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those nested in a model that is moved or cast; the meta device stands for a GPU here."""
+    model = torch.nn.Sequential(layer_of(SPECS["blast"]), torch.nn.Sequential(layer_of(SPECS["ks"])))
+    seen: list[StructuredLinear] = []
+    monkeypatch.setattr(StructuredLinear, "relayout_", lambda self: seen.append(self))
+    model.to(torch.float64)
+    prepare_layers(model)
+    assert seen == []
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", property(lambda p: p.is_meta), raising=False)
+    model.to("meta")
+    assert set(seen) == {model[0], model[1][0]}
+
+
+# Models.
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("outputs")
+    source = save_pico("llama", folder / "dense")
+    for method in ("svd", "monarch", "blast", "ks"):
+        recipe = make_recipe(method=method, cf=1.5, rounds=1, blocks=None if method == "ks" else 4)
+        compress(source, recipe, folder / method, Settings("pico"), Progress(quiet=True))
+    return {method: folder / method for method in ("svd", "monarch", "blast", "ks")}
+
+
+def relay(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, StructuredLinear):
+            module.relayout_()
+    return model
+
+
+@pytest.mark.parametrize("method", ["svd", "monarch", "blast", "ks"])
+def test_a_relaid_model_saves_what_it_was_loaded_from(
+    method: str, outputs: dict[str, Path], tmp_path: Path
+) -> None:
+    model = relay(AutoModelForCausalLM.from_pretrained(outputs[method]))
+    expected = load_file(outputs[method] / "model.safetensors")
+    model.save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("info", [False, True])
+def test_loading_ends_with_the_layout(
+    info: bool, outputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights loaded straight onto a GPU are never moved, so loading itself must see to it."""
+    prepared: list[Any] = []
+    monkeypatch.setattr(modeling_blr, "prepare_layers", prepared.append)
+    loaded = AutoModelForCausalLM.from_pretrained(outputs["svd"], output_loading_info=info)
+    assert prepared == [loaded[0] if info else loaded]
+    assert not any(p.is_meta for p in prepared[0].parameters())
+
+
+# Layers of one input that share a stored tensor.
+
+
+def group() -> list[StructuredLinear]:
+    return [layer_of(LowRankSpec(12, o, r)) for o, r in ((10, 3), (4, 1), (4, 2))]
+
+
+def test_packed_layers_share_one_tensor_and_compute_the_same(tmp_path: Path) -> None:
+    layers, x = group(), torch.randn(5, 12)
+    before = [copy.deepcopy(layer.state_dict()) for layer in layers]
+    expected = [layer(x) for layer in layers]
+    stored = pack_shared_input(layers)
+    assert stored.shape == (6, 12)
+    Vs = [layer.V for layer in layers]
+    found = packed(Vs)
+    assert found is not None
+    assert (found.data_ptr(), found.shape) == (stored.data_ptr(), stored.shape)
+    torch.testing.assert_close([layer(x) for layer in layers], expected)
+    together = lowrank_group(x, [layer.U for layer in layers], Vs, [layer.bias for layer in layers])
+    torch.testing.assert_close(together, expected)
+    state = {f"{n}.{k}": t for n, layer in enumerate(layers) for k, t in layer.state_dict().items()}
+    save_file(state, tmp_path / "packed.safetensors")
+    saved = load_file(tmp_path / "packed.safetensors")
+    assert all(torch.equal(saved[f"{n}.{k}"], t) for n, d in enumerate(before) for k, t in d.items())
+
+
+def test_a_packed_layer_stays_packed_when_it_is_relaid() -> None:
+    layers = group()
+    pack_shared_input(layers)
+    for layer in layers:
+        layer.relayout_()
+    assert packed([layer.V for layer in layers]) is not None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[LowRankSpec(6, 4, 2)], [LowRankSpec(12, 4, 2, 2, "out")], [BlastSpec(12, 9, 3, 4)]],
+    ids=["input", "grouped", "structure"],
+)
+def test_layers_that_cannot_share_are_refused(others: list[Spec]) -> None:
+    layers = [*group(), *map(layer_of, others)]
+    with pytest.raises(ValueError, match=r"share a stored V|expected one"):
+        pack_shared_input(layers)
+    assert packed([layer.V for layer in layers[:3]]) is None

@@ -1,0 +1,98 @@
+"""Compiles one Triton kernel for a GPU that is not there, and tells what the assembler made of it.
+
+Works on a CPU: Triton compiles in a process of its own, where TRITON_INTERPRET is not set (the
+tests' own process interprets kernels, which turns `@triton.jit` into something uncompilable).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+# Reads the request from standard input, answers with one JSON object on the last line.
+_CHILD = """
+import importlib, json, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+ask = json.load(sys.stdin)
+kernel = getattr(importlib.import_module(ask["module"]), ask["kernel"])
+while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):
+    kernel = kernel.fn  # a heuristics or autotune wrapper
+unknown = set(ask["signature"]) ^ set(kernel.arg_names)
+if unknown:
+    sys.exit(f"signature and arguments of {ask['kernel']} differ in {sorted(unknown)}")
+signature = {name: ask["signature"][name] for name in kernel.arg_names}
+attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in ask["divisible"]}
+source = ASTSource(fn=kernel, signature=signature, constexprs=ask["constexprs"], attrs=attrs)
+target = GPUTarget("cuda", ask["capability"], 32)
+compiled = triton.compile(source, target=target, options=ask["options"])
+asm = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(asm["ptx"])
+    file.flush()
+    arch = f"sm_{ask['capability']}" + ("a" if ask["capability"] >= 90 else "")
+    command = [get_ptxas(ask["capability"]).path, "-v", f"--gpu-name={arch}", file.name]
+    command += ["-o", "/dev/null"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+print(json.dumps({
+    "asm": asm,
+    "regs": max(map(int, re.findall(r"Used (\\d+) registers", said))),
+    "spills": sum(map(int, re.findall(r"(\\d+) bytes spill", said))),
+    "shared": compiled.metadata.shared,
+}))
+"""
+
+
+def compile_for(
+    module: str,
+    kernel: str,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    capability: int,
+    *,
+    divisible: tuple[str, ...] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What Triton and ptxas make of a kernel for a GPU of the given compute capability.
+
+    Args:
+        module: where the kernel is, as "blr.kernels.blast.triton".
+        kernel: its name there.
+        signature: every runtime argument to its type, as "*bf16", "i32", "fp32" or
+            "tensordesc<bf16[64,64]>"; arguments named in `constexprs` may be left out.
+        constexprs: every `tl.constexpr` argument to its value (JSON values only). An integer
+            argument that is 1, as a unit stride, belongs here too: Triton specializes on it.
+        capability: 80 or 90.
+        divisible: arguments known to be multiples of 16 (pointers: aligned), without which loads
+            are not vectorized; by default all pointers and integers.
+        options: num_warps, num_stages and the like.
+
+    Returns:
+        "asm": stage (ttir, ttgir, llir, ptx) to text; "regs": registers a thread; "spills": bytes
+        a thread stored to and loaded from local memory; "shared": bytes of shared memory a block.
+
+    Raises:
+        AssertionError: it does not compile, with what the compiler said.
+    """
+    signature = {**signature, **dict.fromkeys(constexprs, "constexpr")}
+    if divisible is None:
+        divisible = tuple(n for n, t in signature.items() if t.startswith("*") or t in ("i32", "i64"))
+    ask = {"module": module, "kernel": kernel, "signature": signature, "constexprs": constexprs}
+    ask |= {"capability": capability, "divisible": divisible, "options": options}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        input=json.dumps(ask),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-2000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
