@@ -255,7 +255,7 @@ class DecodeBench:
         if cuda:
             from blr.compressor.bench.ceilings import measure_ceilings
 
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
             self.progress.stage("measuring copy bandwidth")
             self.copy_tbps = measure_ceilings(self.device, ()).copy_tbps
             self.report.machine["copy_tbps"] = self.copy_tbps

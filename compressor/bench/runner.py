@@ -87,7 +87,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
             self.l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
             self.flush = torch.empty(2 * self.l2, dtype=torch.uint8, device=self.device)
 

@@ -11,6 +11,7 @@ from blr.kernels.blast.reference import blast_linear as reference
 from blr.kernels.common.available import launch_early
 from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
+from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.gemv.segments import Segment
 
 # Rows of z start at multiples of so many tokens: the library's fast products need 16 bytes.
@@ -30,7 +31,14 @@ def gemv(
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
         grouped([segment], pdl=pdl, config=[first] if first else None)
-    return stage(z, U, bias=bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+    return stage(
+        z,
+        U,
+        bias=bias,
+        dtype=x.dtype,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+    )
 
 
 def bmm_mix(

@@ -226,7 +226,7 @@ def grouped(
             most warps of any.
     """
     tokens, padded = _tokens(segments[0])
-    chosen = [_tile(s, tokens, gain is not None) for s in segments]
+    chosen = [_tile(s, tokens, gain) for s in segments]
     tiles = [{**t, **(config[i] if config else {})} for i, t in enumerate(chosen)]
     programs = [_programs(s, t) for s, t in zip(segments, tiles, strict=True)]
     ends = [sum(programs[: i + 1]) for i in range(len(programs))]
@@ -265,7 +265,7 @@ def dual(
 ) -> None:
     """`segments.dual` in one launch; config: BR, BK0, BK1, num_warps in place of `tile_shape`'s."""
     tokens, padded = _tokens(gate)
-    first, second = (_tile(s, tokens, gain is not None) for s in (gate, up))
+    first, second = (_tile(s, tokens, gain) for s in (gate, up))
     rows = min(first["BR"], second["BR"], 4) if tokens <= 2 else min(first["BR"], second["BR"])
     none = gate.w
     constants = {"BR": rows, **_constants(gate, first, 0), **_constants(up, second, 1)}
@@ -291,15 +291,15 @@ def _tokens(segment: Segment) -> tuple[int, int]:
     return tokens, token_slots(tokens)
 
 
-def _tile(segment: Segment, tokens: int, normed: bool) -> dict[str, int]:
+def _tile(segment: Segment, tokens: int, gain: Tensor | None) -> dict[str, int]:
     """Sizes as `tile_shape` has them; a mixing program has a tile of every block."""
     blocks, rows, width = segment.w.shape
     if segment.mix is not None:
         columns = min(power_of_two(width), max(2048 // power_of_two(blocks), 64))
-        warps = 8 if normed and blocks > 8 else 4  # four would spill
+        warps = 8 if gain is not None and blocks > 8 else 4  # four would spill
         return {"BR": min(power_of_two(rows), 4), "BK": columns, "num_warps": warps}
     sizes = {"size": segment.w.element_size(), "x_size": segment.x.element_size()}
-    return tile_shape(rows, width, tokens, norm=normed, **sizes)
+    return tile_shape(rows, width, tokens, norm=norm_kind(segment.x, segment.w, gain), **sizes)
 
 
 def _programs(segment: Segment, tile: dict[str, int]) -> int:

@@ -9,26 +9,38 @@ from torch import Tensor
 
 
 def tile_shape(
-    rows: int, width: int, tokens: int, *, norm: bool = False, size: int = 2, x_size: int = 4
+    rows: int, width: int, tokens: int, *, norm: int = 0, size: int = 2, x_size: int = 4
 ) -> dict[str, int]:
     """Rows and columns of a program's tile, and its warps: the best of those timed on an H200.
 
     Args:
-        rows, width: of a block of weights of `size` bytes each. norm: of the input, whose elements
-            have `x_size` bytes: what every program reads of them weighs against few rows.
+        rows, width: of a block of weights of `size` bytes each. norm: as `norm_kind`, of the input,
+            whose elements have `x_size` bytes: what every program reads of them weighs against few
+            rows, most of all if it needs the whole row for its scale.
     """
     columns = power_of_two(width)
     if tokens > 2:
         columns = max(min(columns, 256 if size == 2 else 128), 16)
         return {"BR": 32 if rows > 16 else 16, "BK": columns, "num_warps": 4}
     best = (8, 512, 4)
-    if norm:
+    if norm == 2:
+        best = (64, 256, 8)
+    elif norm:
         best = (4, 512, 4)
     elif width > 4096:
         best = (4, 1024 if x_size == 4 else 2048, 8)
     elif width > 2048:
         best = (2, 1024, 4) if rows > 2048 else (2, 2048, 8)
     return {"BR": min(best[0], power_of_two(rows)), "BK": min(best[1], columns), "num_warps": best[2]}
+
+
+def stage_tile(tokens: int, width: int) -> dict[str, int]:
+    """Tiles where the two stages of one layer are all there is: smaller ones than between the other
+    phases of a model, since nothing else hides how they start and end. {}: those of `tile_shape`."""
+    if tokens > 2 or width <= 256:
+        return {}
+    rows, columns = (4, 512) if width <= 2048 else (1, 1024)
+    return {"BR": rows, "BK": min(columns, power_of_two(width)), "num_warps": 4}
 
 
 def token_slots(tokens: int) -> int:
@@ -76,7 +88,10 @@ def gemv(
     if tokens == 0:
         return out
     tile = tile_shape(
-        rows, width, tokens, norm=gain is not None, size=w.element_size(), x_size=x.element_size()
+        *(rows, width, tokens),
+        norm=norm_kind(x, w, gain),
+        size=w.element_size(),
+        x_size=x.element_size(),
     )
     config = {**tile, **config}
     grid = (blocks * -(-rows // config["BR"]),)

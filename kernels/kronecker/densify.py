@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from blr.kernels.kronecker.tiles import cdiv, power_of_two
+
 try:
     import triton
     import triton.language as tl
@@ -47,8 +49,8 @@ def densify_all(w: Tensor) -> Tensor:
     """[a, b·d, c·d] of w [a, b, c, d] in any dtype and strides."""
     a, b, c, d = w.shape
     dense = w.new_empty(a, b * d, c * d)
-    BF = min(256, triton.next_power_of_2(c * d))
-    BR = min(4096 // BF, triton.next_power_of_2(b * d))
-    grid = (a * triton.cdiv(b * d, BR) * triton.cdiv(c * d, BF),)
+    BF = power_of_two(c * d, 1, 256)
+    BR = power_of_two(b * d, 1, 4096 // BF)
+    grid = (a * cdiv(b * d, BR) * cdiv(c * d, BF),)
     densify_kernel[grid](w, dense, b, c, *w.stride(), D=d, BR=BR, BF=BF)
     return dense

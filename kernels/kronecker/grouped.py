@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from blr.kernels.kronecker.tiles import cdiv
 from blr.kernels.kronecker.triton import far, operands, program_tile
 
 try:
@@ -175,7 +176,7 @@ def grouped(
         precision: of fp32 products: "ieee", "tf32" or "tf32x3"; without effect in half precision.
     """
     a, b, c, d = w.shape
-    tiles = triton.cdiv(x.shape[0], BN) * triton.cdiv(b, BB) * triton.cdiv(d, G)
+    tiles = cdiv(x.shape[0], BN) * cdiv(b, BB) * cdiv(d, G)
     grouped_kernel[(tiles * a,)](
         *operands(x, w, bias, out),
         D=d,

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.kronecker.tiles import cdiv, power_of_two
+
 try:
     import triton
     import triton.language as tl
@@ -122,17 +124,12 @@ def permute_kernel(
         tl.store(f_at, tile, mask=f_mask)
 
 
-def power_of_two(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()
-
-
 def columns_of(d: int, size: int) -> int:
     """Columns l of a tile: all of them up to 32, else what leaves few lanes idle and runs of some
     sectors of 32 bytes."""
     if power_of_two(d) <= 32:
         return power_of_two(d)
-    return min((32, 16), key=lambda columns: -(-d // columns) * (columns + 16 // size))
+    return min((32, 16), key=lambda columns: cdiv(d, columns) * (columns + 16 // size))
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +137,7 @@ def tile_of(n: int, m: int, d: int, size: int) -> dict[str, int]:
     """Tile sizes of 16 kB for elements of `size` bytes: rows of blocks of up to 256 bytes."""
     BD = columns_of(d, size)
     BM = min(power_of_two(m), RUN_BYTES // size)
-    while BM > 32 and -(-m // BM) * BM * 3 > m * 4:  # over a quarter of the lanes idle
+    while BM > 32 and cdiv(m, BM) * BM * 3 > m * 4:  # over a quarter of the lanes idle
         BM //= 2
     BN = max(1, min(TILE_BYTES // size // (BD * BM), power_of_two(n)))
     return {"BN": BN, "BM": BM, "BD": BD}
@@ -164,7 +161,7 @@ def launch(
     count, n = blocks.shape[:2]
     a, m = count // d, features.shape[1] // count
     config = {**tile_of(n, m, d, features.element_size()), "num_warps": 4, **config}
-    tiles = triton.cdiv(d, config["BD"]) * triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
+    tiles = cdiv(d, config["BD"]) * cdiv(m, config["BM"]) * cdiv(n, config["BN"])
     permute_kernel[(tiles * a,)](
         features,
         blocks,

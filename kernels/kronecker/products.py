@@ -146,7 +146,7 @@ def split_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, 
 
     The operands are exact in TF32, x_lo w_lo and the rounding of the low parts (2^-22 of each
     product) are lost: the error is that of fp32 sums. Differences from IEEE: an infinity (or a value
-    within 2^-11 of the largest) gives NaN where other parts are not zero, and parts below 2^-126
+    within 2^-12 of the largest) gives NaN where other parts are not zero, and parts below 2^-126
     are subject to the tensor core's treatment of subnormals.
     """
     from blr.kernels.kronecker.permute import HI_LO_HI, gather_parts, scatter

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.kronecker.tiles import cdiv, power_of_two
+
 try:
     import triton
     import triton.language as tl
@@ -196,7 +198,7 @@ def plain(
         precision: of fp32 products: "ieee", "tf32" or "tf32x3"; without effect in half precision.
     """
     a, b, c, d = w.shape
-    grid = (triton.cdiv(x.shape[0], BN) * triton.cdiv(b, BB) * a * d,)
+    grid = (cdiv(x.shape[0], BN) * cdiv(b, BB) * a * d,)
     plain_kernel[grid](
         *operands(x, w, bias, out),
         L=d,
@@ -231,10 +233,10 @@ def decode(
     Arguments as for `plain`; sums are in fp32 whatever the setting of TF32.
     """
     a, b, c, d = w.shape
-    decode_kernel[(triton.cdiv(b, BB) * a * d,)](
+    decode_kernel[(cdiv(b, BB) * a * d,)](
         *operands(x, w, bias, out),
         L=d,
-        N=triton.next_power_of_2(x.shape[0]),
+        N=power_of_two(x.shape[0]),
         BB=BB,
         BC=BC,
         EVEN_B=b % BB == 0,

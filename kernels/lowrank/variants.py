@@ -9,14 +9,28 @@ from torch import Tensor
 
 from blr.kernels.common.available import launch_early
 from blr.kernels.gemv.launch import gemv as stage
+from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.lowrank.reference import lowrank_linear as reference
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels for up to 16 tokens."""
     pdl = launch_early(x.device)
-    z = stage(x, V.t().unsqueeze(0), dtype=torch.float32, pdl=pdl, **config.get("first", {}))
-    return stage(z, U.unsqueeze(0), bias=bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+    z = stage(
+        x,
+        V.t().unsqueeze(0),
+        dtype=torch.float32,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], V.shape[-2]), **config.get("first", {})},
+    )
+    return stage(
+        z,
+        U.unsqueeze(0),
+        bias=bias,
+        dtype=x.dtype,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+    )
 
 
 def gemm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from blr.kernels.common.available import launch_early
 from blr.kernels.gemm.launch import bmm as our_bmm
 from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
+from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.monarch.reference import monarch_linear as reference
 
 
@@ -18,8 +19,22 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
     """Two kernels for up to 16 tokens; the first stores in the order that the second reads."""
     part = V.shape[2] // V.shape[0]
     pdl = launch_early(x.device)
-    z = stage(x, V.transpose(1, 2), part=part, dtype=torch.float32, pdl=pdl, **config.get("first", {}))
-    return stage(z, U, bias=bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+    z = stage(
+        x,
+        V.transpose(1, 2),
+        part=part,
+        dtype=torch.float32,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], V.shape[-2]), **config.get("first", {})},
+    )
+    return stage(
+        z,
+        U,
+        bias=bias,
+        dtype=x.dtype,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+    )
 
 
 def permuted_store(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:

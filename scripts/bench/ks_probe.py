@@ -1,12 +1,14 @@
 """Kronecker-sparse kernels against torch on a stratified part of the published grid, on one GPU.
 
-    OUT=folder python scripts/bench/ks_probe.py [--seconds 100] [--rows 25088] [--kinds half tf32 fp32]
+    OUT=folder python scripts/bench/ks_probe.py [--seconds 70] [--rows 25088] [--kinds half tf32 fp32]
 
 For each pattern (a, b, c, d) and arithmetic: every arm is checked against float64 on the first
-and last rows, then all are timed in turn (CUDA events, median of 5 rounds). Baselines: bmm with
-torch's permutations, einsum, dense where it can win, BSR on a few patterns. Kernels are compiled
-before by parallel processes. One line a pattern; $OUT/ks_probe.json has every arm and the last
-line of the output is a JSON summary. An arm whose check fails is named and gets no time.
+and last rows, then all are timed in turn (median of 5 rounds), short ones as CUDA graphs where
+they can be captured, so that launches do not hide kernels. Baselines: bmm with torch's
+permutations, einsum, dense where it can win, BSR on a few patterns. Ours: "auto" (what a user
+gets), each variant, and the fused kernel of the least estimate. Kernels are compiled before by
+parallel processes. One line a pattern; $OUT/ks_probe.json has every arm and the last line of the
+output is a JSON summary. An arm whose check fails is named and gets no time.
 """
 
 from __future__ import annotations
@@ -24,27 +26,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.kronecker import choose
+from blr.kernels.kronecker.choose import choose, estimates, h
+from blr.kernels.kronecker.cost import H200, Problem
+from blr.kernels.kronecker.products import bmm_factor
 from blr.kernels.kronecker.reference import kronecker_factor as reference
-from blr.kernels.kronecker.variants import (
-    bmm_factor,
-    densify,
-    kronecker_chain,
-    kronecker_factor,
-    relayout,
-)
+from blr.kernels.kronecker.variants import densify, kronecker_chain, kronecker_factor, relayout
 
 PATTERNS = [
     *[(1, 48, 48, 4), (64, 64, 64, 4), (4, 64, 64, 16), (2, 128, 128, 16), (8, 128, 128, 4)],
     *[(1, 256, 256, 16), (1, 96, 384, 64), (2, 64, 64, 64), (4, 256, 64, 16), (1, 1024, 1024, 4)],
-    *[(16, 48, 192, 4), (4, 192, 192, 4), (1, 192, 48, 2), (1, 768, 768, 16), (2, 96, 96, 64)],
+    *[(16, 48, 192, 4), (4, 192, 192, 4), (1, 192, 48, 2), (1, 768, 768, 16)],
     *[(1, 512, 128, 24), (1, 128, 128, 96), (1, 256, 256, 3), (1, 512, 512, 6), (3, 384, 384, 4)],
     *[(32, 96, 96, 4), (1, 64, 256, 128), (2, 768, 768, 4), (1, 256, 1024, 12), (6, 64, 64, 1)],
 ]
 CHAINS = {
     "ViT-S square": [(1, 192, 48, 2), (2, 48, 192, 1)],
     "ViT-S up": [(1, 768, 192, 2), (6, 64, 64, 1)],
-    "ViT-S down": [(6, 64, 256, 1), (1, 128, 128, 3)],
+    "ViT-S down": [(1, 128, 128, 3), (6, 64, 256, 1)],
     "GPT-2 medium down": [(1, 64, 256, 16), (64, 64, 64, 1)],
 }
 BSR = [(64, 64, 64, 4), (2, 128, 128, 16), (4, 64, 64, 16)]
@@ -52,36 +50,9 @@ DTYPES = {"half": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 # Relative Frobenius error: rounding of the operands (2^-8 bf16; TF32 truncates to 2^-10) with a
 # margin of some units; sums in fp32 over up to 1024 terms.
 LIMITS = {"half": 1e-2, "tf32": 3e-3, "fp32": 6e-6}
-# (G, BN, BB, BC, warps, stages) of the grouped kernel to try beside the default.
-TILES = {
-    "half": [
-        *[(8, 64, 64, 32, 8, 2), (8, 64, 32, 32, 8, 3), (4, 64, 64, 32, 8, 3), (4, 128, 64, 32, 8, 3)],
-        *[(4, 64, 32, 32, 4, 3), (2, 128, 128, 32, 8, 3), (2, 64, 64, 32, 4, 4)],
-    ],
-    "tf32": [
-        *[(4, 64, 64, 16, 8, 3), (4, 128, 64, 16, 8, 3), (8, 64, 32, 16, 8, 3), (4, 64, 32, 16, 4, 4)],
-        *[(2, 128, 128, 16, 8, 3), (2, 64, 64, 32, 4, 3)],
-    ],
-    "fp32": [
-        *[(4, 64, 64, 16, 8, 3), (4, 128, 64, 16, 8, 2), (4, 64, 32, 16, 4, 3), (8, 64, 32, 16, 8, 2)],
-        *[(2, 128, 128, 16, 8, 3), (2, 64, 64, 16, 4, 3)],
-    ],
-    "tf32x3": [
-        (4, 64, 64, 16, 8, 3),
-        (4, 128, 32, 16, 8, 3),
-        (4, 64, 32, 16, 4, 3),
-        (2, 128, 64, 16, 8, 3),
-    ],
-}
+SHORT_MS = 5.0  # arms up to here are timed as graphs
+UNCAPTURED = ("bsr",)  # torch reads the structure of sparse tensors on the host
 Arm = Callable[[], Tensor]
-
-
-def grouped_tiles(d: int, kind: str) -> list[dict[str, Any]]:
-    """The configurations of TILES whose group is not wider than d needs."""
-    widest = choose.power_of_two(d, 2, 8)
-    names = ("G", "BN", "BB", "BC", "num_warps", "num_stages")
-    tiles = [t for t in TILES[kind] if t[0] <= widest and (d == 2 or t[0] > 2)]
-    return [{"path": "grouped", "GROUP_N": 1, **dict(zip(names, t, strict=True))} for t in tiles]
 
 
 def inputs(pattern: tuple[int, ...], kind: str, rows: int) -> tuple[Tensor, Tensor]:
@@ -114,18 +85,16 @@ def bsr_arm(x: Tensor, w: Tensor) -> Arm:
 
 
 def baselines(x: Tensor, w: Tensor, kind: str) -> dict[str, Arm]:
-    """Torch's ways; dense only where its own arithmetic takes less than four times algorithm 1's."""
+    """Torch's ways; dense only where its arithmetic takes less than four times "permute"."""
     a, b, c, d = w.shape
-    n, size = x.shape[0], x.element_size()
+    n = x.shape[0]
     xv = x.view(n, a, c, d)
     arms: dict[str, Arm] = {
         "bmm": lambda: bmm_factor(x, w, tf32=kind == "tf32"),
         "einsum": lambda: torch.einsum("nakl,abkl->nabl", xv, w).reshape(n, a * b * d),
     }
-    sparse = (
-        2 * n * w.numel() / choose.H200.flops(kind) + 3 * n * a * d * (b + c) * size / choose.H200.copy
-    )
-    if 2 * n * w.numel() * a * d / choose.H200.flops(kind) < 4 * sparse and a * d <= 512:
+    permuted = estimates(Problem(a, b, c, d, n, kind))["permute"][0]
+    if 2 * n * w.numel() * a * d / H200.library[kind] < 4 * permuted and a * d <= 512:
         k = dense_matrix(w)
         arms["dense"] = lambda: torch.nn.functional.linear(x, k)
     if tuple(w.shape) in BSR:
@@ -133,32 +102,22 @@ def baselines(x: Tensor, w: Tensor, kind: str) -> dict[str, Arm]:
     return arms
 
 
-def ours(x: Tensor, w: Tensor, kind: str) -> dict[str, Arm]:
-    """Every variant and configuration, by name; "chosen" is what a user gets."""
-    a, b, c, d = w.shape
-    tf32 = kind == "tf32"
+def ours(x: Tensor, w: Tensor, kind: str, rows: int) -> dict[str, Arm]:
+    """What a user gets ("auto"), each variant that can come near it at `rows`, one fused kernel."""
+    p = Problem(*w.shape, rows, kind)
+    ways = estimates(p)
+    limit = 3 * min(seconds for seconds, _ in ways.values())
 
-    def fused(precision: str | None = None, **config: Any) -> Arm:
-        return lambda: kronecker_factor(x, w, tf32=tf32, precision=precision, variant="fused", **config)
+    def arm(variant: str | None, **config: Any) -> Arm:
+        return lambda: kronecker_factor(x, w, tf32=kind == "tf32", variant=variant, **config)
 
-    arms = {
-        "chosen": lambda: kronecker_factor(x, w, tf32=tf32),
-        "fused": fused(),
-        "permute": lambda: kronecker_factor(x, w, tf32=tf32, variant="permute"),
-    }
-    if d > 1:
-        arms |= {label(t): fused(**t) for t in grouped_tiles(d, kind)}
-    if d > 1 and kind == "fp32":
-        arms |= {"3x " + label(t): fused("tf32x3", **t) for t in grouped_tiles(d, "tf32x3")}
-    if d % 2 == 0 and kind != "fp32" and b * c <= 192 * 192:
-        problem = choose.Problem(a, b, c, d, x.shape[0], kind, prepared=True)
-        config = choose.dense_config(problem)
-        arms[f"dense-run G{config['G']}"] = fused(prepared=densify(w, config["G"]), **config)
+    arms = {"auto": arm(None), "permute": arm("permute")}
+    arms |= {v: arm(v) for v in ("blocks", "split") if v in ways and ways[v][0] < limit}
+    fused = {name: way for name, way in ways.items() if "path" in way[1]}
+    name = min(fused, key=lambda name: fused[name][0])
+    if fused[name][0] < 10 * limit and kind != "fp32":
+        arms[f"fused {name}"] = arm("fused", **fused[name][1])
     return arms
-
-
-def label(tile: dict[str, Any]) -> str:
-    return "G{G} {BN}x{BB}x{BC} w{num_warps} s{num_stages}".format(**tile)
 
 
 def checked(
@@ -183,23 +142,43 @@ def checked(
     return good
 
 
+def captured(arm: Arm, repeats: int) -> Arm | None:
+    """`repeats` calls of an arm as one CUDA graph, or None if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                arm()
+    except RuntimeError:
+        return None
+    return graph.replay
+
+
+def elapsed_ms(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of one of `repeats` calls, by events."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
 def timed(arms: dict[str, Arm], rounds: int = 5) -> dict[str, float]:
     """Median milliseconds of each arm, the arms taking turns; short arms repeat within a round."""
+    calls: dict[str, tuple[Callable[[], object], int, int]] = {}  # (call, repeats, arms in a call)
+    for name, arm in arms.items():
+        once = max(1e-3, min(elapsed_ms(arm, 1) for _ in range(2)))
+        repeats = max(1, min(20, int(1.0 / once)))
+        graph = captured(arm, repeats) if once < SHORT_MS and name not in UNCAPTURED else None
+        calls[name] = (graph, 1, repeats) if graph else (arm, repeats, 1)
+        if graph:
+            graph()
     samples: dict[str, list[float]] = {name: [] for name in arms}
-    repeats = dict.fromkeys(arms, 1)
-    for turn in range(rounds + 1):
-        for name, arm in arms.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats[name]):
-                arm()
-            stop.record()
-            stop.synchronize()
-            elapsed = start.elapsed_time(stop) / repeats[name]
-            if turn == 0:
-                repeats[name] = max(1, min(20, int(1.0 / max(elapsed, 1e-3))))
-            else:
-                samples[name].append(elapsed)
+    for _ in range(rounds):
+        for name, (call, repeats, inside) in calls.items():
+            samples[name].append(elapsed_ms(call, repeats) / inside)
     return {name: statistics.median(s) for name, s in samples.items()}
 
 
@@ -209,48 +188,40 @@ def measure(pattern: tuple[int, int, int, int], kind: str, rows: int) -> dict[st
     x, w = inputs(pattern, kind, rows)
     errors: dict[str, str] = {}
     base = baselines(x, w, kind)
-    ms = timed(checked({**base, **ours(x, w, kind)}, x, w, kind, errors))
+    ms = timed(checked({**base, **ours(x, w, kind, rows)}, x, w, kind, errors))
     a, b, c, d = pattern
     traffic = (x.numel() + rows * a * b * d + w.numel()) * x.element_size()
-    floor = max(traffic / choose.H200.copy, 2 * rows * w.numel() / choose.H200.flops(kind))
-    variant, config = choose.choose(choose.Problem(a, b, c, d, rows, kind))
+    floor = max(traffic / H200.copy, 2 * rows * w.numel() / H200.library[kind])
+    variant, config = choose(Problem(a, b, c, d, rows, kind))
     del x, w, base
     torch.cuda.empty_cache()
     base_ms = {name: t for name, t in ms.items() if name in ("bmm", "einsum", "dense", "bsr")}
     own = {name: t for name, t in ms.items() if name not in base_ms}
     return {
-        **{"pattern": pattern, "kind": kind, "floor_ms": floor * 1e3, "h": choose.h(b, c)},
+        **{"pattern": pattern, "kind": kind, "floor_ms": floor * 1e3, "h": h(b, c)},
         **{"baseline": base_ms, "ours": own, "variant": variant, "config": config, "errors": errors},
     }
 
 
 def speedups(result: dict[str, Any]) -> dict[str, float]:
-    """Best baseline over the chosen variant, over the best without and with emulated fp32."""
-    if not result["baseline"] or "chosen" not in result["ours"]:
+    """Best baseline over what a user gets and over the best of ours; {} if either is missing."""
+    if not result["baseline"] or "auto" not in result["ours"]:
         return {}
     best = min(result["baseline"].values())
-    exact = {name: t for name, t in result["ours"].items() if not name.startswith("3x")}
-    return {
-        "chosen": best / result["ours"]["chosen"],
-        "best": best / min(exact.values()),
-        "best3x": best / min(result["ours"].values()),
-    }
+    return {"auto": best / result["ours"]["auto"], "best": best / min(result["ours"].values())}
 
 
 def line(result: dict[str, Any]) -> str:
-    """One line of the table: the best baseline, ours in order of time, speedups."""
+    """One line of the table: the best baseline, the choice, all of ours."""
     gain = speedups(result)
     name = " ".join(map(str, result["pattern"]))
     if not gain:
         return f"{name:>16} {result['kind']:5} FAILED {result['errors']}"
     base = min(result["baseline"], key=result["baseline"].get)
-    tiles = {k: v for k, v in result["ours"].items() if k not in ("chosen", "fused", "permute")}
-    order = sorted(tiles, key=tiles.get)[:3]
     cells = [f"{name:>16} {result['kind']:5} floor {result['floor_ms']:6.3f}"]
-    cells += [f"{base} {result['baseline'][base]:7.3f} | {result['variant']:7} x{gain['chosen']:4.2f}"]
-    cells += [f"best x{gain['best']:4.2f} 3x x{gain['best3x']:4.2f} |"]
-    cells += [f"{k} {result['ours'][k]:6.3f}" for k in ("fused", "permute") if k in result["ours"]]
-    cells += ["| " + ", ".join(f"{k} {tiles[k]:6.3f}" for k in order)]
+    cells += [f"{base} {result['baseline'][base]:7.3f} | {result['variant']:7} x{gain['auto']:5.2f}"]
+    cells += [f"best x{gain['best']:5.2f} |"]
+    cells += [f"{k} {v:6.3f}" for k, v in result["ours"].items()]
     cells += [f"! {k}: {v}" for k, v in result["errors"].items()]
     return " ".join(cells)
 
@@ -287,51 +258,55 @@ def decode_times() -> dict[str, float]:
     return results
 
 
-def compile_arms(job: tuple[str, tuple[int, int, int, int]]) -> None:
+def compile_arms(job: tuple[str, tuple[int, int, int, int], int]) -> None:
     """Run every arm of one pattern once on a few rows, so that its kernels are in Triton's cache."""
-    kind, pattern = job
+    kind, pattern, rows = job
     x, w = inputs(pattern, kind, 128)
-    for arm in ours(x, w, kind).values():
+    for name, arm in ours(x, w, kind, rows).items():
+        if name == "auto":  # chooses by the rows it gets
+            continue
         try:
             arm()
         except Exception:  # reported by `checked`, which meets it again
             torch.cuda.empty_cache()
 
 
-def warm(kinds: list[str], workers: int) -> None:
-    """`compile_arms` in parallel processes, the slowest to compile (fp32) first."""
-    jobs = [(kind, pattern) for kind in sorted(kinds) for pattern in PATTERNS]
+def warm(kinds: list[str], workers: int, rows: int) -> None:
+    """`compile_arms` in parallel processes."""
+    jobs = [(kind, pattern, rows) for kind in kinds for pattern in PATTERNS]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for _ in pool.imap_unordered(compile_arms, jobs, chunksize=1):
             pass
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per arithmetic: share of patterns won and median speedup where won."""
+    """Per arithmetic: share of patterns faster than the best baseline, median speedup where so, and
+    the share where what a user gets is within a quarter of the best of ours."""
     table = {}
     for kind in DTYPES:
         gains = [g for r in results if r["kind"] == kind and (g := speedups(r))]
-        for key in ("chosen", "best", "best3x"):
+        for key in ("auto", "best") if gains else ():
             won = [g[key] for g in gains if g[key] > 1]
-            if gains:
-                median = statistics.median(won) if won else None
-                table[f"{kind} {key}"] = {
-                    "won": len(won) / len(gains),
-                    "median": median,
-                    "of": len(gains),
-                }
+            table[f"{kind} {key}"] = {
+                "won": len(won) / len(gains),
+                "median": statistics.median(won) if won else None,
+                "of": len(gains),
+            }
+        if gains:
+            right = sum(g["best"] <= 1.25 * g["auto"] for g in gains)
+            table[f"{kind} auto"]["near_best"] = right / len(gains)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--rows", type=int, default=25088)
     parser.add_argument("--kinds", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--workers", type=int, default=15)
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
-    warm(options.kinds, options.workers)
+    warm(options.kinds, options.workers, options.rows)
     print(f"compiled, {end - time.monotonic():.0f} s left", flush=True)
     results = []
     for pattern in PATTERNS:

@@ -214,7 +214,7 @@ def test_registers_hold_grouped_stages(mix: int, tokens: int) -> None:
 
     w = torch.empty(max(mix, 1), 1024, 4096 // max(mix, 1), dtype=torch.bfloat16)
     s = Segment(w.float(), w, w, mix=torch.empty(mix, mix, 1024) if mix else None)
-    tile = _tile(s, tokens, True)
+    tile = _tile(s, tokens, w)
     constants = {"COUNT": 3, "N": tokens, "PDL": True}
     for i in range(3):
         constants |= {f"BR{i}": tile["BR"], f"BK{i}": tile["BK"], f"MIX{i}": mix, f"BIAS{i}": False}
