@@ -192,7 +192,7 @@ def _run(
     facts = _facts(recipe, records, workspace.fingerprint, settings)
     about = {**facts, "calibration": measured.pop("calibration", None)}
     for name, data in small_files(source, recipe, plan, records, measured, about).items():
-        written[name] = write_stream(workspace.partial / name, _pieces(data))
+        written[name] = write_stream(workspace.partial / name, pieces(data))
     progress.stage("checking")
     written.update(check_reload(source, workspace.partial))
     fsync_folder(workspace.partial)  # the files before the manifest that lists them
@@ -263,7 +263,7 @@ def _reader(source: Source, workspace: Workspace) -> Any:
     return read
 
 
-def _pieces(data: bytes | Path) -> Iterator[bytes]:
+def pieces(data: bytes | Path) -> Iterator[bytes]:
     return read_chunks(data) if isinstance(data, Path) else iter([data])
 
 

@@ -49,7 +49,7 @@ def small_files(
     drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
-        **{str(name): _carried(source.folder / name) for name in source.extra_files()},
+        **{str(name): carried(source.folder / name) for name in source.extra_files()},
         "config.json": _json(structured_config(source.config, plan)),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
@@ -59,7 +59,7 @@ def small_files(
     }
 
 
-def _carried(path: Path) -> bytes | Path:
+def carried(path: Path) -> bytes | Path:
     """A file to carry over byte for byte, but for an `auto_map`: that would name code to run, in
     this folder or another repository, to whoever trusts ours."""
     if path.suffix != ".json" or b"auto_map" not in (data := path.read_bytes()):
@@ -99,7 +99,7 @@ def check_fits(source: Source, plan: Plan) -> None:
         config = structured_config(source.config, plan)
         cls = model_class(config["architectures"][0])
         ours = cls.config_class.from_dict(config)
-        found = _misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
+        found = misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
     if found:
         remedy = "take config.json and weights from the same model"
         raise InputError(f"{source.folder}: {found} for {config['architectures'][0]}; {remedy}")
@@ -128,18 +128,18 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
     config = json.loads((folder / "config.json").read_bytes())
     register(source.config["model_type"])
     _check_keys(folder, model_class(config["architectures"][0]))
-    return _keep_tokenizer(source.folder, folder)
+    return keep_tokenizer(source.folder, folder)
 
 
 def _check_keys(folder: Path, cls: Any) -> None:
-    if found := _misfits(cls, folder):
+    if found := misfits(cls, folder):
         raise OutputError(
             f"{folder}: {found} when reloaded; "
             "this checkpoint does not fit the architecture its config.json names"
         )
 
 
-def _misfits(cls: Any, folder: Path | None, **options: Any) -> str:
+def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
     """What transformers finds missing, left over or of another shape; empty if nothing."""
     with quiet_transformers():
         _, info = cls.from_pretrained(
@@ -155,7 +155,7 @@ def _misfits(cls: Any, folder: Path | None, **options: Any) -> str:
     return ""
 
 
-def _keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
+def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same."""
     before = token_ids(source)
     if before is None or before[1] == (token_ids(folder) or (None, None))[1]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from blr.compressor.structures.specs import Pattern
 
@@ -42,15 +42,18 @@ def largest(pattern: Pattern, batch: int) -> int:
 
 
 def sample(patterns: Sequence[Pattern], size: int) -> list[Pattern]:
-    """`size` patterns, or all if there are fewer, in the order of `patterns`.
+    """`size` patterns, or all if there are fewer, such that the first of them are a sample as well.
 
     Patterns sorted by stratum and size are taken at equal distances, so every stratum is represented
-    in proportion: shares in the sample estimate shares in `patterns`. No randomness.
+    in proportion: shares in the sample estimate shares in `patterns`. They come in steps of the golden
+    section through that order, so a run that stops early has seen every stratum. No randomness.
     """
+    if size >= len(patterns):
+        return list(patterns)
     ordered = sorted(patterns, key=lambda p: (stratum(p), matrix_size(p), p))
-    taken = min(size, len(ordered))
-    chosen = {ordered[(2 * n + 1) * len(ordered) // (2 * taken)] for n in range(taken)}
-    return [pattern for pattern in patterns if pattern in chosen]
+    chosen = [ordered[(2 * n + 1) * len(ordered) // (2 * size)] for n in range(size)]
+    step = next((s for s in range(round(0.618 * size), 0, -1) if gcd(s, size) == 1), 1)
+    return [chosen[n * step % size] for n in range(size)]
 
 
 def stratum(pattern: Pattern) -> tuple[bool, str, str]:

@@ -33,7 +33,7 @@ def decode(
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of BLAST and Monarch.")] = 16,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
-    mode: Annotated[str, typer.Option(help="Ours: graph, eager or persistent.")] = "graph",
+    mode: Annotated[str, typer.Option(help="Ours: graph or eager.")] = "graph",
     compiling: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="torch.compile transformers' step [on a GPU]."),

@@ -141,7 +141,7 @@ def compress(
             offline=offline,
         )
         summary = run(found.folder, resolved, output, settings, Progress(quiet))
-    _print(asdict(summary), _compress_text, format)
+    print_result(asdict(summary), _compress_text, format)
 
 
 def evaluate(
@@ -183,14 +183,14 @@ def evaluate(
         result = library.perplexity(model, ids, window, stride or window, batch, progress)
     else:
         result = library.sts_spearman(model, tokenizer, sts, batch, progress)
-    _print(asdict(result), lambda r: "\n".join(f"{k}: {_number(v)}" for k, v in r.items()), format)
+    print_result(asdict(result), lambda r: "\n".join(f"{k}: {_number(v)}" for k, v in r.items()), format)
 
 
 def inspect(checkpoint: Checkpoint, format: FormatOption = Format.text) -> None:
     """A table of the structured layers of an output: structure, rank, parameters, error."""
     from blr.compressor.inspect import inspect_output, inspect_text
 
-    _print(inspect_output(Path(checkpoint)), inspect_text, format)
+    print_result(inspect_output(Path(checkpoint)), inspect_text, format)
 
 
 def generate(
@@ -248,10 +248,10 @@ def verify(output: Checkpoint, format: FormatOption = Format.text) -> None:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise VerifyError(f"{folder}: {problems[0]}{more}; copy or compress it again")
     result = {"output": str(folder), "files": len(manifest["files"]), "ok": True}
-    _print(result, lambda r: f"{r['output']}: {r['files']} files match the manifest", format)
+    print_result(result, lambda r: f"{r['output']}: {r['files']} files match the manifest", format)
 
 
-def _print(result: dict[str, Any], text: Any, format: Format) -> None:
+def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
     print(json.dumps(result) if format is Format.json else text(result))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli.commands import Format, Offline, Quiet, _print
+from blr.compressor.cli.commands import Format, Offline, Quiet, print_result
 
 
 class ExportFormat(StrEnum):
@@ -92,7 +92,7 @@ def export(
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         summary = run(found.folder, output, options.named(found.name, found.revision), Progress(quiet))
     printed = Format.json if ExportFormat.json in formats else Format.text
-    _print(asdict(summary), _export_text, printed)
+    print_result(asdict(summary), _export_text, printed)
 
 
 def _export_text(summary: dict[str, Any]) -> str:

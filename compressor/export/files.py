@@ -12,7 +12,7 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.header import open_regular, read_exactly
 from blr.compressor.checkpoint.source import MAX_EXTRA_BYTES, inside
 from blr.compressor.export.checkpoint import FORMAT, Checkpoint
-from blr.compressor.finish import LAYERS, _carried, structured_config
+from blr.compressor.finish import LAYERS, carried, structured_config
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.modeling.vendor import EXPORT_ROOTS, vendored_files
 from blr.compressor.plan import Plan
@@ -91,12 +91,12 @@ def small_files(
     Raises InputError for a file to carry over that cannot be read.
     """
     folder = checkpoint.source.folder
-    carried = {str(path): _carried(folder / path) for path in checkpoint.source.extra_files()}
+    files = {str(path): carried(folder / path) for path in checkpoint.source.extra_files()}
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     head = kept.pop(CARD, b"").decode("utf-8", "replace") or HEAD.format(name=name)
     return {
         LAYERS: b"{}\n",
-        **carried,
+        **files,
         **kept,
         "config.json": json.dumps(config, indent=2).encode() + b"\n",
         CARD: (head + _section(checkpoint, config, settings) + COMPILED * compiled).encode(),

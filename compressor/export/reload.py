@@ -14,7 +14,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError, UsageError
 from blr.compressor.export.checkpoint import Checkpoint
 from blr.compressor.factorize import pick_device
-from blr.compressor.finish import _keep_tokenizer, _misfits
+from blr.compressor.finish import keep_tokenizer, misfits
 from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.native import native_class, native_errors
 from blr.compressor.modeling.quiet import quiet_transformers
@@ -53,7 +53,7 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
         cls = model_class(config["architectures"][0])
         ours = cls.config_class.from_dict(dict(config))
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        found = _misfits(cls, None, config=ours, state_dict=tensors)
+        found = misfits(cls, None, config=ours, state_dict=tensors)
     if found:
         remedy = "take config.json and weights from the same model"
         raise InputError(f"{source.folder}: {found} for {config['architectures'][0]}; {remedy}")
@@ -69,9 +69,9 @@ def check_reload(source: Source, folder: Path, config: Mapping[str, Any]) -> dic
     Raises:
         OutputError: it would not load as it should.
     """
-    if found := _misfits(model_class(config["architectures"][0]), folder):
+    if found := misfits(model_class(config["architectures"][0]), folder):
         raise OutputError(f"{folder}: {found} when reloaded; this is a bug in blr, keep the checkpoint")
-    return _keep_tokenizer(source.folder, folder)
+    return keep_tokenizer(source.folder, folder)
 
 
 def load_export(folder: Path, config: Mapping[str, Any]) -> Any:

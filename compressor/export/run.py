@@ -202,7 +202,7 @@ class Job:
 
     def _write(self) -> dict[str, tuple[int, str]]:
         from blr.compressor.checkpoint.shards import assign_shards, write_shards
-        from blr.compressor.compress import _pieces
+        from blr.compressor.compress import pieces
         from blr.compressor.export.files import small_files
         from blr.compressor.export.tensors import in_order, read_tensor
 
@@ -220,7 +220,7 @@ class Job:
         name, compiled = self.options.source_name, self.options.kind == "pt2"
         files = small_files(self.checkpoint, self.config, self.settings, name, compiled)
         for name, data in files.items():
-            written[name] = write_stream(partial / name, _pieces(data))
+            written[name] = write_stream(partial / name, pieces(data))
         return written
 
     def _check(self) -> dict[str, tuple[int, str]]:

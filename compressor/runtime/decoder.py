@@ -26,7 +26,7 @@ from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 
 __all__ = ["Decoder", "supports"]
 
-MODES = ("graph", "eager", "persistent")
+MODES = ("graph", "eager")
 OPS = ("triton", "torch")
 MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
@@ -246,8 +246,6 @@ class Decoder:
 def _check(model: Any, batch: int, context: int, mode: str, ops: str) -> None:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
-    if mode == "persistent":
-        raise NotImplementedError("mode 'persistent' is not there yet; use 'graph'")
     if ops not in OPS:
         raise UnsupportedError(f"ops {ops!r}: expected one of {', '.join(OPS)}")
     runs = has_triton() and (model.device.type == "cuda" or interpreted())
