@@ -23,6 +23,8 @@ def inspect_output(folder: Path) -> dict[str, Any]:
         layers = [_row(name, record) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
         structured = sum(row["parameters"] for row in layers)
+        if not layers and "export" not in _read(folder / "config.json")["blr"]:
+            raise ValueError("no structured layers")
         cf = dense / structured if layers else 1.0  # an export of a dense model
         totals = {"dense_parameters": dense, "parameters": structured, "cf": cf}
     except (InputError, ValueError, KeyError, TypeError, ArithmeticError) as error:

@@ -13,4 +13,4 @@ wheel=$(echo "$work"/dist/*.whl)
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$work/env/bin/python" -m ruff check .
 "$work/env/bin/python" -m ruff format --check .
-"$work/env/bin/python" -m pytest "$@"
+"$work/env/bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -170,7 +170,7 @@ def our_variant(
     spec: Spec, n: int, precision: Precision, device: torch.device, last: bool = False
 ) -> str:
     """Which variant runs for n tokens: "reference" where no kernels do, else the tables' choice, for
-    Kronecker-sparse layers without one (and with `last` always) that of each factor."""
+    Kronecker-sparse layers on "auto" (and with `last` always) that of each factor."""
     from blr.kernels.common.available import kernel_device
     from blr.kernels.common.tables import Shape, choose
 
@@ -179,7 +179,7 @@ def our_variant(
     blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
     shape = Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
     variant, _ = choose(spec.structure, shape, n, precision.dtype, device)
-    if isinstance(spec, KroneckerSpec) and (last or variant is None):
+    if isinstance(spec, KroneckerSpec) and (last or variant == "auto"):
         return " ".join(_factor_variant(pattern, n, precision, last) for pattern in spec.patterns)
     return str(variant)
 

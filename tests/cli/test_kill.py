@@ -6,7 +6,6 @@ moment. BLR_KILLS=all also tries the boundaries of the layers in the middle, whi
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -286,4 +285,4 @@ def test_events_of_a_layer(whole: tuple) -> None:
 
 def test_manifest_holds_no_paths_or_times(whole: tuple, dense: Path) -> None:
     assert not any(str(dense.parent) in name for name in whole[1])
-    assert json.dumps(whole[1]).count("out") == 0
+    assert not any("out" in Path(name).parts for name in whole[1])
