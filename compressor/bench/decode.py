@@ -37,7 +37,7 @@ from blr.compressor.bench.decode_report import DecodeRow
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, Report
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.factorize import pick_device
 from blr.compressor.progress import Progress
 
@@ -83,6 +83,9 @@ class DecodeOptions:
     seconds: float | None = None
 
 
+CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to time
+
+
 @dataclass
 class DecodeBench:
     """One run; `report` has the rows so far."""
@@ -99,6 +102,12 @@ class DecodeBench:
         if self.dtype not in LIMITS:
             raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
         self.subjects = [(s, self._arms(s)) for s in map(find_subject, self.options.models)]
+        large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
+        if self.device.type == "cpu" and large:
+            raise CapabilityError(
+                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
+                "time --models pico or a checkpoint folder here"
+            )
         self.copy_tbps: float | None = None
 
     def run(self) -> int:

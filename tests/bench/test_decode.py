@@ -26,7 +26,7 @@ from blr.compressor.bench.decode_models import (
 from blr.compressor.bench.decode_report import DecodeRow, decode_text, save, summary
 from blr.compressor.bench.results import FAILED, OK, WRONG, Report
 from blr.compressor.cli.bench_decode import decode as command
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.progress import Progress
 
 ARMS = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
@@ -194,6 +194,11 @@ def test_the_command_prints_json_last_and_writes_files(tmp_path: Path) -> None:
     assert set(last["summary"]["tokens_per_second"]["pico"]) == {"hf-dense", "ours-dense"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"results.json", "results.csv"} <= written
+
+
+def test_a_large_random_model_is_not_built_on_a_cpu() -> None:
+    with pytest.raises(CapabilityError, match=r"7b on the CPU.*expected a CUDA GPU"):
+        run_decode(DecodeOptions(models=("pico", "7b"), device="cpu"), Progress(quiet=True))
 
 
 @pytest.mark.parametrize("arguments", [["--batches", "17"], ["--contexts", "0"], ["--cf", "1"]])
