@@ -105,6 +105,8 @@ def _export_text(summary: dict[str, Any]) -> str:
         f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
         f"time: {summary['seconds']:.1f} s",
     ]
+    if summary["densified"]:
+        lines[2] += f"; {summary['densified']} dense, faster so by the table of this GPU"
     if summary["errors"]:
         errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
         lines.insert(-1, f"{summary['quantize']} error by layer type: {errors}")

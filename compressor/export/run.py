@@ -61,8 +61,9 @@ class ExportOptions:
 
 @dataclass
 class ExportSummary:
-    """What an export holds. Sizes in bytes; `errors` maps layer type to the mean relative error that
-    quantization adds; `seconds` is the wall time."""
+    """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
+    the GPU says so; `errors` maps layer type to the mean relative error that quantization adds;
+    `seconds` is the wall time."""
 
     output: str
     kind: str
@@ -70,6 +71,7 @@ class ExportSummary:
     batch: int
     context: int | None
     layers: int
+    densified: int
     bytes_before: int
     bytes_after: int
     dtype: str | None
@@ -120,7 +122,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         gpu=options.gpu,
         batch=options.batch,
         context=job.settings.context,
-        layers=len(checkpoint.specs),
+        layers=len(job.checkpoint.specs),
+        densified=len(job.densified),
         bytes_before=before,
         bytes_after=job.tensors.nbytes,
         dtype=options.dtype,
@@ -136,16 +139,22 @@ class Job:
     settings: ExportSettings
     tensors: Tensors
     quantizer: Quantizer | None
+    densified: list[str]
 
     def __init__(
         self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
     ) -> None:
+        from blr.compressor.export.densify import slower_layers
         from blr.compressor.export.files import export_config
         from blr.compressor.export.reload import check_fits, export_context
         from blr.compressor.export.tensors import plan_tensors
         from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 
-        self.checkpoint, self.options = checkpoint, options
+        asked = (options.gpu, options.batch, options.dtype)
+        densified = {} if options.quantize else slower_layers(checkpoint, *asked)
+        kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
+        self.densified = sorted(densified)
+        self.checkpoint, self.options = replace(checkpoint, specs=kept), options
         self.workspace, self.progress = workspace, progress
         context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
         if options.kind == "pt2":
@@ -163,8 +172,9 @@ class Job:
             options.quantize,
             {module: list(layer.shape) for module, layer in dense.items()},
         )
-        self.tensors = plan_tensors(checkpoint.source, checkpoint.specs, options.dtype, self.quantizer)
-        self.config = export_config(checkpoint, self.settings, options.dtype)
+        chosen = (options.dtype, self.quantizer, densified)
+        self.tensors = plan_tensors(checkpoint.source, kept, *chosen)
+        self.config = export_config(self.checkpoint, self.settings, options.dtype)
         check_fits(checkpoint.source, self.config, self.tensors.shapes)
 
     def _make_quantizer(self) -> Quantizer | None:
@@ -255,6 +265,7 @@ class Job:
             "source": hashlib.sha256(canonical_json([source.config, headers])).hexdigest(),
             "revision": options.revision,
             "export": {**self.config["blr"]["export"], "dtype": options.dtype, "kind": options.kind},
+            "densified": self.densified,
             "max_shard_size": options.max_shard_size,
             "versions": {
                 "blr": __version__,

@@ -15,6 +15,7 @@ from blr.compressor.checkpoint.header import BITS, TensorEntry, quote, refuse
 from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
+from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.layout import Order, to_physical
 from blr.compressor.modeling.physical import orders, stored_name
 from blr.compressor.structures.specs import Spec
@@ -56,6 +57,12 @@ class Tensors:
             make = partial(quantizer.tensor, module, part)
             self._made(f"{module}.{part}", stored, shape, file, make)
 
+    def add_dense(self, source: Source, module: str, spec: Spec, dtype: str) -> None:
+        """The weight [o, i] of a structured layer, of `dtype`."""
+        make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
+        shape = (spec.out_features, spec.in_features)
+        self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
+
     def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
         entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
         self.slots.append(Slot(name, entry))
@@ -73,7 +80,11 @@ class Tensors:
 
 
 def plan_tensors(
-    source: Source, specs: Mapping[str, Spec], dtype: str | None, quantizer: Quantizer | None = None
+    source: Source,
+    specs: Mapping[str, Spec],
+    dtype: str | None,
+    quantizer: Quantizer | None = None,
+    densified: Mapping[str, Spec] | None = None,
 ) -> Tensors:
     """What an export of `source` stores, from headers alone.
 
@@ -81,11 +92,12 @@ def plan_tensors(
         specs: structured module to its spec, as on disk.
         dtype: torch's name of what floating-point tensors are cast to; None leaves them.
         quantizer: packs structured layers, and dense ones that it lists.
+        densified: structured modules of which the dense weight is written.
 
     Raises:
         InputError: a factor that is missing or of another shape than its spec says.
     """
-    factors = _factors(source, specs)
+    factors, merged = _factors(source, specs), _factors(source, densified or {})
     dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
     found = Tensors([], {})
     for entry in source.entries.values():
@@ -97,6 +109,10 @@ def plan_tensors(
             else:
                 order = orders(specs[module])[factor]
                 found.add(source, f"{module}.{stored_name(factor)}", entry, target, order)
+        elif entry.name in merged:
+            module, factor = merged[entry.name]
+            if factor == next(iter(densified[module].shapes())):  # once a layer
+                found.add_dense(source, module, densified[module], target)
         elif entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:

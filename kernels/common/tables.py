@@ -72,8 +72,8 @@ def prefers_dense(
 ) -> bool:
     """Whether the dense layer was measured to be faster at every number of tokens asked for.
 
-    A structured layer cannot become dense (its weight is not there): this is for whoever still
-    has the dense weight. False where nothing was measured.
+    A loaded layer cannot become dense (its weight is not there): `blr export` asks, which then stores
+    the dense weight. False where nothing was measured.
     """
     name = _ALIASES.get(structure, structure)
     found = [first_match(tuned_rules(gpu), name, shape, bucket(n), dtype) for n in tokens]

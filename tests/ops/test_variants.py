@@ -71,6 +71,8 @@ def test_blast(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.dt
     bias = random(blocks * q, dtype=dtype)
     check(blast.bmm_mix, blast.reference, x, *factors, bias)
     check(lambda *t: blast.bmm_mix(*t, chunk=5, cores="tensor"), blast.reference, x, *factors, None)
+    if blocks <= 4:
+        check(blast.materialize, blast.reference, x, *factors, bias)
     if tokens <= FEW:
         check(blast.gemv, blast.reference, x, *factors, bias)
 
@@ -84,6 +86,8 @@ def test_monarch(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.
     factors, bias = (random(blocks, q, blocks * r, dtype=dtype), V), random(blocks * q, dtype=dtype)
     check(monarch.permuted_store, monarch.reference, x, *factors, bias)
     check(monarch.bmm, monarch.reference, x, *factors, bias)
+    if blocks <= 4:
+        check(monarch.materialize, monarch.reference, x, *factors, bias)
     if tokens <= FEW:
         check(monarch.gemv, monarch.reference, x, *factors, bias)
 

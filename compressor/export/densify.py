@@ -1,0 +1,55 @@
+"""Structured layers that an export makes dense again: those whose dense layer the GPU runs faster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from blr.compressor.checkpoint.source import TORCH_NAMES
+from blr.compressor.runtime.plan import FAMILIES
+from blr.compressor.structures import family
+from blr.compressor.structures.specs import Spec
+from blr.kernels.common.tables import Shape, prefers_dense
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.checkpoint.source import Source
+    from blr.compressor.export.checkpoint import Checkpoint
+
+
+def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:
+    """Structured modules that the table of `gpu` (as `blr tune` writes it) says to run dense when
+    decoding 1 to `batch` tokens. Only in models of the decoding runtime, whose weights are [o, i].
+
+    dtype: torch's name of what is stored, None for the factors' own.
+    """
+    source = checkpoint.source
+    if source.model_type not in FAMILIES:
+        return {}
+    tokens = range(1, batch + 1)
+    found = {}
+    for module, spec in checkpoint.specs.items():
+        entry = source.entries.get(f"{module}.{next(iter(spec.shapes()))}")
+        if entry is None or not entry.is_float:
+            continue  # refused where the tensors are planned
+        stored = getattr(torch, dtype or TORCH_NAMES[entry.dtype])
+        if prefers_dense(spec.structure, _shape(spec), stored, gpu.replace("-", ""), tokens):
+            found[module] = spec
+    return found
+
+
+def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
+    """[o, i] of a structured layer, multiplied out in float32 or better and rounded once."""
+    factors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.shapes()}
+    wide = {
+        name: factor.to(torch.promote_types(factor.dtype, torch.float32))
+        for name, factor in factors.items()
+    }
+    return family(spec.structure).reconstruct(wide, spec).to(getattr(torch, dtype))
+
+
+def _shape(spec: Spec) -> Shape:
+    blocks = len(spec.shapes()) if spec.structure == "ks" else getattr(spec, "blocks", 1)
+    return Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
