@@ -114,7 +114,7 @@ def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
     installed = Path(sys.prefix).resolve()
     if not all(part.stat().st_mode & stat.S_IXOTH for part in (installed, *installed.parents)):
         pytest.skip("another user cannot read the installed packages")
-    for folder in (dense, *dense.parents[:3], tmp_path, *tmp_path.parents[:2]):
+    for folder in (dense, *dense.parents[:4], tmp_path, *tmp_path.parents[:3]):
         if stat.S_IMODE(folder.stat().st_mode) == 0o700:  # pytest keeps its folders to itself
             folder.chmod(0o755)
     for file in dense.iterdir():
