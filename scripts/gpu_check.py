@@ -38,7 +38,6 @@ from blr.compressor.bench.precision import PRECISIONS, computing_in
 from blr.compressor.bench.subjects import reference_of
 from blr.compressor.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear, pack_shared_input, structured_linear
-from blr.compressor.modeling.layout import in_order, order_of
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,
@@ -48,6 +47,7 @@ from blr.compressor.structures.specs import (
 )
 from blr.compressor.tune import variants_of
 from blr.kernels.common.available import kernel_device
+from blr.kernels.common.layout import in_order, order_of
 from blr.kernels.lowrank.op import lowrank_group
 
 Task = Any  # partial(check, *arguments), giving rows

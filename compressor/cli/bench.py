@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr.compressor.cli.bench_decode import decode
+from blr.compressor.cli.benching import counts, finish, words
 from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
 from blr.compressor.errors import UsageError
 
 if TYPE_CHECKING:
-    from blr.compressor.bench.results import Report
+    pass
 
 bench_app = typer.Typer(
     help="Time layers and kernels against dense and other implementations.",
@@ -77,23 +76,24 @@ def layers(
 ) -> None:
     """Layers of published models: dense, plain torch, torch.compile, ours and peers, interleaved."""
     from blr.compressor.bench.peers import load_peers
+    from blr.compressor.bench.plots import draw
     from blr.compressor.bench.precision import find_precision
-    from blr.compressor.bench.results import Report, check_output
+    from blr.compressor.bench.results import Report, check_output, save
     from blr.compressor.bench.shapes import check_structures, find_layers, specs_for
     from blr.compressor.bench.summary import layers_summary, layers_text
 
-    tokens, wanted = _counts("--n", n), _names(structures)
-    precision, counts = find_precision(dtype), _counts("--blocks", blocks) if blocks else ()
+    tokens, wanted = counts("--n", n), words(structures)
+    precision, grids = find_precision(dtype), counts("--blocks", blocks) if blocks else ()
     check_structures(wanted)
     if cf is not None and cf <= 1:
         raise UsageError(f"cf is {cf:g}: expected a compression factor over 1")
-    found = [(one, specs_for(one, wanted, counts, cf)) for one in find_layers(_names(models))]
+    found = [(one, specs_for(one, wanted, grids, cf)) for one in find_layers(words(models))]
     peers = load_peers(peer or ())
     if output is not None:
         check_output(output)
     settings = {
-        **{"models": _names(models), "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
-        **{"blocks": counts, "repeats": repeats, "peers": [p.name for p in peers]},
+        **{"models": words(models), "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
+        **{"blocks": grids, "repeats": repeats, "peers": [p.name for p in peers]},
     }
     report = Report("bench layers", settings)
     from blr.compressor.bench.layers import LayerBench
@@ -107,7 +107,7 @@ def layers(
 
     options = Options(device, repeats, seconds, energy, compiling)
     code = run_session(report, options, [precision], cases, Progress(quiet))
-    _finish(report, code, layers_summary(report.rows), layers_text, output, format)
+    finish(report, code, layers_summary(report.rows), layers_text, save, draw, output, format)
 
 
 @bench_app.command("kernels")
@@ -138,19 +138,20 @@ def kernels(
     from blr.compressor.bench.patterns import grid
     from blr.compressor.bench.patterns import sample as sampled
     from blr.compressor.bench.peers import load_peers
+    from blr.compressor.bench.plots import draw
     from blr.compressor.bench.precision import find_precision
-    from blr.compressor.bench.results import Report, check_output
+    from blr.compressor.bench.results import Report, check_output, save
     from blr.compressor.bench.summary import patterns_summary, patterns_text
     from blr.compressor.structures.patterns import parse_patterns
 
-    precisions = [find_precision(name) for name in _names(dtypes)]
+    precisions = [find_precision(name) for name in words(dtypes)]
     whole = list(parse_patterns(patterns)) if patterns else grid(batch)
     chosen = whole if every or patterns else sampled(whole, sample)
     peers = load_peers(peer or ())
     if output is not None:
         check_output(output)
     settings = {
-        **{"dtypes": _names(dtypes), "batch": batch, "patterns": len(chosen), "of": len(whole)},
+        **{"dtypes": words(dtypes), "batch": batch, "patterns": len(chosen), "of": len(whole)},
         **{"layout": "batch-last" if batch_last else "batch-first", "repeats": repeats},
         "peers": [p.name for p in peers],
     }
@@ -165,49 +166,7 @@ def kernels(
 
     options = Options(device, repeats, seconds, energy, compiling=False)
     code = run_session(report, options, precisions, cases, Progress(quiet))
-    _finish(report, code, patterns_summary(report.rows), patterns_text, output, format)
-
-
-def _finish(
-    report: Report, code: int, summary: dict[str, Any], text: Any, output: Path | None, format: Format
-) -> None:
-    """Files first, then the table and one line of JSON, or the whole as JSON."""
-    if output is not None:
-        from blr.compressor.bench.results import save
-
-        save(report, summary, output)
-        _draw(report, output)
-    if format is Format.json:
-        print(json.dumps(report.to_dict(summary)))
-    else:
-        print(text(report))
-        print(json.dumps(report.to_dict(summary, rows=False)))
-    if report.stopped:
-        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
-    if code:
-        raise typer.Exit(code)
-
-
-def _draw(report: Report, output: Path) -> None:
-    from blr.compressor.bench.plots import HINT, draw
-
-    try:
-        draw(report, output)
-    except ImportError:
-        print(f"blr: note: {HINT}", file=sys.stderr)
-
-
-def _names(text: str) -> list[str]:
-    """Comma-separated words, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _counts(option: str, text: str) -> list[int]:
-    """Comma-separated positive integers. Raises UsageError."""
-    words = _names(text)
-    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"{option} is {text!r}: expected positive integers such as 1,1024,4096")
-    return [int(word) for word in words]
+    finish(report, code, patterns_summary(report.rows), patterns_text, save, draw, output, format)
 
 
 bench_app.command("decode")(decode)

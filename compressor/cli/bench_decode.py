@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from blr.compressor.cli.benching import counts, finish, words
 from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
 from blr.compressor.errors import UsageError
 
@@ -57,14 +56,14 @@ def decode(
     if output is not None:
         check_output(output)
     from blr.compressor.bench.decode import DecodeOptions, run_decode
-    from blr.compressor.bench.decode_report import decode_text, save, summary
+    from blr.compressor.bench.decode_report import decode_text, draw, save, summary
     from blr.compressor.progress import Progress
 
     options = DecodeOptions(
-        models=_words(models),
-        arms=_words(arms or ""),
-        contexts=_counts("--contexts", contexts),
-        batches=_counts("--batches", batches, most=16),
+        models=tuple(words(models)),
+        arms=tuple(words(arms or "")),
+        contexts=counts("--contexts", contexts),
+        batches=counts("--batches", batches, most=16),
         steps=steps,
         rounds=rounds,
         cf=cf,
@@ -77,41 +76,4 @@ def decode(
         seconds=seconds,
     )
     report, code = run_decode(options, Progress(quiet))
-    found = summary(report.rows)
-    if output is not None:
-        save(report, found, output)
-        _draw(report, output)
-    if format is Format.json:
-        print(json.dumps(report.to_dict(found)))
-    else:
-        print(decode_text(report))
-        print(json.dumps(report.to_dict(found, rows=False)))
-    if report.stopped:
-        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
-    if code:
-        raise typer.Exit(code)
-
-
-def _draw(report: object, output: Path) -> None:
-    from blr.compressor.bench.decode_report import draw
-    from blr.compressor.bench.plots import HINT
-
-    try:
-        draw(report, output)
-    except ImportError:
-        print(f"blr: note: {HINT}", file=sys.stderr)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    """Comma-separated words, each once."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _counts(option: str, text: str, most: int | None = None) -> tuple[int, ...]:
-    """Comma-separated positive integers. Raises UsageError."""
-    words = _words(text)
-    good = all(w.isascii() and w.isdigit() and 0 < int(w) <= (most or int(w)) for w in words)
-    if not words or not good:
-        limit = "" if most is None else f" up to {most}"
-        raise UsageError(f"{option} is {text!r}: expected positive integers{limit} such as 1,2,4")
-    return tuple(map(int, words))
+    finish(report, code, summary(report.rows), decode_text, save, draw, output, format)

@@ -34,6 +34,14 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modeling code found in the checkpoint.")
 ]
 
+MaxShardSize = Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that blr wrote.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run left.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
+]
+
 
 def compress(
     model: Model,
@@ -91,17 +99,11 @@ def compress(
         int | None, typer.Option(help="Epochs of the joint refit of each block [GPU: 2, CPU: 0].")
     ] = None,
     device: Device = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")] = "5GB",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an output folder that blr wrote.")
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard what an interrupted run left.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
-    ] = False,
+    max_shard_size: MaxShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    allow_pickle: AllowPickle = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli.commands import Format, Offline, Quiet, print_result
+from blr.compressor.cli.commands import (
+    AllowPickle,
+    Format,
+    MaxShardSize,
+    Offline,
+    Overwrite,
+    Quiet,
+    Restart,
+    Revision,
+    print_result,
+)
 
 
 class ExportFormat(StrEnum):
@@ -39,17 +49,11 @@ def export(
     quantize: Annotated[
         str | None, typer.Option(help="int8 or int4: weights in groups of 128, activations as before.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")] = "5GB",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an output folder that blr wrote.")
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard what an interrupted run left.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
-    ] = False,
+    max_shard_size: MaxShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    allow_pickle: AllowPickle = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: Annotated[

@@ -16,9 +16,9 @@ from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
-from blr.compressor.modeling.layout import Order, to_physical
 from blr.compressor.modeling.physical import orders, stored_name
 from blr.compressor.structures.specs import Spec
+from blr.kernels.common.layout import Order, to_physical
 
 if TYPE_CHECKING:
     from torch import Tensor

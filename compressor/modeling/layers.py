@@ -16,9 +16,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.layout import order_of, relaid
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.kernels.blast.op import blast_linear
+from blr.kernels.common.layout import order_of, relaid
 from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear

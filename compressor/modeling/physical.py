@@ -18,8 +18,8 @@ from blr.compressor.modeling.layers import (
     MonarchLinear,
     StructuredLinear,
 )
-from blr.compressor.modeling.layout import Order, canonical_view, order_of, to_physical
 from blr.compressor.structures.specs import Spec
+from blr.kernels.common.layout import Order, canonical_view, order_of, to_physical
 
 SUFFIX = "_kernel"
 

@@ -22,8 +22,8 @@ from blr.compressor.modeling.layers import (
     MonarchLinear,
     StructuredLinear,
 )
-from blr.compressor.modeling.layout import canonical_view, order_of, to_physical
 from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.kernels.common.layout import canonical_view, order_of, to_physical
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.quantized.reference import GROUP, dequantize, packed_width

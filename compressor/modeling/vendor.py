@@ -31,7 +31,6 @@ SHIPPED = {
     "blr.compressor.modeling.requests",
     "blr.compressor.modeling.settings",
     "blr.compressor.modeling.layers",
-    "blr.compressor.modeling.layout",
     "blr.compressor.structures.specs",
 }
 KERNELS, RUNTIME = "blr.kernels.", "blr.compressor.runtime."

@@ -32,8 +32,7 @@ LLAMA_SHAPES: dict[str, list[str | int]] = {
     "model.layers.*.self_attn.o_proj.weight": ["hidden_size", _Q],
     "model.layers.*.mlp.[gu]*_proj.weight": ["intermediate_size", "hidden_size"],
     "model.layers.*.mlp.down_proj.weight": ["hidden_size", "intermediate_size"],
-    "model.layers.*norm.weight": ["hidden_size"],
-    "model.norm.weight": ["hidden_size"],
+    **{"model.layers.*norm.weight": ["hidden_size"], "model.norm.weight": ["hidden_size"]},
     "model.layers.#": ["num_hidden_layers"],
 }
 _LAYER = {

@@ -24,14 +24,6 @@ from blr.compressor.modeling.layers import (
     prepare_layers,
     structured_linear,
 )
-from blr.compressor.modeling.layout import (
-    LAYOUTS,
-    canonical_view,
-    in_order,
-    order_of,
-    relaid,
-    to_physical,
-)
 from blr.compressor.progress import Progress
 from blr.compressor.recipe import make_recipe
 from blr.compressor.structures.specs import (
@@ -40,6 +32,14 @@ from blr.compressor.structures.specs import (
     LowRankSpec,
     MonarchSpec,
     Spec,
+)
+from blr.kernels.common.layout import (
+    LAYOUTS,
+    canonical_view,
+    in_order,
+    order_of,
+    relaid,
+    to_physical,
 )
 from blr.kernels.lowrank.op import lowrank_group, packed
 
