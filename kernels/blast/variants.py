@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.blast.reference import blast_linear as reference
-from blr.kernels.common.available import launch_early
+from blr.kernels.common.available import supports_pdl
 from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
@@ -24,7 +24,7 @@ def gemv(
     """Two kernels for up to 16 tokens: V with the mix in its epilogue, then U."""
     from blr.kernels.gemv.grouped import grouped
 
-    pdl = launch_early(x.device)
+    pdl = supports_pdl(x.device)
     z = torch.empty(x.shape[0], V.shape[0] * V.shape[2], dtype=torch.float32, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     first = config.get("first")

@@ -66,7 +66,12 @@ def _gpu_runs_kernels(device: torch.device) -> bool:
 
 @cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether `device` starts a kernel before the one ahead of it ends (capability 9 and later)."""
+    """Whether `device` starts a kernel before the one ahead of it ends (capability 9 and later).
+
+    Kernels launched so load weights before they wait. That is safe unless the kernel ahead writes
+    these weights and itself lets its successor start early: ours write none, and one that makes no
+    such request is waited for whole.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -87,9 +92,3 @@ def gpu_name_key(name: str, capability: tuple[int, int]) -> str:
     if found is None or " MIG " in f" {name} ":
         return f"sm_{capability[0]}{capability[1]}"
     return found[0].replace(" ", "").lower()
-
-
-def launch_early(device: torch.device) -> bool:
-    """Whether kernels may load weights while the kernel ahead still runs: not where gradients are
-    recorded, since that one may be writing them."""
-    return supports_pdl(device) and not torch.is_grad_enabled()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import launch_early
+from blr.kernels.common.available import supports_pdl
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.lowrank.reference import lowrank_linear as reference
@@ -15,7 +15,7 @@ from blr.kernels.lowrank.reference import lowrank_linear as reference
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels for up to 16 tokens."""
-    pdl = launch_early(x.device)
+    pdl = supports_pdl(x.device)
     z = stage(
         x,
         V.t().unsqueeze(0),

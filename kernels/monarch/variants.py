@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import launch_early
+from blr.kernels.common.available import supports_pdl
 from blr.kernels.gemm.launch import bmm as our_bmm
 from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
@@ -18,7 +18,7 @@ from blr.kernels.monarch.reference import monarch_linear as reference
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels for up to 16 tokens; the first stores in the order that the second reads."""
     part = V.shape[2] // V.shape[0]
-    pdl = launch_early(x.device)
+    pdl = supports_pdl(x.device)
     z = stage(
         x,
         V.transpose(1, 2),
