@@ -1,7 +1,8 @@
 """Weight-only int8 and int4: from factors and dense weights to packed tensors, with their errors.
 
 Quantized are U and V of low-rank, Monarch and BLAST layers, the Kronecker-sparse factors, and dense
-weights; not the S of BLAST, biases, norms, embeddings and the output head. The format is that of
+weights; not the S of BLAST, biases, norms and embeddings. The output head is left by `quantize_model`
+and has a kind of its own (`quantize_head`). The format is that of
 `blr.kernels.quantized.reference`, the modules are those of `blr.compressor.modeling.quantized`.
 """
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from blr.compressor.errors import NumericsError, UsageError
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import (
-    DENSE,
     QuantizedLinear,
     QuantizedStructured,
+    dense_entry,
     from_matrix,
     is_quantized,
     quantized_linear,
+    rows_at_once,
     stored_names,
     to_matrix,
 )
@@ -81,8 +83,14 @@ def quantize_factors(
 
 def quantize_dense(weight: Tensor, bits: int, scale_dtype: torch.dtype | None = None) -> Quantized:
     """Quantize one dense weight [o, i]. Raises NumericsError when its scales are not finite."""
-    matrix, stored = _pack("weight", weight, bits, scale_dtype)
-    return Quantized(stored, {PRODUCT: relative_error(weight.to(matrix), matrix)})
+    parts, lost, whole = [], 0.0, 0.0
+    for rows in weight.split(rows_at_once(weight.shape[1])):
+        matrix, stored = _pack("weight", rows, bits, scale_dtype)
+        exact = rows.to(matrix)
+        lost, whole = lost + _square(matrix - exact), whole + _square(exact)
+        parts.append(stored)
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return Quantized(tensors, {PRODUCT: (lost / whole) ** 0.5 if whole else 0.0})
 
 
 def quantize_layer(
@@ -118,15 +126,43 @@ def quantize_model(
     Returns:
         Errors of every quantized module, as `Quantized.errors`.
     """
-    errors = {}
-    for name in quantizable(model, dense=dense, skip=skip):
-        parent, _, child = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        try:
-            new, errors[name] = quantize_layer(getattr(holder, child), bits)
-        except NumericsError as error:
-            raise NumericsError(f"{name}: {error}") from error
-        setattr(holder, child, new)
+    return {name: _replace(model, name, bits) for name in quantizable(model, dense=dense, skip=skip)}
+
+
+def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
+    """Quantize the output head of a transformers model in place.
+
+    A head that is the input embedding gets weights of its own; the embedding stays as it is, and the
+    model's configuration ties them no more.
+
+    Returns:
+        As `quantize_model`. Raises UsageError for a model without a linear head to quantize.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    kinds = StructuredLinear, nn.Linear
+    if not isinstance(head, kinds) or isinstance(head, QuantizedStructured):
+        found = "none" if head is None else type(head).__name__
+        raise UsageError(
+            f"the output head of {type(model).__name__} is {found}: expected a linear layer with"
+            " weights that are not quantized yet; leave the head as it is"
+        )
+    name = next(name for name, module in model.named_modules() if module is head)
+    errors = {name: _replace(model, name, bits)}
+    if getattr(model.config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False
+        getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
+    return errors
+
+
+def _replace(model: nn.Module, name: str, bits: int) -> dict[str, float]:
+    """Quantize the module `name` of `model`; its errors."""
+    parent, _, child = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    try:
+        new, errors = quantize_layer(getattr(holder, child), bits)
+    except NumericsError as error:
+        raise NumericsError(f"{name}: {error}") from error
+    setattr(holder, child, new)
     return errors
 
 
@@ -149,8 +185,7 @@ def table_entry(layer: nn.Module, bits: int) -> dict[str, Any]:
     """What `blr.compressor.modeling.quantized.quantized_linear` makes the layer's place-holder from."""
     if isinstance(layer, StructuredLinear):
         return {**layer.spec.to_dict(), "bits": bits}
-    rows, columns = _dense_weight(layer).shape
-    return {"structure": DENSE, "in_features": columns, "out_features": rows, "bits": bits}
+    return dense_entry(*_dense_weight(layer).shape, bits)
 
 
 def _dense_weight(layer: nn.Module) -> Tensor:
@@ -177,6 +212,10 @@ def _pack(
         )
     back = dequantize(packed, scale, bits, matrix.shape[-1], _work(matrix))
     return back, dict(zip(stored_names(name), (packed, scale), strict=True))
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.square().sum(dtype=torch.float64))
 
 
 def _work(tensor: Tensor) -> torch.dtype:

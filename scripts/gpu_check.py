@@ -37,7 +37,8 @@ from tolerances import TOLERANCES
 from blr.compressor.bench.precision import PRECISIONS, computing_in
 from blr.compressor.bench.subjects import reference_of
 from blr.compressor.load import load_model
-from blr.compressor.modeling.layers import StructuredLinear, pack_shared_input, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.shared import pack_shared_input
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,

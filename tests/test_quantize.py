@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pico import save_pico
+from safetensors.torch import load_file
 from tolerances import TOLERANCES
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -28,6 +29,8 @@ from blr.compressor.quantize import (
     PRODUCT,
     parse_kind,
     quantizable,
+    quantize_dense,
+    quantize_head,
     quantize_layer,
     quantize_model,
     table_entry,
@@ -204,6 +207,54 @@ def test_a_quantized_model_computes_and_loads_again(name: str, tmp_path: Path) -
     assert not info["unexpected_keys"]
     with torch.inference_mode():
         assert torch.equal(again.eval()(ids).logits, logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_the_head_is_quantized_by_itself_and_tied_no_more(name: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_pico(name, tmp_path / "dense")).eval()
+    table, weight = model.get_input_embeddings().weight, model.lm_head.weight.detach().clone()
+    kept, ids = table.detach().clone(), torch.arange(12).reshape(2, 6)
+    with torch.inference_mode():
+        exact = model(ids).logits
+    errors = quantize_head(model, 8)
+    assert isinstance(model.lm_head, QuantizedLinear)
+    measured = float((model.lm_head.weight - weight).norm() / weight.norm())
+    assert list(errors) == ["lm_head"]
+    assert errors["lm_head"][PRODUCT] == pytest.approx(measured, rel=1e-3)
+    model.tie_weights()
+    assert model.get_input_embeddings().weight is table and torch.equal(table, kept)
+    assert model.config.tie_word_embeddings is False
+    with torch.inference_mode():
+        assert 0 < float((model(ids).logits - exact).norm() / exact.norm()) < 0.01
+    model.save_pretrained(tmp_path / "saved")
+    assert {"lm_head.weight_q", "lm_head.weight_scale"} <= load_file(
+        tmp_path / "saved" / "model.safetensors"
+    ).keys()
+    with pytest.raises(UsageError, match="QuantizedLinear: expected a linear layer"):
+        quantize_head(model, 4)
+    assert quantizable(model)  # the layers are left
+
+
+def test_models_without_a_head_are_refused() -> None:
+    with pytest.raises(UsageError, match="output head of Sequential is none"):
+        quantize_head(nn.Sequential(nn.Linear(4, 4)), 8)
+
+
+@BITS
+def test_large_weights_in_turns_are_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds memory changes neither packed weights, nor errors, nor results."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(150, 41), torch.randn(2, 3, 150)
+    whole, errors = quantize_layer(layer, bits)
+    expected = whole(x)
+    monkeypatch.setattr("blr.compressor.modeling.quantized.WHOLE", 150 * 7)
+    parts = quantize_dense(layer.weight.detach(), bits)
+    assert parts.tensors["weight_q"].equal(whole.weight_q)
+    assert parts.tensors["weight_scale"].equal(whole.weight_scale)
+    assert parts.errors[PRODUCT] == pytest.approx(errors[PRODUCT], rel=1e-6)
+    torch.testing.assert_close(whole(x), expected)
+    one = nn.Linear(150, 41, bias=False)
+    assert quantize_layer(one, bits)[0](x).shape == (2, 3, 41)
 
 
 def test_weights_beyond_their_scales_dtype_are_named() -> None:

@@ -240,7 +240,7 @@ class DecodeBench:
 
     def _model(self, models: Models, arm: ArmName) -> Any:
         plain = arm.runtime == HF and arm.structure == "lowrank"
-        return models.get(arm.structure, arm.kind, plain)
+        return models.get(arm.structure, arm.kind, plain, arm.head)
 
     def _fill(self, row: DecodeRow, samples: list[float]) -> None:
         found = spread(samples)

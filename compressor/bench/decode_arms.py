@@ -14,34 +14,41 @@ from blr.compressor.errors import UsageError
 from blr.compressor.quantize import KINDS
 
 HF, OURS = "hf", "ours"
+HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and shapes
 
 
 @dataclass(frozen=True)
 class ArmName:
-    """``ours-lowrank-int4``: who decodes, what structure, what quantization ("" for none)."""
+    """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
+    of the output head ("" for none)."""
 
     runtime: str
     structure: str
     kind: str = ""
+    head: str = ""
 
     def __str__(self) -> str:
-        return "-".join(part for part in (self.runtime, self.structure, self.kind) if part)
+        head = next((name for name, kind in HEADS.items() if kind == self.head), "")
+        return "-".join(part for part in (self.runtime, self.structure, self.kind, head) if part)
 
 
 def parse_arm(text: str) -> ArmName:
     """Raises UsageError for an arm that does not exist."""
     runtime, _, rest = text.partition("-")
-    structure, _, kind = rest.partition("-")
+    structure, *rest = rest.split("-")
+    kind = rest.pop(0) if rest and rest[0] in KINDS else ""
+    head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
     structures = ("dense", *STRUCTURES, OWN)
-    naive = runtime == HF and (kind or structure not in ("dense", "lowrank", OWN))
-    known = runtime in (HF, OURS) and structure in structures and kind in ("", *KINDS)
+    naive = runtime == HF and (kind or head or structure not in ("dense", "lowrank", OWN))
+    known = runtime in (HF, OURS) and structure in structures and not rest
     if not known or naive:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
-            f"{', '.join(structures)} and, if quantized, -int8 or -int4"
+            f"{', '.join(structures)} and, if quantized, -int8 or -int4, then -head8 or -head4 for a "
+            "quantized output head"
         )
-    return ArmName(runtime, structure, kind)
+    return ArmName(runtime, structure, kind, head)
 
 
 class HfArm:

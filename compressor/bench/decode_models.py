@@ -62,7 +62,8 @@ class Models:
 
     Args:
         context: positions that the models must have. cf: compression factor of structured layers.
-        blocks: of Monarch and BLAST. quantized variants include the dense weights.
+        blocks: of Monarch and BLAST. quantized variants include the dense weights; their head is
+            quantized only if it is asked for.
     """
 
     subject: Subject
@@ -71,26 +72,31 @@ class Models:
     context: int
     cf: float = 2.0
     blocks: int = 16
-    built: dict[tuple[str, str], Any] = field(default_factory=dict)
+    built: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    ends: tuple[nn.Module, nn.Module] | None = None  # embedding and head of all random models
 
-    def get(self, structure: str, kind: str = "", plain: bool = False) -> Any:
+    def get(self, structure: str, kind: str = "", plain: bool = False, head: str = "") -> Any:
         """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "int8", "int4").
 
-        `plain`: with low-rank layers as two nn.Linear each, on the same weights.
+        `plain`: with low-rank layers as two nn.Linear each, on the same weights. `head`: the kind of
+        the output head.
         """
-        key = (structure, "plain" if plain else kind)
+        key = (structure, "plain" if plain else kind, head)
         if key not in self.built:
-            self.built[key] = self._build(structure, kind, plain)
+            self.built[key] = self._build(structure, kind, plain, head)
         return self.built[key]
 
-    def _build(self, structure: str, kind: str, plain: bool) -> Any:
+    def _build(self, structure: str, kind: str, plain: bool, head: str) -> Any:
         if plain and structure == "lowrank":
             return two_linears(self.get(structure), self._empty())
         model = self._loaded() if structure == OWN else self._random(structure)
-        if kind:
-            from blr.compressor.quantize import parse_kind, quantize_model
+        if kind or head:
+            from blr.compressor.quantize import parse_kind, quantize_head, quantize_model
 
-            quantize_model(model, parse_kind(kind))
+            if kind:
+                quantize_model(model, parse_kind(kind))
+            if head:
+                quantize_head(model, parse_kind(head))
         return model
 
     def _loaded(self) -> Any:
@@ -121,10 +127,10 @@ class Models:
         if structure != "dense":
             with torch.device("meta"):
                 replace_layers(model, self._table(model, STRUCTURES[structure]))
-        for other in self.built.values():
-            share_ends(model, other)
-            break
+        if self.ends is not None:
+            share_ends(model, *self.ends)
         fill(model, self.device)
+        self.ends = model.get_input_embeddings(), model.get_output_embeddings()
         return model
 
     def _table(self, model: Any, structure: str) -> dict[str, dict[str, Any]]:
@@ -139,10 +145,10 @@ class Models:
         return table
 
 
-def share_ends(model: Any, other: Any) -> None:
-    """Give `model` the embedding and the head of `other`."""
-    model.set_input_embeddings(other.get_input_embeddings())
-    model.set_output_embeddings(other.get_output_embeddings())
+def share_ends(model: Any, embedding: nn.Module, head: nn.Module) -> None:
+    """Give `model` the embedding and the head of another."""
+    model.set_input_embeddings(embedding)
+    model.set_output_embeddings(head)
 
 
 def fill(model: Any, device: torch.device) -> None:
@@ -172,17 +178,17 @@ def two_linears(model: Any, empty: Any) -> Any:
             setattr(dense[parent], child, nn.Sequential(first, second))
         elif name.endswith("norm"):
             dense[name].weight = layer.weight
-    share_ends(empty, model)
+    share_ends(empty, model.get_input_embeddings(), model.get_output_embeddings())
     empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
     return empty
 
 
 def weight_bytes(model: Any) -> int:
     """Bytes of weights that a token reads: everything but an untied input embedding."""
-    head = model.get_output_embeddings().weight
+    head = {parameter.data_ptr() for parameter in model.get_output_embeddings().parameters()}
     table = model.get_input_embeddings().weight
     found = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
-    if table.data_ptr() != head.data_ptr():
+    if table.data_ptr() not in head:
         del found[table.data_ptr()]
     return sum(found.values())
 

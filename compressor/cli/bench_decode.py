@@ -21,7 +21,8 @@ def decode(
         str | None,
         typer.Option(
             help="Comma-separated: hf- or ours- with dense, lowrank, blast, monarch (ours only) or, for "
-            "a checkpoint, own; ours may end in -int8 or -int4 [all usual ones]."
+            "a checkpoint, own; ours may go on with -int8 or -int4 and end in -head8 or -head4, for the "
+            "output head [all usual ones]."
         ),
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "128,1024,3072,6144",

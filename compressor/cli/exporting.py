@@ -49,6 +49,13 @@ def export(
     quantize: Annotated[
         str | None, typer.Option(help="int8 or int4: weights in groups of 128, activations as before.")
     ] = None,
+    quantize_head: Annotated[
+        str,
+        typer.Option(
+            help="int8, int4 or none: the output head of a causal language model, with or without "
+            "--quantize; a head tied to the embedding gets weights of its own."
+        ),
+    ] = "none",
     max_shard_size: MaxShardSize = "5GB",
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -84,6 +91,7 @@ def export(
             context=context,
             dtype=dtype,
             quantize=quantize,
+            quantize_head=quantize_head,
             kind="pt2" if ExportFormat.pt2 in formats else "folder",
             max_shard_size=parse_size(max_shard_size),
             overwrite=overwrite,
@@ -111,7 +119,12 @@ def _export_text(summary: dict[str, Any]) -> str:
     ]
     if summary["densified"]:
         lines[2] += f"; {summary['densified']} dense, faster so by the table of this GPU"
+    if summary["untied_bytes"]:
+        added = f"output head: {summary['untied_bytes']:,} bytes beside the embedding it was tied to"
+        lines.insert(-1, added)
     if summary["errors"]:
+        head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
+        kinds = " and ".join(filter(None, (summary["quantize"], head)))
         errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
-        lines.insert(-1, f"{summary['quantize']} error by layer type: {errors}")
+        lines.insert(-1, f"{kinds} error by layer type: {errors}")
     return "\n".join(lines)

@@ -58,6 +58,7 @@ run = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
 results = run(input_ids=ids, attention_mask=mask)  # or pixel_values=images
 ```
 """
+OUTPUT_HEAD = " The output head has {kind} weights of its own."
 CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graphs, one an input shape."
 
 
@@ -71,6 +72,8 @@ def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str |
         "layers": {name: spec.to_dict() for name, spec in checkpoint.specs.items()},
         "export": {k: v for k, v in asdict(settings).items() if v is not None and v != {}},
     }
+    if "head" in config["blr"]["export"]:
+        config["tie_word_embeddings"] = False  # a packed head is no embedding
     if dtype is not None:
         config = {key: value for key, value in config.items() if key != "torch_dtype"}
         config["dtype"] = dtype
@@ -119,14 +122,17 @@ def _read(folder: Path, name: str) -> bytes:
 
 def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings) -> str:
     decoder = settings.context is not None
+    head = config["blr"]["export"].get("head", {})
     others = "unchanged" if config.get("dtype") == checkpoint.source.config.get("dtype") else "cast"
-    count = len(checkpoint.specs) + len(settings.dense)
+    count = len(checkpoint.specs.keys() - head.keys()) + len(settings.dense)
     layout = PACKED if settings.quantize else KERNEL_LAYOUT
     plain = f"All tensors are those of the dense model, {others}."
+    what = layout.format(count=count, kind=settings.quantize, others=others) if count else plain
+    packed = [OUTPUT_HEAD.format(kind=f"int{entry['bits']}") for entry in head.values()]
     fused = FUSED.format(batch=settings.batch, context=settings.context)
     return SECTION.format(
         gpu=settings.gpu,
-        what=layout.format(count=count, kind=settings.quantize, others=others) if count else plain,
+        what="".join([what, *packed]),
         task="ForCausalLM" if decoder else "",
         how=fused if decoder else CAPTURED,
         version=__version__,

@@ -23,12 +23,13 @@ from blr.compressor.progress import Progress
 from blr.compressor.roofline import find_gpu
 
 if TYPE_CHECKING:
-    from blr.compressor.export.quantizing import Quantizer
+    from blr.compressor.export.quantizing import Head, Quantizer
     from blr.compressor.export.tensors import Tensors
     from blr.compressor.modeling.settings import ExportSettings
 
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZED = ("int8", "int4")
+NONE = "none"
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -38,7 +39,8 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 class ExportOptions:
     """What the command line says; `source_name` and `revision` are recorded in the output.
 
-    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less.
+    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
+    the output head, which has a kind of its own.
     """
 
     source_name: str
@@ -48,6 +50,7 @@ class ExportOptions:
     context: int | None = None
     dtype: str | None = None
     quantize: str | None = None
+    quantize_head: str | None = None
     kind: str = "folder"
     max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
@@ -62,7 +65,8 @@ class ExportOptions:
 @dataclass
 class ExportSummary:
     """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
-    the GPU says so; `errors` maps layer type to the mean relative error that quantization adds;
+    the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
+    is stored as well; `errors` maps layer type to the mean relative error that quantization adds;
     `seconds` is the wall time."""
 
     output: str
@@ -76,12 +80,17 @@ class ExportSummary:
     bytes_after: int
     dtype: str | None
     quantize: str | None
+    quantize_head: str | None
+    untied_bytes: int
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
 
 
 def check_options(options: ExportOptions) -> ExportOptions:
-    """`options` with the GPU's name as configs/gpus.yaml writes it. Raises UsageError."""
+    """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
+
+    Raises UsageError.
+    """
     if not 1 <= options.batch <= MAX_BATCH:
         raise UsageError(
             f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences"
@@ -91,11 +100,13 @@ def check_options(options: ExportOptions) -> ExportOptions:
     for name, value, known in (
         ("dtype", options.dtype, DTYPES),
         ("quantize", options.quantize, QUANTIZED),
+        ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
         ("format", options.kind, ("folder", "pt2")),
     ):
         if value is not None and value not in known:
             raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
-    return replace(options, gpu=find_gpu(options.gpu).name)
+    head = None if options.quantize_head == NONE else options.quantize_head
+    return replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
@@ -128,6 +139,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         bytes_after=job.tensors.nbytes,
         dtype=options.dtype,
         quantize=options.quantize,
+        quantize_head=options.quantize_head,
+        untied_bytes=job.untied_bytes,
         seconds=monotonic() - started,
         errors=job.errors(),
     )
@@ -151,7 +164,10 @@ class Job:
         from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 
         asked = (options.gpu, options.batch, options.dtype)
+        head = self._find_head(checkpoint, options)
         densified = {} if options.quantize else slower_layers(checkpoint, *asked)
+        if head is not None:
+            densified.pop(head.module, None)
         kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
         self.densified = sorted(densified)
         self.checkpoint, self.options = replace(checkpoint, specs=kept), options
@@ -161,31 +177,42 @@ class Job:
             from blr.compressor.export.pt2 import check_pt2
 
             check_pt2(checkpoint.source.model_type, generates=context is not None)
-        self.quantizer = self._make_quantizer()
-        dense = {} if self.quantizer is None else self.quantizer.dense
+        self.quantizer = self._make_quantizer(head)
+        packed = {} if self.quantizer is None else self.quantizer.settings()
         self.settings = ExportSettings(
-            LAYOUT,
-            options.gpu,
-            options.batch,
-            __version__,
-            context,
-            options.quantize,
-            {module: list(layer.shape) for module, layer in dense.items()},
+            LAYOUT, options.gpu, options.batch, __version__, context, **packed
         )
         chosen = (options.dtype, self.quantizer, densified)
         self.tensors = plan_tensors(checkpoint.source, kept, *chosen)
         self.config = export_config(self.checkpoint, self.settings, options.dtype)
         check_fits(checkpoint.source, self.config, self.tensors.shapes)
 
-    def _make_quantizer(self) -> Quantizer | None:
-        if self.options.quantize is None:
+    @staticmethod
+    def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+        if options.quantize_head is None:
+            return None
+        from blr.compressor.export.quantizing import find_head
+
+        return find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+
+    def _make_quantizer(self, head: Head | None) -> Quantizer | None:
+        if self.options.quantize is None and head is None:
             return None
         from blr.compressor.export.quantizing import make_quantizer
         from blr.compressor.export.tensors import STORED
 
         dtype = STORED[self.options.dtype] if self.options.dtype else None
         source, specs = self.checkpoint.source, self.checkpoint.specs
-        return make_quantizer(source, specs, self.options.quantize, dtype)
+        return make_quantizer(source, specs, self.options.quantize, dtype, head)
+
+    @property
+    def untied_bytes(self) -> int:
+        """Of a packed head that was the embedding."""
+        head = self.quantizer.head if self.quantizer is not None else None
+        if head is None or not head.tied:
+            return 0
+        mine = [slot for slot in self.tensors.slots if slot.name.startswith(f"{head.module}.weight_")]
+        return sum(slot.origin.nbytes for slot in mine)
 
     def errors(self) -> dict[str, float]:
         """What quantization added to the relative error of the weights, by layer type."""
@@ -294,6 +321,8 @@ class Job:
         }
         if self.quantizer is not None:
             facts["quantization_errors"] = self.quantizer.mean_errors()
+        if self.untied_bytes:
+            facts["untied_bytes"] = self.untied_bytes
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
             facts["compressed_from"] = read_manifest(self.checkpoint.source.folder).get("source")
         return json.loads(canonical_json(facts))

@@ -91,7 +91,7 @@ def plan_tensors(
     Args:
         specs: structured module to its spec, as on disk.
         dtype: torch's name of what floating-point tensors are cast to; None leaves them.
-        quantizer: packs structured layers, and dense ones that it lists.
+        quantizer: packs the structured and dense layers that it lists.
         densified: structured modules of which the dense weight is written.
 
     Raises:
@@ -104,7 +104,7 @@ def plan_tensors(
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
         if entry.name in factors:
             module, factor = factors[entry.name]
-            if quantizer is not None:
+            if quantizer is not None and module in quantizer.specs:
                 found.add_packed(quantizer, module, factor, target)
             else:
                 order = orders(specs[module])[factor]
@@ -117,6 +117,8 @@ def plan_tensors(
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:
             found.add(source, entry.name, entry, target)
+        if quantizer is not None and quantizer.copies(entry):
+            found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
 
 

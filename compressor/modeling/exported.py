@@ -17,7 +17,11 @@ from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
 from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.modeling.physical import to_kernel_layout
-from blr.compressor.modeling.quantized import DENSE, replace_quantized
+from blr.compressor.modeling.quantized import (
+    QuantizedStructured,
+    dense_entry,
+    replace_quantized,
+)
 from blr.compressor.modeling.settings import ExportSettings, export_settings
 
 _classes: dict[str, type] = {}
@@ -29,23 +33,22 @@ class ExportedModelMixin:
     def _place_layers(self) -> None:
         super()._place_layers()
         settings = export_settings(self.config)
-        if settings is not None and settings.quantize:
-            packed = packed_layers(self.config.blr["layers"], settings)
-            replace_quantized(self, {module_name(self, name): table for name, table in packed.items()})
-        elif settings is not None:
-            for layer in [m for m in self.modules() if isinstance(m, StructuredLinear)]:
+        if settings is None:
+            return
+        packed = packed_layers(self.config.blr["layers"], settings)
+        replace_quantized(self, {module_name(self, name): table for name, table in packed.items()})
+        for layer in [m for m in self.modules() if isinstance(m, StructuredLinear)]:
+            if not isinstance(layer, QuantizedStructured):
                 to_kernel_layout(layer)
 
 
 def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str, dict[str, Any]]:
     """Module to what `modeling/quantized.py` makes its layer from, for all that are packed."""
-    bits = {"bits": settings.bits}
-    structured = {name: {**spec, **bits} for name, spec in layers.items()}
-    dense = {
-        name: {"structure": DENSE, "out_features": rows, "in_features": columns, **bits}
-        for name, (rows, columns) in settings.dense.items()
-    }
-    return {**structured, **dense}
+    if not settings.quantize:
+        return settings.head
+    structured = {name: {**spec, "bits": settings.bits} for name, spec in layers.items()}
+    dense = {name: dense_entry(*shape, settings.bits) for name, shape in settings.dense.items()}
+    return {**structured, **dense, **settings.head}
 
 
 def model_class(name: str) -> type:

@@ -10,7 +10,6 @@ saved are the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -62,12 +61,23 @@ class StructuredLinear(nn.Module):
 
 
 class LowRankLinear(StructuredLinear):
-    """``y = (x V) Uᵀ + bias``, whole or in groups of heads."""
+    """``y = (x V) Uᵀ + bias``, whole or in groups of heads.
+
+    shared: the layers of the same input that this one may be computed with (`shared.py`), or None.
+    """
+
+    shared: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shared is not None and (y := self.shared.take(self, x)) is not None:
+            return y
         if self.U.dim() == 3:
             return grouped_lowrank_linear(x, self.U, self.V, self.bias, side=self.spec.side)
         return lowrank_linear(x, self.U, self.V, self.bias)
+
+    def keep_v(self, stored: Tensor) -> None:
+        """Make V a view of `stored` [r, i], its values in kernel layout. Of whole layers only."""
+        self.V.data = stored.mT
 
 
 class MonarchLinear(StructuredLinear):
@@ -135,29 +145,6 @@ def prepare_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, StructuredLinear) and any(p.is_cuda for p in module.parameters()):
             module.relayout_()
-
-
-def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
-    """Store the V of low-rank layers that read the same input (q, k, v; gate, up) in one tensor.
-
-    Their parameters become views of it, so that `lowrank_group` can take one product through all
-    ranks. Moving or casting the layers afterwards separates them again.
-
-    Returns:
-        The stored tensor [Σ r, i].
-
-    Raises:
-        ValueError: layers of another structure, of groups, or of different inputs or dtypes.
-    """
-    if not all(isinstance(layer, LowRankLinear) and layer.V.dim() == 2 for layer in layers):
-        raise ValueError("only plain low-rank layers share a stored V")
-    kinds = {(layer.in_features, layer.V.dtype, layer.V.device) for layer in layers}
-    if len(kinds) != 1:
-        raise ValueError(f"found {len(kinds)} kinds of inputs, dtypes or devices; expected one")
-    stored = torch.cat([layer.V.detach().mT for layer in layers])
-    for layer, part in zip(layers, stored.split([layer.spec.rank for layer in layers]), strict=True):
-        layer.V.data = part.mT
-    return stored
 
 
 def _contiguous_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

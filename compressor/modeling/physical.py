@@ -80,6 +80,10 @@ class KernelLowRankLinear(KernelLayout, LowRankLinear):
 
     U, V = _canonical("U"), _canonical("V")
 
+    def keep_v(self, stored: Tensor) -> None:
+        """As of the canonical layer."""
+        self.V_kernel.data = stored
+
 
 class KernelMonarchLinear(KernelLayout, MonarchLinear):
     """V_kernel [b, r, p]."""

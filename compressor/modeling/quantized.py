@@ -30,6 +30,7 @@ from blr.kernels.quantized.reference import GROUP, dequantize, packed_width
 
 PACKED, SCALE = "_q", "_scale"
 DENSE = "dense"  # the structure of an entry for a quantized nn.Linear
+WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
 KEPT = {("blast", "S")}  # factors that are never quantized
 
 
@@ -210,11 +211,24 @@ class QuantizedLinear(nn.Module):
         return Packed(packed, scale, self.bits, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
+        w = self.packed()
+        step = rows_at_once(w.K)
+        if step >= self.out_features:
+            return nn.functional.linear(x, w.dequantized(), self.bias)
+        parts = zip(w.packed.split(step), w.scale.split(step), strict=True)
+        made = (w._replace(packed=packed, scale=scale).dequantized() for packed, scale in parts)
+        y = torch.cat([nn.functional.linear(x, weight) for weight in made], -1)
+        return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features} -> {self.out_features}"
         return f"{DENSE} {sizes}, bias={self.bias is not None}, int{self.bits}"
+
+
+def rows_at_once(width: int) -> int:
+    """Rows of `width` weights that are worked on together."""
+    return max(WHOLE // max(width, 1), 1)
 
 
 QUANTIZED_LAYERS: dict[str, type[QuantizedStructured]] = {
@@ -234,6 +248,11 @@ def quantized_linear(fields: dict[str, Any], bias: bool) -> QuantizedStructured 
         return QuantizedLinear(fields["in_features"], fields["out_features"], bias, bits)
     spec = spec_from_dict(fields)
     return QUANTIZED_LAYERS[spec.structure](spec, bias, bits)
+
+
+def dense_entry(rows: int, columns: int, bits: int) -> dict[str, Any]:
+    """What `quantized_linear` makes a `QuantizedLinear` of weights [rows, columns] from."""
+    return {"structure": DENSE, "in_features": columns, "out_features": rows, "bits": bits}
 
 
 def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:

@@ -17,6 +17,8 @@ class ExportSettings:
     `gpu` is a name of configs/gpus.yaml; `batch` sequences at most and `context` tokens of prompt
     and answer (None: not a decoder) are what generation is prepared for; `quantize` is "int8",
     "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed.
+    `head` maps the output head, if it is packed by itself, to the entry of `modeling/quantized.py`
+    that its layer is made from.
     """
 
     layout: int
@@ -26,6 +28,7 @@ class ExportSettings:
     context: int | None = None
     quantize: str | None = None
     dense: dict[str, list[int]] = field(default_factory=dict)
+    head: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def bits(self) -> int:

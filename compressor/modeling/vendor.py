@@ -30,6 +30,7 @@ SHIPPED = {
     "blr.compressor.modeling.quantized",
     "blr.compressor.modeling.requests",
     "blr.compressor.modeling.settings",
+    "blr.compressor.modeling.shared",
     "blr.compressor.modeling.layers",
     "blr.compressor.structures.specs",
 }

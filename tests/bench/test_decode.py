@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,62 @@ def test_variants_share_their_ends_and_have_their_own_layers() -> None:
     assert cache_bytes(dense, 10, 3) == 2 * 2 * 2 * 16 * 2 * 10 * 3
 
 
+def test_heads_are_quantized_beside_the_shared_ones() -> None:
+    """Whichever is built first, the others keep a plain head of the same weights."""
+    models = _models(torch.bfloat16)
+    first, dense = models.get("dense", "int4", head="int8"), models.get("dense")
+    assert type(dense.lm_head) is torch.nn.Linear
+    weight = dense.lm_head.weight
+    assert first.model.embed_tokens is dense.model.embed_tokens
+    assert models.get("lowrank").lm_head.weight is weight
+    found = first.lm_head.weight.float()
+    assert 0 < float((found - weight.float()).norm() / weight.float().norm()) < 0.01
+    bare = models.get("dense", head="int8")
+    # Rows of 64 are padded to 128 bytes, and a scale of 2 bytes each; the embedding is not read.
+    saved = weight.nbytes - weight.shape[0] * (128 + 2)
+    assert weight_bytes(dense) - weight_bytes(bare) == saved
+
+
+def test_tied_ends_stay_tied_in_other_models() -> None:
+    subject = find_subject("pico")
+    tied = replace(subject, settings={**subject.settings, "tie_word_embeddings": True})
+    models = Models(tied, torch.device("cpu"), torch.float32, 64, blocks=4)
+    quantized, dense = models.get("dense", head="int8"), models.get("dense")
+    assert dense.lm_head.weight is dense.model.embed_tokens.weight
+    assert quantized.config.tie_word_embeddings is False and dense.config.tie_word_embeddings
+    head = quantized.lm_head.packed().nbytes
+    assert weight_bytes(quantized) == weight_bytes(dense) - dense.lm_head.weight.nbytes + head
+
+
+@pytest.mark.parametrize("arm", ["ours-lowrank-int4-head8", "ours-dense-head4", "ours-own-int8"])
+def test_arms_say_what_they_are(arm: str) -> None:
+    assert str(parse_arm(arm)) == arm
+    found = parse_arm("ours-lowrank-int4-head8")
+    assert (found.runtime, found.structure, found.kind, found.head) == (
+        *("ours", "lowrank", "int4", "int8"),
+    )
+
+
+def test_arms_of_quantized_heads_are_right_and_timed(tiny: Path) -> None:
+    arms = ("hf-dense", "ours-dense-head8", "ours-lowrank-int4-head8", "ours-blast-int8-head4")
+    for row in _run(arms=arms):
+        assert (row.status, row.ms is not None) == (OK, True), row.note
+    (own,) = _run(models=[str(tiny)], arms=["ours-own-int4-head8"])
+    assert (own.status, own.equal_tokens) == (OK, decode.GREEDY)
+
+
 def test_all_published_shapes_are_llamas() -> None:
     for name, settings in known_models().items():
         assert settings["hidden_size"] % settings["num_attention_heads"] == 0, name
 
 
-@pytest.mark.parametrize("name", ["ours-ks", "hf-blast", "hf-dense-int8", "ours-dense-fp8", "dense", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ours-ks", "hf-blast", "hf-dense-int8", "ours-dense-fp8", "dense", ""),
+        *("hf-dense-head8", "ours-dense-head16", "ours-dense-head8-int4", "ours-dense-int4-head8-x"),
+    ],
+)
 def test_unknown_arms_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="expected hf-dense, hf-lowrank or hf-own"):
         parse_arm(name)

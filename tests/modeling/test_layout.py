@@ -20,7 +20,6 @@ from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.layers import (
     StructuredLinear,
-    pack_shared_input,
     prepare_layers,
     structured_linear,
 )
@@ -41,7 +40,6 @@ from blr.kernels.common.layout import (
     relaid,
     to_physical,
 )
-from blr.kernels.lowrank.op import lowrank_group, packed
 
 SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 10, 3),
@@ -210,49 +208,3 @@ def test_loading_ends_with_the_layout(
     loaded = AutoModelForCausalLM.from_pretrained(outputs["svd"], output_loading_info=info)
     assert prepared == [loaded[0] if info else loaded]
     assert not any(p.is_meta for p in prepared[0].parameters())
-
-
-# Layers of one input that share a stored tensor.
-
-
-def group() -> list[StructuredLinear]:
-    return [layer_of(LowRankSpec(12, o, r)) for o, r in ((10, 3), (4, 1), (4, 2))]
-
-
-def test_packed_layers_share_one_tensor_and_compute_the_same(tmp_path: Path) -> None:
-    layers, x = group(), torch.randn(5, 12)
-    before = [copy.deepcopy(layer.state_dict()) for layer in layers]
-    expected = [layer(x) for layer in layers]
-    stored = pack_shared_input(layers)
-    assert stored.shape == (6, 12)
-    Vs = [layer.V for layer in layers]
-    found = packed(Vs)
-    assert found is not None
-    assert (found.data_ptr(), found.shape) == (stored.data_ptr(), stored.shape)
-    torch.testing.assert_close([layer(x) for layer in layers], expected)
-    together = lowrank_group(x, [layer.U for layer in layers], Vs, [layer.bias for layer in layers])
-    torch.testing.assert_close(together, expected)
-    state = {f"{n}.{k}": t for n, layer in enumerate(layers) for k, t in layer.state_dict().items()}
-    save_file(state, tmp_path / "packed.safetensors")
-    saved = load_file(tmp_path / "packed.safetensors")
-    assert all(torch.equal(saved[f"{n}.{k}"], t) for n, d in enumerate(before) for k, t in d.items())
-
-
-def test_a_packed_layer_stays_packed_when_it_is_relaid() -> None:
-    layers = group()
-    pack_shared_input(layers)
-    for layer in layers:
-        layer.relayout_()
-    assert packed([layer.V for layer in layers]) is not None
-
-
-@pytest.mark.parametrize(
-    "others",
-    [[LowRankSpec(6, 4, 2)], [LowRankSpec(12, 4, 2, 2, "out")], [BlastSpec(12, 9, 3, 4)]],
-    ids=["input", "grouped", "structure"],
-)
-def test_layers_that_cannot_share_are_refused(others: list[Spec]) -> None:
-    layers = [*group(), *map(layer_of, others)]
-    with pytest.raises(ValueError, match=r"share a stored V|expected one"):
-        pack_shared_input(layers)
-    assert packed([layer.V for layer in layers[:3]]) is None
