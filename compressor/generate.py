@@ -42,7 +42,9 @@ def generate(
 ) -> Generation:
     """Generate and, if `stream` is given, write the text there as it is produced.
 
-    Raises UsageError for a prompt that is empty or leaves no room in the model's context.
+    Raises:
+        UsageError: a prompt without tokens.
+        CapabilityError: one that leaves no room in the model's context.
     """
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
@@ -50,7 +52,7 @@ def generate(
     if length == 0:
         raise UsageError("the prompt has no tokens; give some text to continue")
     if context is not None and length + sampling.max_new_tokens > context:
-        raise UsageError(
+        raise CapabilityError(
             f"{length} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's context "
             f"of {context}; shorten the prompt or lower --max-new-tokens"
         )
@@ -109,12 +111,17 @@ def check_profile(device: str) -> None:
 def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
     """Time the stages of the tokens that follow `prompt`.
 
-    Raises CapabilityError for a model that the fused runtime does not take.
+    Raises CapabilityError for a model or a prompt that the fused runtime does not take.
     """
+    from blr.compressor.runtime.failures import DecoderError
+
     decoder = _decoder(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    decoder.prefill(ids.to(model.device))
-    *stages, token = [Stage(*stage) for stage in decoder.profile(steps)]
+    try:
+        decoder.prefill(ids.to(model.device))
+        *stages, token = [Stage(*stage) for stage in decoder.profile(steps)]
+    except DecoderError as error:
+        raise CapabilityError(f"no profile: {error}") from error
     bandwidth = copy_bandwidth(model.device)
     seconds = token.microseconds / 1e6
     return Profile(1 / seconds, token.bytes, bandwidth, token.bytes / seconds / bandwidth, stages)

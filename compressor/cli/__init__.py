@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from blr.compressor import __version__
 from blr.compressor.cli import bench, commands, exporting, planning, tuning
 from blr.compressor.cli.failure import report
 from blr.compressor.errors import BlrError, CapabilityError, UsageError
+from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
 app = typer.Typer(
     name="blr",
@@ -48,7 +50,17 @@ def _root(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    _check_kernels()
+
+
+def _check_kernels() -> None:
+    """Refuse a BLR_KERNELS that cannot be followed before any work."""
+    try:
+        mode = kernels_mode()
+    except RuntimeError as error:
+        raise UsageError(str(error)) from error
+    if mode == "triton" and find_spec("triton") is None:
+        raise CapabilityError(NO_TRITON)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError, OutputError, UsageError
+from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.export.checkpoint import Checkpoint
 from blr.compressor.factorize import pick_device
 from blr.compressor.finish import keep_tokenizer, misfits
@@ -25,7 +25,8 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     """Tokens of context to prepare generation for; None for a model that does not generate.
 
     Raises:
-        UsageError: more than the model has positions, or a context for an encoder.
+        UsageError: a context for an encoder.
+        CapabilityError: more than the model has positions.
         InputError: a model type or architecture that transformers does not have.
     """
     source = checkpoint.source
@@ -39,7 +40,7 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
         config = CONFIG_MAPPING[source.model_type].from_dict(dict(source.config))
         limit = getattr(config, "max_position_embeddings", None)
     if asked is not None and limit is not None and asked > limit:
-        raise UsageError(f"--context {asked}: the model has {limit} positions; choose at most that")
+        raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
     return asked or min(limit or default, default)
 
 

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.disk import check_space, fsync_folder, storage_er
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest, read_manifest
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import OutputError, UsageError
+from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.checkpoint import Checkpoint, open_checkpoint
 from blr.compressor.plan import Plan
 from blr.compressor.progress import Progress
@@ -89,11 +89,13 @@ class ExportSummary:
 def check_options(options: ExportOptions) -> ExportOptions:
     """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
 
-    Raises UsageError.
+    Raises UsageError; CapabilityError for more sequences than the kernels take.
     """
     if not 1 <= options.batch <= MAX_BATCH:
-        raise UsageError(
-            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences"
+        refusal = UsageError if options.batch < 1 else CapabilityError
+        raise refusal(
+            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences; export for "
+            "fewer, larger batches generate with transformers"
         )
     if options.context is not None and options.context < 1:
         raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")

@@ -1,10 +1,4 @@
-"""What this process can run: Triton, a GPU that its kernels are for, programmatic launch.
-
-The environment variable BLR_KERNELS decides: `auto` (the default) uses Triton kernels on NVIDIA
-GPUs of compute capability 8 and later where Triton is installed, `torch` never, `triton` insists
-on them (an error where there is no Triton) and, under TRITON_INTERPRET=1, runs them on the CPU in
-Triton's interpreter.
-"""
+"""What this process can run: Triton, a GPU that its kernels are for, programmatic launch."""
 
 from __future__ import annotations
 
@@ -15,7 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MODES = ("auto", "torch", "triton")
+from blr.kernels.common.mode import NO_TRITON, kernels_mode
+
 # A model number as vendors write it: H200, GH200, A100, L40S, RTX 4090, RTX A6000.
 _MODEL = re.compile(r"\b(?:RTX (?:PRO )?)?(?:GH|GB|[ABHLPTV])?\d{1,4}S?\b")
 
@@ -30,14 +25,6 @@ def has_triton() -> bool:
     return True
 
 
-def kernels_mode() -> str:
-    """The value of BLR_KERNELS. Raises RuntimeError for one that is not in `MODES`."""
-    mode = os.environ.get("BLR_KERNELS", "auto")
-    if mode not in MODES:
-        raise RuntimeError(f"BLR_KERNELS is {mode!r}: expected one of {', '.join(MODES)}; correct it")
-    return mode
-
-
 def kernel_device(tensor: Tensor) -> bool:
     """Whether Triton kernels take `tensor`, by its device and BLR_KERNELS.
 
@@ -47,7 +34,7 @@ def kernel_device(tensor: Tensor) -> bool:
     if mode == "torch":
         return False
     if mode == "triton" and not has_triton():
-        raise RuntimeError("BLR_KERNELS is 'triton', but there is no triton; install it or unset that")
+        raise RuntimeError(NO_TRITON)
     if tensor.is_cuda:
         return _gpu_runs_kernels(tensor.device)
     return mode == "triton" and tensor.device.type == "cpu" and interpreted()

@@ -178,3 +178,11 @@ def test_verify_notices_a_changed_file(compressed: Path, blr: Run, tmp_path: Pat
     (copy / "config.json").write_text("{}")
     refused(blr("verify", copy), 10, "config.json")
     assert blr("verify", compressed).returncode == 0
+
+
+def test_a_kernel_setting_that_cannot_be_followed_is_refused_before_any_work(
+    tiny: Path, blr: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLR_KERNELS", "fast")
+    refused(blr("inspect", tiny), 2, "BLR_KERNELS is 'fast'", "auto, torch, triton")
+    assert blr("--version").returncode == 0

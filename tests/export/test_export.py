@@ -178,10 +178,10 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "code", "fragments"),
     [
-        (["--context", "1025"], 2, ["--context 1025", "1024 positions"]),
+        (["--context", "1025"], 9, ["--context 1025", "1024 positions"]),
         (["--context", "0"], 2, ["--context 0"]),
         (["--batch", "0"], 2, ["--batch 0", "1 to 8"]),
-        (["--batch", "9"], 2, ["--batch 9", "1 to 8"]),
+        (["--batch", "9"], 9, ["--batch 9", "1 to 8"]),
         (["--gpu", "abacus"], 2, ["abacus", "h200"]),
         (["--dtype", "int3"], 2, ["int3", "bfloat16"]),
         (["--quantize", "int3"], 2, ["int3", "int8, int4"]),

@@ -1,0 +1,22 @@
+"""The environment variable BLR_KERNELS: whether Triton kernels run.
+
+`auto` (the default) uses them on NVIDIA GPUs of compute capability 8 and later where Triton is
+installed, `torch` never, `triton` insists on them (an error where there is no Triton) and, under
+TRITON_INTERPRET=1, runs them on the CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "BLR_KERNELS"
+MODES = ("auto", "torch", "triton")
+NO_TRITON = f"{VARIABLE} is 'triton', but there is no triton; install it or unset that"
+
+
+def kernels_mode() -> str:
+    """The value of BLR_KERNELS. Raises RuntimeError for one that is not in `MODES`."""
+    mode = os.environ.get(VARIABLE, "auto")
+    if mode not in MODES:
+        raise RuntimeError(f"{VARIABLE} is {mode!r}: expected one of {', '.join(MODES)}; correct it")
+    return mode
