@@ -26,7 +26,7 @@ class TunedRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    structure: Literal["lowrank", "monarch", "blast", "kronecker"]
+    structure: Literal["lowrank", "monarch", "blast", "kronecker", "token"]
     dtype: DType | list[DType] | None = None
     inputs: Bounds | None = None
     outputs: Bounds | None = None

@@ -1,7 +1,7 @@
 """Checks the decoding runtime on a GPU against transformers, and times it.
 
     python scripts/runtime_check.py --checkpoint tests/data/tiny-llama
-    python scripts/runtime_check.py --speed 7b --structure svd
+    python scripts/runtime_check.py --speed 7b --structure svd --mode persistent
 
 `--checkpoint`: one PASS or FAIL row a property, the verdict last; exit code 1 if any failed.
 `--speed`: a random model of a published shape, made on the GPU: tokens a second and microseconds a
@@ -29,7 +29,7 @@ from tolerances import TOLERANCES
 
 from blr.compressor.load import load_model, load_tokenizer
 from blr.compressor.modeling.layers import replace_layers
-from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.decoder import MODES, Decoder
 from blr.compressor.runtime.profile import average
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "sample.txt"
@@ -94,36 +94,46 @@ def compare(
     report.row(True, what, f"{sum(map(len, found))} tokens")
 
 
-def check_float32(report: Report, folder: Path) -> None:
-    """Greedy tokens in float32: graph, eager and transformers on both devices, batches, borders."""
+def check_float32(report: Report, folder: Path, mode: str) -> None:
+    """Greedy tokens in float32: `mode`, eager and transformers on both devices, batches, borders."""
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cuda")
     limit = model.config.max_position_embeddings
     length, context = 100, min(limit, 2048)
     new = min(256, context - length)
     ids = prompt_ids(folder, model.config.vocab_size, context)
     short = ids[:, :length]
-    graph = Decoder(model, batch=8, context=context)
+    graph = Decoder(model, batch=rows_of(mode)[-1], context=context, mode=mode)
     found, wanted = graph.generate(short, max_new_tokens=new), native(model, short, new)
     compare(
-        report, "graph = transformers", found, wanted, lambda _, at: margin(model, short, wanted[0], at)
+        report,
+        f"{mode} = transformers",
+        found,
+        wanted,
+        lambda _, at: margin(model, short, wanted[0], at),
     )
     print("     distinct tokens:", len(set(found[0])), "pdl:", graph.pdl, flush=True)
     again = graph.generate(short, max_new_tokens=new)
-    compare(report, "graph = graph again", again, found, lambda _, at: f"at token {at}")
-    for name, options in {"eager": {"mode": "eager"}, "fixed splits": {"deterministic": True}}.items():
+    compare(report, f"{mode} = {mode} again", again, found, lambda _, at: f"at token {at}")
+    modes = {"eager": {"mode": "eager"}, "fixed splits": {"deterministic": True, "mode": mode}}
+    for name, options in modes.items():
         other = Decoder(model, context=context, **options).generate(short, max_new_tokens=new)
         compare(report, f"{name} = transformers", other, wanted, lambda _, at: f"at token {at}")
     on_cpu = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
-    compare(report, "graph = transformers on the CPU", found, native(on_cpu, short, new),
+    compare(report, f"{mode} = transformers on the CPU", found, native(on_cpu, short, new),
             lambda _, at: margin(model, short, found[0], at))  # fmt: skip
     check_batches(report, model, graph, ids)
     check_lengths(report, model, graph, ids, context)
     check_logits(report, model, graph, ids[:, : length + 64], length, torch.float32)
 
 
+def rows_of(mode: str) -> tuple[int, ...]:
+    """Batches that a mode takes."""
+    return (1, 2) if mode == "persistent" else (1, 2, 3, 8)
+
+
 def check_batches(report: Report, model: Any, graph: Decoder, ids: Tensor) -> None:
     """Rows of different lengths, padded on the left and on the right."""
-    for rows in (1, 2, 3, 8):
+    for rows in rows_of(graph.mode):
         lengths = [60 - 7 * row for row in range(rows)]
         batch, mask = torch.zeros(2, rows, 60, dtype=torch.int64)
         for row, n in enumerate(lengths):
@@ -166,15 +176,15 @@ def check_logits(
     )
 
 
-def check_half(report: Report, folder: Path) -> None:
+def check_half(report: Report, folder: Path, mode: str) -> None:
     """Logits in bfloat16 against the same rounded weights in float32, beside those of transformers."""
     half = load_model(folder, "AutoModelForCausalLM", dtype="bfloat16", device="cuda")
     exact = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cuda")
     exact.load_state_dict({n: t.float() for n, t in half.state_dict().items()})
     context = min(half.config.max_position_embeddings, 512)
     ids = prompt_ids(folder, half.config.vocab_size, min(164, context))
-    for rows in (1, 4):
-        decoder = Decoder(half, context=context, batch=rows)
+    for rows in (1, 2 if mode == "persistent" else 4):
+        decoder = Decoder(half, context=context, batch=rows, mode=mode)
         check_logits(report, exact, Repeated(decoder, rows), ids, ids.shape[1] - 64, torch.bfloat16)
     with torch.no_grad():
         ours, truth = (m(ids.to("cuda")).logits[0].float() for m in (half, exact))
@@ -260,6 +270,7 @@ def speed(arguments: argparse.Namespace) -> None:
     _, us, size = table[-1]
     seconds = wall_time(lambda n: decoder.generate(ids, max_new_tokens=n))
     result = {"shape": arguments.speed, "structure": arguments.structure, "batch": rows}
+    result |= {"mode": arguments.mode}
     result |= {"context": length, "tokens_per_second": rows * 1e6 / us, "bytes": size}
     result |= {"of_copy": size / us * 1e6 / bandwidth, "generate_tokens_per_second": rows / seconds}
     result |= {"phases": {name: round(us, 2) for name, us, _ in table}, "pdl": decoder.pdl}
@@ -287,7 +298,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--mode", default="graph")
+    parser.add_argument("--mode", choices=MODES, default="graph")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
@@ -295,8 +306,8 @@ def main() -> None:
     report = Report()
     for folder in arguments.checkpoint:
         print(f"== {folder.name}", flush=True)
-        check_float32(report, folder)
-        check_half(report, folder)
+        check_float32(report, folder, arguments.mode)
+        check_half(report, folder, arguments.mode)
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.speed:

@@ -78,7 +78,7 @@ class DecodeOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     ops: str = "auto"
-    mode: str = "graph"
+    mode: str = "auto"
     compiling: bool | None = None
     seconds: float | None = None
 
@@ -213,7 +213,7 @@ class DecodeBench:
             ops = options.ops
             if ops == "auto":
                 ops = "triton" if self.device.type == "cuda" else "torch"
-            made = OursArm(model, ids, steps, ops, options.mode)
+            made = OursArm(model, ids, steps, ops, arm.mode or options.mode)
             if (read := made.bytes_read()) > DEQUANTIZED * row.bytes:
                 what = f"the decoder reads {read / row.bytes:.1f} times the bytes of the model"
                 row.fail(FAILED, f"{what}: it does not take these layers as they are stored")

@@ -14,6 +14,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.quantize import KINDS
 
 HF, OURS = "hf", "ours"
+MODES = ("graph", "persistent", "eager")  # of our decoder
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and shapes
 
@@ -21,16 +22,19 @@ RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none)."""
+    of the output head ("" for none); ``ours-lowrank-persistent``: our decoder's mode ("" for the
+    bench's)."""
 
     runtime: str
     structure: str
     kind: str = ""
     head: str = ""
+    mode: str = ""
 
     def __str__(self) -> str:
         head = next((name for name, kind in HEADS.items() if kind == self.head), "")
-        return "-".join(part for part in (self.runtime, self.structure, self.kind, head) if part)
+        parts = (self.runtime, self.structure, self.kind, head, self.mode)
+        return "-".join(part for part in parts if part)
 
 
 def parse_arm(text: str) -> ArmName:
@@ -39,16 +43,17 @@ def parse_arm(text: str) -> ArmName:
     structure, *rest = rest.split("-")
     kind = rest.pop(0) if rest and rest[0] in KINDS else ""
     head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
+    mode = rest.pop(0) if rest and rest[0] in MODES else ""
     structures = ("dense", *STRUCTURES, OWN)
-    naive = runtime == HF and (kind or head or structure not in ("dense", "lowrank", OWN))
+    naive = runtime == HF and (kind or head or mode or structure not in ("dense", "lowrank", OWN))
     known = runtime in (HF, OURS) and structure in structures and not rest
     if not known or naive:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
             f"{', '.join(structures)} and, if quantized, -int8 or -int4, then -head8 or -head4 for a "
-            "quantized output head"
+            f"quantized output head, then - and a mode of {', '.join(MODES)}"
         )
-    return ArmName(runtime, structure, kind, head)
+    return ArmName(runtime, structure, kind, head, mode)
 
 
 class HfArm:
@@ -99,7 +104,7 @@ class HfArm:
 class OursArm:
     """Our decoder on the model's own weights; arguments as of `HfArm`. ops: "triton" or "torch"."""
 
-    def __init__(self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "graph") -> None:
+    def __init__(self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto") -> None:
         from blr.compressor.runtime.decoder import Decoder
 
         self.ids = ids

@@ -21,8 +21,8 @@ def decode(
         str | None,
         typer.Option(
             help="Comma-separated: hf- or ours- with dense, lowrank, blast, monarch (ours only) or, for "
-            "a checkpoint, own; ours may go on with -int8 or -int4 and end in -head8 or -head4, for the "
-            "output head [all usual ones]."
+            "a checkpoint, own; ours may go on with -int8 or -int4, then -head8 or -head4 for the "
+            "output head, then -graph, -persistent or -eager [all usual ones]."
         ),
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "128,1024,3072,6144",
@@ -33,7 +33,9 @@ def decode(
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of BLAST and Monarch.")] = 16,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
-    mode: Annotated[str, typer.Option(help="Ours: graph or eager.")] = "graph",
+    mode: Annotated[
+        str, typer.Option(help="Ours, where the arm names none: auto, graph, persistent or eager.")
+    ] = "auto",
     compiling: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="torch.compile transformers' step [on a GPU]."),

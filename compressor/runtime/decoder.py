@@ -1,4 +1,5 @@
-"""Generates with a transformers model, one CUDA graph a token: the phases of `plan.py` replayed.
+"""Generates with a transformers model, one CUDA graph a token: the phases of `plan.py` replayed, as
+a kernel each or all in one.
 
 The prompt goes through the model's own modules in chunks; each new token is chosen on the device
 and fed back there. All modes are deterministic: every sum has an order that does not depend on
@@ -8,14 +9,17 @@ timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr.compressor.modeling.shared import share_inputs
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.execute import Binder, Run
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
+from blr.compressor.runtime.persistent import PersistentToken, refusal
 from blr.compressor.runtime.plan import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks
@@ -23,10 +27,12 @@ from blr.compressor.runtime.sampling import Sampler
 from blr.compressor.runtime.state import State, bucket_of
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
+from blr.kernels.common.tables import token_mode
+from blr.kernels.persistent.program import Tuning
 
 __all__ = ["Decoder", "supports"]
 
-MODES = ("graph", "eager")
+MODES = ("auto", "graph", "persistent", "eager")
 OPS = ("triton", "torch")
 MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
@@ -40,11 +46,14 @@ class Decoder:
             on one device, in evaluation mode.
         batch: rows at most, 1 to 8. context: slots a row at most, prompt and new tokens together.
         mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
-            power of two of the context; "eager" launches the phases one by one. Without a GPU, or
-            with ops "torch", "graph" runs as "eager".
+            power of two of the context; "persistent" has all phases in one kernel, whose programs
+            wait for each other between them (batches 1 and 2, plain weights, ops "triton"); "eager"
+            launches the phases one by one; "auto" is the faster of the first two by the table of the
+            GPU. Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
         deterministic: besides, the attention splits every context at the same slots, whatever the
             batch: results of a row then differ with the batch only through the matrix products.
+        tuning: sizes of the persistent kernel, None for the defaults.
 
     Attributes:
         pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
@@ -60,19 +69,27 @@ class Decoder:
         *,
         batch: int = 1,
         context: int,
-        mode: str = "graph",
+        mode: str = "auto",
         ops: str = "triton",
         deterministic: bool = False,
+        tuning: Tuning | None = None,
     ) -> None:
+        if model.device.type == "cuda" and supports(model) is None:
+            share_inputs(model)
         self.plan = make_plan(model)
         _check(model, batch, context, mode, ops)
         self.model, self.batch, self.context = model, batch, context
-        self.mode, self.ops, self.deterministic = mode, ops, deterministic
+        self.ops, self.deterministic = ops, deterministic
+        self.mode = self._fastest() if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
         self.state = State(model, self.plan, batch, context)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
         self._runs: dict[tuple[int, int], Run] = {}
+        self.persistent = None
+        if self.mode == "persistent":
+            options = {"fixed": self.fixed_splits, "tuning": tuning}
+            self.persistent = PersistentToken(self.plan, self.state, model, context, **options)
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -188,7 +205,8 @@ class Decoder:
 
         Phases that differ in the layer only are timed together, all layers in a row, so that their
         weights come from memory; the layer's number is then "*" and the figures are of one of them.
-        The last entry, "token", is a whole token. What was decoded so far is forgotten.
+        The last entry, "token", is a whole token: in mode "persistent" that of its one kernel, beside
+        phases as mode "graph" launches them. What was decoded so far is forgotten.
         """
         if self.rows == 0:
             raise BatchError("profile before any prompt: expected a prefill; call prefill first")
@@ -199,17 +217,28 @@ class Decoder:
 
     def binder(self, rows: int, bucket: int) -> Binder:
         """How the phases run for `rows` rows and contexts of up to `bucket` slots."""
-        splits = None
-        if self.deterministic:
-            splits = -(-bucket // max(FIXED_SPLIT, bucket_of(self.context) // MAX_SPLITS))
+        splits = self.fixed_splits(bucket)
         return Binder(self.state, rows, bucket, self.ops == "triton", self.pdl, splits)
 
+    def fixed_splits(self, bucket: int) -> int | None:
+        """Splits of the attention in contexts of up to `bucket` slots, None for any."""
+        if not self.deterministic:
+            return None
+        return -(-bucket // max(FIXED_SPLIT, bucket_of(self.context) // MAX_SPLITS))
+
+    def token(self, rows: int, bucket: int) -> Run:
+        """A whole token of `rows` rows in contexts of up to `bucket` slots."""
+        if self.persistent is None:
+            return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
+        run = partial(self.persistent.run, rows, bucket)
+        return self.capture([run]) if self.persistent.tuning.captured else run
+
     def capture(self, runs: list[Run]) -> Run:
-        """One function that does `runs` in order: a CUDA graph in mode "graph" on a GPU.
+        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.
 
         They run once before; tokens and positions are put back as they were.
         """
-        if self.mode != "graph" or self.ops != "triton" or self.model.device.type != "cuda":
+        if self.mode == "eager" or self.ops != "triton" or self.model.device.type != "cuda":
             return lambda: [run() for run in runs]
         kept = [t.clone() for t in (self.state.tokens, self.state.pos)]
         stream = torch.cuda.Stream()
@@ -226,12 +255,19 @@ class Decoder:
                 run()
         return graph.replay
 
+    def _fastest(self) -> str:
+        """The mode that the table of the GPU names, where the model allows it."""
+        model, dtype = self.model, self.model.dtype
+        mode = token_mode(model.config.hidden_size, self.batch, dtype, model.device)
+        possible = self.ops == "triton" and refusal(self.plan, self.batch, dtype, model.device) is None
+        return mode if possible else "graph"
+
     def _advance(self) -> None:
         """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""
         self._check_room(self.position + 1)
         key = (self.rows, bucket_of(self.position + 1))
         if key not in self._runs:
-            self._runs[key] = self.capture(self.binder(*key).bind_all(self.plan.phases))
+            self._runs[key] = self.token(*key)
         self._runs[key]()
         self.position += 1
 
@@ -253,6 +289,8 @@ def _check(model: Any, batch: int, context: int, mode: str, ops: str) -> None:
         raise UnsupportedError(
             f"ops 'triton' on {model.device}: expected a GPU with Triton; use 'torch'"
         )
+    if mode == "persistent" and ops != "triton":
+        raise UnsupportedError(f"mode 'persistent' with ops {ops!r}: expected ops 'triton'")
     if not 1 <= batch <= MAX_BATCH:
         raise BatchError(f"batch {batch}: expected 1 to {MAX_BATCH}; decode in several batches")
     limit = getattr(model.config, "max_position_embeddings", context)

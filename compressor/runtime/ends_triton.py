@@ -4,6 +4,8 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from blr.kernels.persistent.ends import choose_part, embed_part
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
@@ -14,10 +16,9 @@ def embed_kernel(tokens, table, table_row, x, x_row, width, BLOCK: tl.constexpr)
 
     Launched without programmatic dependence: it starts when everything before it has ended.
     """
-    token = tl.load(tokens + tl.program_id(0))
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(table + token * table_row + at, mask=at < width, other=0.0)
-    tl.store(x + tl.program_id(0) * x_row + at, value.to(tl.float32), mask=at < width)
+    embed_part(
+        tl.program_id(0), tl.program_id(1), tokens, table, table_row, x, x_row, width, BLOCK
+    )  # fmt: skip
 
 
 @triton.jit
@@ -31,27 +32,7 @@ def choose_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    at = part * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    logits += row.to(tl.int64) * logits_row
-    value = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
-    top = tl.max(value, 0)
-    index = tl.min(tl.where(value == top, at, vocabulary - 1), 0)
-    tl.store(values + row * PARTS + part, top)
-    tl.store(indices + row * PARTS + part, index)
-    tl.debug_barrier()  # both stores before the arrival
-    arrived = tl.atomic_add(counter + row, 1, sem="acq_rel")
-    if arrived == parts - 1:
-        tl.store(counter + row, 0)
-        lane = tl.arange(0, PARTS)
-        there = lane < parts
-        lane += row * PARTS
-        best = tl.load(values + lane, mask=there, other=float("-inf"), cache_modifier=".cg")
-        where = tl.load(indices + lane, mask=there, other=0, cache_modifier=".cg")
-        chosen = tl.min(tl.where(there & (best == tl.max(best, 0)), where, vocabulary - 1), 0)
-        tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
-        tl.store(pos + row, tl.load(pos + row) + 1)
+    choose_part(tl.program_id(0), tl.program_id(1), tl.num_programs(1), logits, logits_row, vocabulary,
+                values, indices, counter, tokens, pos, BLOCK, PARTS)  # fmt: skip

@@ -24,12 +24,14 @@ def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:
     if room < 1:
         raise ContextError("profile: the cache is full; expected room for two tokens at least")
     steps = min(steps, room)
-    binder = decoder.binder(decoder.rows, bucket_of(decoder.position + steps + 2))
+    shape = decoder.rows, bucket_of(decoder.position + steps + 2)
+    binder = decoder.binder(*shape)
     kept = [t.clone() for t in (decoder.state.tokens, decoder.state.pos)]
     measured = []
     for name, phases in groups.items():
-        count = 1 if name == "token" else len(phases)
-        run = decoder.capture(binder.bind_all(phases))
+        whole = name == "token"
+        count = 1 if whole else len(phases)
+        run = decoder.token(*shape) if whole else decoder.capture(binder.bind_all(phases))
         seconds = average(run, steps, kept[0].device)
         size = sum(decoder.bytes_of(phase) for phase in phases) // count
         measured.append((name, seconds * 1e6 / count, size))

@@ -76,46 +76,40 @@ def combine(partial, state, out, first, last, d, D,
 
 
 @triton.jit
-def attention_kernel(
-    qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, eps,
-    pos, start, scale, out, out_row, partial, state, counter,
-    kv_heads, D, R, window, chunk,
-    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """See `reference.decode_attention`. Grid (rows · kv_heads, SPLITS); split s has the slots
-    s·chunk…; `scale` includes log2 e."""
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0) // kv_heads
-    head = tl.program_id(0) % kv_heads
-    split = tl.program_id(1)
-    here = tl.load(pos + row).to(tl.int32)
-    zero = tl.load(start + row).to(tl.int32)
-    low = zero
+def reach(here, zero, split, window, chunk, WINDOW: tl.constexpr):
+    """(begin, stop, first, last) of the token at slot `here` of a row that starts at slot `zero`:
+    the slots that a split sees, and the splits that see any."""
+    lowest = zero
     if WINDOW:
-        low = tl.maximum(low, here - window + 1)
-    first = low // chunk
-    last = here // chunk
-    if (split < first) | (split > last):
-        return
-    d = tl.arange(0, DP)
-    base = row.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
-    k += base
-    v += base
-    begin = tl.maximum(low, split * chunk)
+        lowest = tl.maximum(zero, here - window + 1)
+    begin = tl.maximum(lowest, split * chunk)
     stop = tl.minimum(here + 1, (split + 1) * chunk)
+    return begin, stop, lowest // chunk, here // chunk
+
+
+@triton.jit
+def rotation(cos, sin, turn, d, R):
+    """cos and sin [DP] from `turn` on, 1 and 0 where nothing turns."""
+    c = tl.load(cos + turn + d, mask=d < R, other=1.0)
+    return c, tl.load(sin + turn + d, mask=d < R, other=0.0)
+
+
+@triton.jit
+def attend_split(
+    qkv, k, v, key, value, c, s, q_gain, k_gain, eps, scale, out, partial, state, counter,
+    head, kv_heads, split, here, begin, stop, first, last, D, R,
+    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One split of one head of one row, from the first tile of its keys and values on.
+
+    qkv, out: of the row. k, v, partial, state, counter: of the head. key, value: [BN, DP] from slot
+    `begin` on. c, s: of `rotation`. begin, stop, first, last: of `reach`.
+    """
+    d = tl.arange(0, DP)
     lane = tl.arange(0, BN)
-    key = cache_tile(k, begin + lane, tl.minimum(stop, here), d, D)
-    value = cache_tile(v, begin + lane, tl.minimum(stop, here), d, D)
-    turn = (here - zero).to(tl.int64) * table_row + d
-    c = tl.load(cos + turn, mask=d < R, other=1.0)
-    s = tl.load(sin + turn, mask=d < R, other=0.0)
     group = tl.arange(0, GP)
     one = tl.arange(0, 1)
-    if PDL:
-        gdc_wait()
-    qkv += row.to(tl.int64) * qkv_row
     q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
     keys = qkv + kv_heads * G * D
     new_k = heads_ready(keys, head + one, one < 1, d, D, R, c, s, k_gain, eps, NORM)
@@ -146,7 +140,7 @@ def attention_kernel(
         top = higher
         key = next_key
         value = next_value
-    out += row.to(tl.int64) * out_row + head * G * D
+    out += head * G * D
     real = group < G
     mask = real[:, None] & (d < D)[None, :]
     at = group[:, None] * D + d[None, :]
@@ -154,13 +148,52 @@ def attention_kernel(
         sums = sums / total[:, None]
         tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        partial += tl.program_id(0).to(tl.int64) * SPLITS * G * D
-        state += tl.program_id(0) * SPLITS * 2 * G
         tl.store(partial + split * G * D + at, sums, mask=mask)
         tl.store(state + split * 2 * G + group, top, mask=real)
         tl.store(state + split * 2 * G + G + group, total, mask=real)
         tl.debug_barrier()  # all stores of the program before its one arrival
-        arrived = tl.atomic_add(counter + tl.program_id(0), 1, sem="acq_rel")
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived == last - first:
-            tl.store(counter + tl.program_id(0), 0)
+            tl.store(counter, 0)
             combine(partial, state, out, first, last, d, D, G, SPLITS)
+
+
+@triton.jit
+def attention_kernel(
+    qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, eps,
+    pos, start, scale, out, out_row, partial, state, counter,
+    kv_heads, D, R, window, chunk,
+    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See `reference.decode_attention`. Grid (rows · kv_heads, SPLITS); split s has the slots
+    s·chunk…; `scale` includes log2 e."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    here = tl.load(pos + row).to(tl.int32)
+    zero = tl.load(start + row).to(tl.int32)
+    begin, stop, first, last = reach(here, zero, split, window, chunk, WINDOW)
+    if (split < first) | (split > last):
+        return
+    d = tl.arange(0, DP)
+    base = row.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
+    k += base
+    v += base
+    slots = begin + tl.arange(0, BN)
+    key = cache_tile(k, slots, tl.minimum(stop, here), d, D)
+    value = cache_tile(v, slots, tl.minimum(stop, here), d, D)
+    c, s = rotation(cos, sin, (here - zero).to(tl.int64) * table_row, d, R)
+    if PDL:
+        gdc_wait()
+    qkv += row.to(tl.int64) * qkv_row
+    out += row.to(tl.int64) * out_row
+    partial += tl.program_id(0).to(tl.int64) * SPLITS * G * D
+    state += tl.program_id(0) * SPLITS * 2 * G
+    attend_split(
+        qkv, k, v, key, value, c, s, q_gain, k_gain, eps, scale, out, partial, state,
+        counter + tl.program_id(0), head, kv_heads, split, here, begin, stop, first, last, D, R,
+        G, GP, DP, BN, SPLITS, NORM, DOT,
+    )  # fmt: skip

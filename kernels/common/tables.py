@@ -3,10 +3,12 @@
 A table belongs to one GPU and is a list of rules, the most specific first; the first that matches
 counts. A rule is a mapping of conditions, all optional, to a choice:
 
-    structure   lowrank, monarch, blast or kronecker
+    structure   lowrank, monarch, blast or kronecker; token: a whole decoded token, of a model whose
+                hidden size counts as inputs and outputs, n of its rows
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
-    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster
+    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
+                a token "graph" or "persistent"
     config      its keyword arguments, {} if left out
 
 The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
@@ -56,6 +58,13 @@ def choose(
     """
     gpu = device if isinstance(device, str) else gpu_key(device)
     return _choose(_ALIASES.get(structure, structure), shape, bucket(n), dtype, gpu)
+
+
+def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
+    """How a token of a model is decoded fastest: "graph", or "persistent" where that was measured."""
+    shape = Shape(hidden, hidden)
+    rule = first_match(tuned_rules(gpu_key(device)), "token", shape, bucket(rows), dtype)
+    return "graph" if rule is None or "structure" not in rule else rule["variant"]
 
 
 def bucket(n: int) -> int:

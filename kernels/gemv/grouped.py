@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blr.kernels.gemv.launch import norm_kind, power_of_two, tile_shape, token_slots
+from blr.kernels.gemv.launch import norm_kind, pair_tile, power_of_two, tile_shape, token_slots
 from blr.kernels.gemv.segments import Segment, shared_input
 
 try:
@@ -265,8 +265,8 @@ def dual(
 ) -> None:
     """`segments.dual` in one launch; config: BR, BK0, BK1, num_warps in place of `tile_shape`'s."""
     tokens, padded = _tokens(gate)
-    first, second = (_tile(s, tokens, gain) for s in (gate, up))
-    rows = min(first["BR"], second["BR"], 4) if tokens <= 2 else min(first["BR"], second["BR"])
+    first, second = _pair_tiles(gate, up, tokens, gain)
+    rows = min(first["BR"], second["BR"])
     none = gate.w
     constants = {"BR": rows, **_constants(gate, first, 0), **_constants(up, second, 1)}
     constants |= {"num_warps": max(first["num_warps"], second["num_warps"]), **config}
@@ -300,6 +300,16 @@ def _tile(segment: Segment, tokens: int, gain: Tensor | None) -> dict[str, int]:
         return {"BR": min(power_of_two(rows), 4), "BK": columns, "num_warps": warps}
     sizes = {"size": segment.w.element_size(), "x_size": segment.x.element_size()}
     return tile_shape(rows, width, tokens, norm=norm_kind(segment.x, segment.w, gain), **sizes)
+
+
+def _pair_tiles(gate: Segment, up: Segment, tokens: int, gain: Tensor | None) -> list[dict[str, int]]:
+    """As `_tile`, of both sides of a pair: on the CUDA cores `pair_tile`'s, else four rows at most."""
+    tiles = [_tile(segment, tokens, gain) for segment in (gate, up)]
+    if tokens > 2:
+        return tiles
+    chosen = {} if gain is not None else pair_tile(max(gate.w.shape[2], up.w.shape[2]))
+    rows = min(chosen.get("BR", 4), power_of_two(gate.w.shape[1]))
+    return [{**tile, **chosen, "BR": rows} for tile in tiles]
 
 
 def _programs(segment: Segment, tile: dict[str, int]) -> int:

@@ -34,6 +34,18 @@ def tile_shape(
     return {"BR": min(best[0], power_of_two(rows)), "BK": min(best[1], columns), "num_warps": best[2]}
 
 
+def pair_tile(width: int) -> dict[str, int]:
+    """Tiles of gate ⊙ up for one or two tokens, whose programs take the same rows of both. {}: those of
+    `tile_shape`.
+
+    Chunks of 512 columns are best where they fit; a mostly empty last one costs as much as a full one.
+    """
+    if not 512 < width <= 2048:
+        return {}
+    fits = -(-width // 512) * 512 <= 1.1 * width
+    return {"BR": 4, "BK": 512, "num_warps": 4} if fits else {"BR": 16, "BK": 128, "num_warps": 4}
+
+
 def stage_tile(tokens: int, width: int) -> dict[str, int]:
     """Tiles where the two stages of one layer are all there is: smaller ones than between the other
     phases of a model, since nothing else hides how they start and end. {}: those of `tile_shape`."""

@@ -162,7 +162,9 @@ def test_tied_ends_stay_tied_in_other_models() -> None:
     assert weight_bytes(quantized) == weight_bytes(dense) - dense.lm_head.weight.nbytes + head
 
 
-@pytest.mark.parametrize("arm", ["ours-lowrank-int4-head8", "ours-dense-head4", "ours-own-int8"])
+@pytest.mark.parametrize(
+    "arm", ["ours-lowrank-int4-head8", "ours-dense-head4", "ours-own-int8", "ours-own-persistent"]
+)
 def test_arms_say_what_they_are(arm: str) -> None:
     assert str(parse_arm(arm)) == arm
     found = parse_arm("ours-lowrank-int4-head8")

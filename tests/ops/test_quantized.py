@@ -4,6 +4,7 @@ compute what their dequantized weights do. Interpreter and compiler only: needs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,6 +296,44 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
 
 
 @needs_triton
+@BITS
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("widths", [(400, 30), (30, 400)], ids=["wide-gate", "wide-up"])
+def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int, int]) -> None:
+    """Several blocks; a rank far below the other's; more chunks than one; a bias on one side only."""
+    from blr.kernels.quantized.grouped import dual
+
+    made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
+    made[0] = replace(made[0], bias=None)
+    config = {"BQ": 8} if tokens <= 2 else {}
+    _against_reference(
+        lambda: dual(*made, activation="gelu_tanh", **config),
+        lambda: segments.dual(*made, activation="gelu_tanh"),
+        made,
+    )
+    assert not made[1].y.isnan().any()
+
+
+@needs_triton
+@BITS
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_rounding_of_the_offsets_stays_small(bits: int, tokens: int, dtype: torch.dtype) -> None:
+    """Numbers carry offsets of up to 70 levels, which are taken from the sums of quads only: inputs of
+    one sign make those sums large. With float32 scales nothing is lost, with float16 scales a hundredth
+    of what they may lose."""
+    from blr.kernels.quantized.launch import gemv_quantized
+
+    torch.manual_seed(0)
+    packed, scale = quantize(torch.randn(1, 32, 1024) / 32, bits, dtype)
+    for x in (torch.randn(tokens, 1024), torch.rand(tokens, 1024) + 1):
+        found = gemv_quantized(x, packed, scale, bits, 1024).double()
+        expected = reference.gemv_quantized(x.double(), packed, scale, bits, 1024)
+        allowed = TOLERANCES[dtype] / (1 if dtype == torch.float32 else 100)
+        assert float((found - expected).norm() / expected.norm()) < allowed
+
+
+@needs_triton
 def test_dense_and_quantized_stages_side_by_side() -> None:
     """One list of segments of three kinds, and a stage of each kind added to its result."""
     from blr.kernels.quantized import either
@@ -320,30 +359,71 @@ INTEGERS = (
 )
 
 
-@needs_triton
-@BITS
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["one", "two-normed", "wide", "many", "many-normed"])
-def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> None:
-    """At the sizes of Llama-7B, with loads of 16 bytes and no conversion of integers."""
-    from blr.kernels.quantized.launch import tile_shape
+def _compiled(
+    bits: int, capability: int, tokens: int, width: int, norm: bool, dtype: str = "bf16"
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the compiler makes of a stage of 4096 rows with its default tile, and the tile."""
+    from blr.kernels.quantized.launch import complete, one_chunk, tile_shape
 
-    tokens, norm = {"one": 1, "two": 2, "wide": 1, "many": 8}[kind.partition("-")[0]], "normed" in kind
-    config = tile_shape(4096, 4096 if kind == "wide" else 1024, tokens, bits)
-    warps = config.pop("num_warps")
-    signature = {**dict.fromkeys(POINTERS, "*bf16"), "x": "*fp32", "w": "*i32", "eps": "fp32"}
+    tile = tile_shape(4096, width, tokens, bits, norm)
+    tile = complete(tile, tile["num_warps"], tokens)
+    sizes = {name: tile[name] for name in ("BR", "BQ", "T")}
+    signature = {**dict.fromkeys(POINTERS, f"*{dtype}"), "x": "*fp32", "w": "*i32", "eps": "fp32"}
     signature |= dict.fromkeys(INTEGERS, "i32")
     constants = {
         **{"N": tokens if tokens <= 2 else 16, "BITS": bits, "NORM": int(norm)},
-        **{"BIAS": False, "RESIDUAL": True, "ACT": "", "PDL": capability >= 90, **config},
+        **{"BIAS": False, "RESIDUAL": True, "ACT": "", "PDL": capability >= 90},
+        **{"ONE": one_chunk(width, bits, tile["BQ"]), **sizes},
     }
     made = compile_for(
         *("blr.kernels.quantized.triton", "gemv_kernel", signature, constants, capability),
         divisible=("w", *POINTERS, "x_token", "x_block", "w_block", "w_row", "K"),
-        num_warps=warps,
+        num_warps=tile["num_warps"],
     )
+    return made, tile
+
+
+KINDS = {
+    "one": (1, 1024, False),
+    "one-normed": (1, 4096, True),
+    "two-normed": (2, 1024, True),
+    "wide": (1, 14336, False),
+    "narrow": (1, 400, False),
+    "many": (8, 1024, False),
+    "many-normed": (8, 1024, True),
+}
+
+
+@needs_triton
+@BITS
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> None:
+    """At the sizes of Llama-7B, with loads of 16 bytes and no conversion of integers."""
+    tokens, width, norm = KINDS[kind]
+    made, _ = _compiled(bits, capability, tokens, width, norm)
     assert made["spills"] == 0
     ptx = made["asm"]["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert ("mma.sync" in ptx or "wgmma" in ptx) == (tokens > 2)
     assert not any(f"cvt.rn.f32.{source}" in ptx for source in ("s8", "u8", "s16", "u16", "u32"))
+
+
+@needs_triton
+@BITS
+@pytest.mark.parametrize("kind", ["one", "one-normed", "wide", "narrow"])
+def test_tiles_stay_in_registers(bits: int, kind: str) -> None:
+    """Shared memory is for sums of rows alone, and no weight costs a subtraction of its own: inputs,
+    weights and scales are loaded by the threads that use them."""
+    tokens, width, norm = KINDS[kind]
+    made, tile = _compiled(bits, 90, tokens, width, norm)
+    warps, rows = tile["num_warps"], tile["BR"] // tile["T"]
+    # A sum over lanes: at most one float of every row and thread.
+    assert made["shared"] <= 4 * rows * 32 * warps
+    ptx, chunks = made["asm"]["ptx"], 1 if kind != "wide" else 2  # the one under way is loaded in a loop
+    quads = rows * tile["T"] * tile["BQ"] // (32 * warps)
+    fields = 32 // bits
+    assert ptx.count("ld.global.v4.b32") == chunks * quads + fields
+    products = 4 * fields * quads
+    assert ptx.count("fma.rn.f32") >= products
+    assert ptx.count("sub.f32") + ptx.count("sub.rn.f32") < products // 8

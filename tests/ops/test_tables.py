@@ -41,6 +41,7 @@ RULES: list[dict[str, Any]] = [
     {"structure": "monarch", "n": [1, 16], "variant": "dense"},
     {"structure": "monarch", "variant": "e"},
     {"structure": "kronecker", "n": [16, 16], "dtype": "bfloat16", "variant": "f"},
+    {"structure": "token", "inputs": [2048, 4096], "n": [1, 2], "variant": "persistent"},
 ]
 
 
@@ -111,6 +112,18 @@ def test_every_choice_exists(gpu: str, structure: str) -> None:
 def test_choosing_never_runs_or_times_anything(tuned: None) -> None:
     """A name in a table is enough: no variant "a" exists."""
     assert choose("blast", SHAPE, 1, BF16, "mine")[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rows", "mode"),
+    [(4096, 1, "persistent"), (4096, 2, "persistent"), (4096, 3, "graph"), (1024, 1, "graph")],
+)
+def test_a_token_runs_as_its_rule_says(
+    hidden: int, rows: int, mode: str, tuned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tables.token_mode(hidden, rows, BF16, torch.device("cpu")) == "graph"  # nobody measured
+    monkeypatch.setattr(tables, "gpu_key", lambda device: "mine")
+    assert tables.token_mode(hidden, rows, BF16, torch.device("cpu")) == mode
 
 
 def test_a_variant_that_this_version_lacks_falls_back(

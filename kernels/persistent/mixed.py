@@ -1,0 +1,115 @@
+"""The first stage of BLAST in the persistent kernel: ranks of all blocks, and their mix by S."""
+
+try:
+    import triton
+    import triton.language as tl
+
+    from blr.kernels.persistent.access import high, low, operands, share, touch, typed, wait
+    from blr.kernels.persistent.rows import scales
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+
+@triton.jit
+def ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L: tl.constexpr,
+             BR: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Addresses [L, BR, BK / STEP] of every STEP-th weight of a chunk of all blocks' ranks of tile
+    `t`, and which exist: none from tile `end` on."""
+    block = tl.arange(0, L)
+    rank = t * BR + tl.arange(0, BR)
+    cols = chunk * BK + tl.arange(0, BK // STEP) * STEP
+    ok = (block < blocks)[:, None] & (rank < tl.where(t < end, ranks, 0))[None, :]
+    ok = ok[:, :, None] & (cols < K)[None, None, :]
+    at = block.to(tl.int64)[:, None] * w_block + rank.to(tl.int64)[None, :] * w_row
+    return w + at[:, :, None] + cols[None, None, :], ok
+
+
+@triton.jit
+def rank_weights(w, w_block, w_row, ranks, blocks, K, t, end, chunk,
+                 L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """[L, BR, BK] weights of `ranks_at`, zero where there are none."""
+    at, ok = ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L, BR, BK, 1)
+    return tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def touch_ranks(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L: tl.constexpr,
+                BR: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
+    """`touch` the weights of `ranks_at`, one address a line of LINE weights (or a row of fewer)."""
+    STEP: tl.constexpr = LINE if LINE < BK else BK
+    at, ok = ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L, BR, BK, STEP)
+    touch(tl.where(ok, at.to(tl.int64), w.to(tl.int64)))
+
+
+@triton.jit
+def block_inputs(x, gain, like, single, cols, K, blocks, L: tl.constexpr, A: tl.constexpr):
+    """[L, BK] inputs of all blocks in float32, times the weights of the norm if there is one."""
+    block = tl.arange(0, L)
+    at = block[:, None] * K + cols[None, :]
+    ok = (block < blocks)[:, None] & (cols < K)[None, :]
+    v = tl.load(typed(x, single, A) + at, mask=ok, other=0.0)
+    ok = ok & (cols < tl.where(gain != 0, K, 0))[None, :]
+    return v * tl.load(typed(gain, like, A) + at, mask=ok, other=1.0).to(tl.float32)
+
+
+@triton.jit
+def mix_sums(sums, mix, scale):
+    """[L, BR]: ``Σ_l mix[k, l, r] sums[l, r, :]`` times a scale."""
+    return tl.sum(mix * tl.sum(sums, 2)[None, :, :], 1) * scale
+
+
+@triton.jit
+def mixed(d, head, w, strides, sizes, like, single, counter, target,
+          N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
+          AHEAD: tl.constexpr, LINE: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+    """``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)`` of up to L blocks in tiles of BR ranks.
+
+    Arguments as of `rows.rows_whole`.
+    """
+    first, end = share(head)
+    w = typed(w, like, A)
+    w_row, K = low(strides) * A, high(strides) * A
+    ranks, w_block = low(sizes), high(sizes) * A
+    chunks = tl.cdiv(K, BK)
+    blocks = high(tl.load(d + 16))
+    tile = rank_weights(w, w_block, w_row, ranks, blocks, K, first, end, 0, L, BR, BK)
+    for c in tl.static_range(1, AHEAD + 1):
+        touch_ranks(w, w_block, w_row, ranks, blocks, K, first + c // chunks, end, c % chunks,
+                    L, BR, BK, LINE)  # fmt: skip
+    x, x_token, _x_block, y, y_token, _bias, gain, eps, width = operands(d, A)
+    s = tl.load(d + 18).to(like.dtype)
+    of_s = tl.load(d + 19)
+    s_out, s_in, s_rank = low(of_s), high(of_s), low(tl.load(d + 20))
+    block = tl.arange(0, L)
+    lane = tl.arange(0, BK)
+    there = (block < blocks)[:, None] & (block < blocks)[None, :]
+    wait(counter, target, SYNC)
+    scale, scale2 = scales(x, x_token, single, eps, width, gain != 0, N)
+    for t in range(first, end):
+        rank = t * BR + tl.arange(0, BR)
+        at = block[:, None, None] * s_out + block[None, :, None] * s_in + rank[None, None, :] * s_rank
+        ok = there[:, :, None] & (rank < ranks)[None, None, :]
+        mix = tl.load(s + at, mask=ok, other=0.0).to(tl.float32)
+        sums = tl.zeros([L, BR, BK], tl.float32)
+        sums2 = tl.zeros([L, BR, BK], tl.float32)
+        for chunk in range(chunks):
+            last = chunk + 1 == chunks
+            t_next, c_next = tl.where(last, t + 1, t), tl.where(last, 0, chunk + 1)
+            following = rank_weights(w, w_block, w_row, ranks, blocks, K, t_next, end, c_next,
+                                     L, BR, BK)  # fmt: skip
+            if AHEAD > 0:
+                far = chunk + 1 + AHEAD
+                touch_ranks(w, w_block, w_row, ranks, blocks, K, t + far // chunks, end, far % chunks,
+                            L, BR, BK, LINE)  # fmt: skip
+            cols = chunk * BK + lane
+            v = block_inputs(x, gain, like, single, cols, K, blocks, L, A)
+            sums += tile.to(tl.float32) * v[:, None, :]
+            if N == 2:
+                v = block_inputs(x + x_token * 4, gain, like, single, cols, K, blocks, L, A)
+                sums2 += tile.to(tl.float32) * v[:, None, :]
+            tile = following
+        to = y.to(single.dtype) + block[:, None] * ranks + rank[None, :]
+        ok = (block < blocks)[:, None] & (rank < ranks)[None, :]
+        tl.store(to, mix_sums(sums, mix, scale), mask=ok)
+        if N == 2:
+            tl.store(to + y_token, mix_sums(sums2, mix, scale2), mask=ok)
