@@ -36,12 +36,12 @@ class Tuning:
     captured: launched by a CUDA graph.
     """
 
-    programs: int = 1
-    warps: int = 8
-    elements: int = 16384
+    programs: int = 2
+    warps: int = 4
+    elements: int = 8192
     whole: int = 4096
     wide_rows: int = 4
-    wide_columns: int = 2048
+    wide_columns: int = 1024
     ahead: int = 0
     captured: bool = True
 

@@ -12,88 +12,39 @@ from typing import Any
 from torch import Tensor
 
 from blr.kernels.gemv.launch import power_of_two
-from blr.kernels.quantized.launch import as_words, tile_shape
+from blr.kernels.quantized.launch import as_words, complete, mixed_shape, one_chunk, tile_shape
 from blr.kernels.quantized.segments import QuantizedSegment
 
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from blr.kernels.gemv.grouped import store_rows
     from blr.kernels.gemv.triton import activate
     from blr.kernels.quantized.mixed import mixed_segment
-    from blr.kernels.quantized.triton import inverse_rms, rows_by_dot, rows_by_fma
+    from blr.kernels.quantized.pair import pair_rows
+    from blr.kernels.quantized.triton import stage_products, stage_rows, stage_start
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 
 @triton.jit
-def stage_rows(
-    tile, seg, x_token, gain, eps, tokens,
-    N: tl.constexpr, BITS: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """Products of tile number `tile` of a segment: (first, second, outputs, valid).
-
-    seg: (x, x_block, w, w_block, w_row, scale, scale_block, scale_row, s, s_out, s_in, s_rank,
-    bias, y, rows, K, blocks, part); w and its strides count words of 4 bytes.
-    NORM: 1 for an RMS norm of inputs that all blocks share, 2 of inputs that they split.
-    first, second: [BR] of one or two tokens, or both the [BR, N] of more. outputs: [BR].
-    """
-    (
-        x, x_block, w, w_block, w_row, scale, scale_block, scale_row, _s, _out, _in, _rank, bias,
-        _y, rows_per_block, K, blocks, part,
-    ) = seg  # fmt: skip
-    tiles = tl.cdiv(rows_per_block, BR)
-    block = tile // tiles
-    rows = (tile % tiles) * BR + tl.arange(0, BR)
-    ok = rows < rows_per_block
-    w += block.to(tl.int64) * w_block
-    scale += block.to(tl.int64) * scale_block
-    whole = x
-    x += block * x_block
-    if NORM == 2:
-        gain += block * x_block
-    out = (rows // part) * (blocks * part) + block * part + rows % part
-    constant = tl.zeros([BR], tl.float32)
-    if BIAS:
-        constant = tl.load(bias + out, mask=ok, other=0.0).to(tl.float32)
-    if N <= 2:
-        first, second = rows_by_fma(
-            x, x_token, gain, eps, w, w_row, scale, scale_row, rows.to(tl.int64), ok, K,
-            N, BR, BQ, BITS, NORM, WAIT,
-        )  # fmt: skip
-        if NORM == 2:
-            one = tl.arange(0, 1)
-            first *= inverse_rms(whole, x_token, one, one < tokens, blocks * K, eps, 1024)
-            second *= inverse_rms(whole, x_token, one + N - 1, one < tokens, blocks * K, eps, 1024)
-        return first + constant, second + constant, out, ok
-    else:
-        sums = rows_by_dot(
-            x, x_token, tokens, gain, eps, w, w_row, scale, scale_row, rows.to(tl.int64), ok, K,
-            N, BR, BQ, BITS, NORM, WAIT,
-        )  # fmt: skip
-        if NORM == 2:
-            token = tl.arange(0, N)
-            norm = inverse_rms(whole, x_token, token, token < tokens, blocks * K, eps, 128)
-            sums *= norm[None, :]
-        sums += constant[:, None]
-        return sums, sums, out, ok
-
-
-@triton.jit
 def run_segment(
     tile, seg, x_token, y_token, gain, eps, tokens,
-    N: tl.constexpr, BITS: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr,
-    MIX: tl.constexpr, BIAS: tl.constexpr, WAIT: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, T: tl.constexpr,
+    NORM: tl.constexpr, MIX: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of a segment, stored; of MIX blocks that it mixes, if MIX."""
     if MIX > 0:
         mixed_segment(tile, seg, x_token, y_token, gain, eps, tokens, MIX, BITS, BR, BQ, NORM, WAIT)
     else:
+        started = stage_start(tile, seg, BR, BQ, T, BITS)
+        if WAIT:
+            gdc_wait()
+        products = stage_products(started, seg, x_token, gain, tokens, N, BITS, BQ, NORM, ONE)
         first, second, out, ok = stage_rows(
-            tile, seg, x_token, gain, eps, tokens, N, BITS, BR, BQ, NORM, BIAS, WAIT
+            products, started, seg, x_token, eps, tokens, N, BQ, NORM, BIAS
         )
         store_rows(seg[13], y_token, first, second, out, ok, tokens, N)
 
@@ -103,9 +54,12 @@ def grouped_kernel(
     seg0, seg1, seg2, x_token0, x_token1, x_token2, y_token0, y_token1, y_token2,
     programs0, programs1, gain, eps, tokens,
     COUNT: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
-    BR0: tl.constexpr, BQ0: tl.constexpr, NORM0: tl.constexpr, MIX0: tl.constexpr, BIAS0: tl.constexpr,
-    BR1: tl.constexpr, BQ1: tl.constexpr, NORM1: tl.constexpr, MIX1: tl.constexpr, BIAS1: tl.constexpr,
-    BR2: tl.constexpr, BQ2: tl.constexpr, NORM2: tl.constexpr, MIX2: tl.constexpr, BIAS2: tl.constexpr,
+    BR0: tl.constexpr, BQ0: tl.constexpr, T0: tl.constexpr, NORM0: tl.constexpr,
+    MIX0: tl.constexpr, BIAS0: tl.constexpr, ONE0: tl.constexpr,
+    BR1: tl.constexpr, BQ1: tl.constexpr, T1: tl.constexpr, NORM1: tl.constexpr,
+    MIX1: tl.constexpr, BIAS1: tl.constexpr, ONE1: tl.constexpr,
+    BR2: tl.constexpr, BQ2: tl.constexpr, T2: tl.constexpr, NORM2: tl.constexpr,
+    MIX2: tl.constexpr, BIAS2: tl.constexpr, ONE2: tl.constexpr,
 ):  # fmt: skip
     """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
     if PDL:
@@ -113,38 +67,48 @@ def grouped_kernel(
     program = tl.program_id(0)
     if program < programs0:
         run_segment(program, seg0, x_token0, y_token0, gain, eps, tokens,
-                    N, BITS, BR0, BQ0, NORM0, MIX0, BIAS0, PDL)  # fmt: skip
+                    N, BITS, BR0, BQ0, T0, NORM0, MIX0, BIAS0, ONE0, PDL)  # fmt: skip
     if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
         if (program >= programs0) & (program < programs1):
             run_segment(program - programs0, seg1, x_token1, y_token1, gain, eps, tokens,
-                        N, BITS, BR1, BQ1, NORM1, MIX1, BIAS1, PDL)  # fmt: skip
+                        N, BITS, BR1, BQ1, T1, NORM1, MIX1, BIAS1, ONE1, PDL)  # fmt: skip
     if COUNT > 2:  # noqa: SIM102
         if program >= programs1:
             run_segment(program - programs1, seg2, x_token2, y_token2, gain, eps, tokens,
-                        N, BITS, BR2, BQ2, NORM2, MIX2, BIAS2, PDL)  # fmt: skip
+                        N, BITS, BR2, BQ2, T2, NORM2, MIX2, BIAS2, ONE2, PDL)  # fmt: skip
 
 
 @triton.jit
 def dual_kernel(
-    seg0, seg1, x_token0, x_token1, y_token, gain, eps, tokens,
+    seg0, seg1, apart, x_token0, x_token1, x_token_apart, y_token, gain, eps, tokens,
     N: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr, ACT: tl.constexpr, BR: tl.constexpr,
-    BQ0: tl.constexpr, NORM0: tl.constexpr, BIAS0: tl.constexpr,
-    BQ1: tl.constexpr, NORM1: tl.constexpr, BIAS1: tl.constexpr,
+    BQ: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
     """The same rows of gate and up: ``act(gate) ⊙ up`` into the second segment's result."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    gate, gate2, out, ok = stage_rows(
-        program, seg0, x_token0, gain, eps, tokens, N, BITS, BR, BQ0, NORM0, BIAS0, PDL
-    )
-    up, up2, out, ok = stage_rows(
-        program, seg1, x_token1, gain, eps, tokens, N, BITS, BR, BQ1, NORM1, BIAS1, False
-    )
+    if N <= 2:
+        gate, up, gate2, up2, out, ok = pair_rows(
+            program, seg0, apart, seg1[12], x_token0, x_token_apart, gain, eps, tokens,
+            N, BITS, BR, BQ, T, NORM, BIAS0, BIAS1, ONE, PDL,
+        )  # fmt: skip
+    else:
+        started0 = stage_start(program, seg0, BR, BQ, T, BITS)
+        started1 = stage_start(program, seg1, BR, BQ, T, BITS)
+        if PDL:
+            gdc_wait()
+        products = stage_products(started0, seg0, x_token0, gain, tokens, N, BITS, BQ, NORM, ONE)
+        gate, gate2, out, ok = stage_rows(
+            products, started0, seg0, x_token0, eps, tokens, N, BQ, NORM, BIAS0
+        )
+        products = stage_products(started1, seg1, x_token1, gain, tokens, N, BITS, BQ, NORM, ONE)
+        up, up2, out, ok = stage_rows(
+            products, started1, seg1, x_token1, eps, tokens, N, BQ, NORM, BIAS1
+        )
     first = activate(gate, ACT) * up
-    second = first
-    if N == 2:
-        second = activate(gate2, ACT) * up2
+    second = activate(gate2, ACT) * up2
     store_rows(seg1[13], y_token, first, second, out, ok, tokens, N)
 
 
@@ -164,15 +128,20 @@ def grouped(
             most warps of any.
     """
     tokens, padded = _tokens(segments)
-    tiles = [{**_tile(s, tokens), **(config[i] if config else {})} for i, s in enumerate(segments)]
+    total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
+    chosen = [
+        {**_tile(s, tokens, total), **(config[i] if config else {})} for i, s in enumerate(segments)
+    ]
+    warps = max(tile["num_warps"] for tile in chosen)
+    tiles = [complete(tile, warps, tokens) for tile in chosen]
     ends, constants = [0], {}
     for s, tile in zip(segments, tiles, strict=True):
         ends.append(ends[-1] + _programs(s, tile))
     three = [(*segments, *segments[:1] * 2)[i] for i in range(3)]
     for i, s in enumerate(three):
-        chosen = (*tiles, *tiles[:1] * 2)[i]
+        tile = (*tiles, *tiles[:1] * 2)[i]
         mix = 0 if s.mix is None else power_of_two(s.mix.shape[0])
-        constants |= {f"BR{i}": chosen["BR"], f"MIX{i}": mix, **_constants(s, chosen, i, gain)}
+        constants |= {f"MIX{i}": mix, **_constants(s, tile, i, gain)}
     grouped_kernel[(ends[-1],)](
         *(_arguments(s) for s in three),
         *(s.x.stride(0) for s in three),
@@ -183,7 +152,7 @@ def grouped(
         N=padded,
         BITS=segments[0].bits,
         PDL=pdl,
-        num_warps=max(t["num_warps"] for t in tiles),
+        num_warps=warps,
         **constants,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -199,22 +168,31 @@ def dual(
     pdl: bool = False,
     **config: Any,
 ) -> None:
-    """`segments.dual` in one launch; config: BR, BQ0, BQ1, num_warps in place of `tile_shape`'s."""
+    """`segments.dual` in one launch; config: BR, BQ, num_warps.
+
+    By default those of `tile_shape`, where half of the lanes are for each of one or two tokens' rows
+    and, if that leaves less than a chunk, twice the warps.
+    """
     tokens, padded = _tokens((gate, up))
-    first, second = _tile(gate, tokens), _tile(up, tokens)
-    rows = min(first["BR"], second["BR"])
-    constants = {"BR": rows, **_constants(gate, first, 0, gain)}
-    constants |= _constants(up, second, 1, gain)
-    constants |= {"num_warps": max(first["num_warps"], second["num_warps"]), **config}
-    dual_kernel[(gate.packed.shape[0] * -(-gate.packed.shape[1] // constants["BR"]),)](
-        *(_arguments(gate), _arguments(up)),
-        *(gate.x.stride(0), up.x.stride(0), up.y.stride(0)),
+    wider, halves = max(gate, up, key=lambda s: s.K), 2 if tokens <= 2 else 1
+    tile = _tile(wider, tokens, wider.packed.shape[0] * wider.packed.shape[1], pair=True)
+    tile |= {"num_warps": max(tile["num_warps"], halves * tile["BQ"] // 32), **config}
+    warps = tile["num_warps"]
+    tile = complete(tile, max(warps // halves, 1), tokens)
+    constants = _constants(wider, tile, 0, gain)
+    both = _arguments(gate), _arguments(up)
+    steps = gate.x.stride(0), up.x.stride(0)
+    dual_kernel[(gate.packed.shape[0] * -(-gate.packed.shape[1] // tile["BR"]),)](
+        *(*both, _apart(*both), *steps, steps[1] - steps[0], up.y.stride(0)),
         *(gate.x if gain is None else gain, eps, tokens),
         N=padded,
         BITS=gate.bits,
         PDL=pdl,
         ACT=activation,
-        **constants,
+        BIAS0=gate.bias is not None,
+        BIAS1=up.bias is not None,
+        **{name: constants[f"{name}0"] for name in ("BR", "BQ", "T", "NORM", "ONE")},
+        num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -229,16 +207,12 @@ def _tokens(segments: Sequence[QuantizedSegment]) -> tuple[int, int]:
     return tokens, tokens if tokens <= 2 else 16
 
 
-def _tile(s: QuantizedSegment, tokens: int) -> dict[str, int]:
-    """Sizes as `tile_shape` has them; a mixing program has a tile of every block."""
-    if s.mix is None:
-        return tile_shape(s.packed.shape[1], s.K, tokens, s.bits)
-    blocks, quads = (power_of_two(n) for n in (s.packed.shape[0], -(-s.K // 128) * s.bits))
-    return {
-        "BR": min(power_of_two(s.packed.shape[1]), 4),
-        "BQ": min(quads, max(128 // blocks, 8)),
-        "num_warps": 8,
-    }
+def _tile(s: QuantizedSegment, tokens: int, total: int, pair: bool = False) -> dict[str, int]:
+    """Sizes of `tile_shape` in a launch of `total` rows; a mixing program has a tile of every block."""
+    blocks, rows, _ = s.packed.shape
+    if s.mix is not None:
+        return mixed_shape(blocks, rows, s.K, s.bits)
+    return tile_shape(rows, s.K, tokens, s.bits, total, pair)
 
 
 def _programs(s: QuantizedSegment, tile: dict[str, int]) -> int:
@@ -250,7 +224,23 @@ def _constants(
     s: QuantizedSegment, tile: dict[str, int], number: int, gain: Tensor | None
 ) -> dict[str, Any]:
     norm = 0 if gain is None else 1 if s.x.shape[1] == s.K else 2
-    return {f"BQ{number}": tile["BQ"], f"BIAS{number}": s.bias is not None, f"NORM{number}": norm}
+    constants = {name: tile[name] for name in ("BR", "BQ", "T")}
+    constants |= {"BIAS": s.bias is not None, "NORM": norm, "ONE": one_chunk(s.K, s.bits, tile["BQ"])}
+    return {f"{name}{number}": value for name, value in constants.items()}
+
+
+def _apart(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[int, ...]:
+    """From one tuple of `_arguments` to another, as `pair_rows` takes it; 0 where it reads nothing."""
+    read = (*range(8), 15)
+    pairs = enumerate(zip(first, second, strict=True))
+    return tuple(_distance(a, b) if place in read else 0 for place, (a, b) in pairs)
+
+
+def _distance(first: Tensor | int, second: Tensor | int) -> int:
+    """From one argument of a kernel to another of the same kind: elements between two tensors."""
+    if isinstance(first, Tensor):
+        return (second.data_ptr() - first.data_ptr()) // first.element_size()
+    return second - first
 
 
 def _arguments(s: QuantizedSegment) -> tuple[Any, ...]:

@@ -10,20 +10,49 @@ from torch import Tensor
 from blr.kernels.gemv.launch import power_of_two
 from blr.kernels.quantized.reference import packed_width
 
+# One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
+CHUNK = {4: 128, 8: 256}
+DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
+PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
+# More tokens, on the tensor cores. Bits -> rows, quads and warps of a program.
+MANY = {4: (32, 8, 8), 8: (16, 16, 4)}
 
-def tile_shape(rows: int, width: int, tokens: int, bits: int) -> dict[str, int]:
-    """Rows and quads of 16 bytes of a program's tile, and its warps.
 
-    Small tiles as those of kernels/gemv: one quad a thread for int8; two for int4, whose inputs take
-    twice as much to make. Not yet tuned on a GPU.
+def tile_shape(
+    rows: int, width: int, tokens: int, bits: int, total: int | None = None, pair: bool = False
+) -> dict[str, int]:
+    """Rows BR and quads BQ of a program's tile, and its warps.
+
+    A thread that has several rows makes their inputs once; but the programs must fill the GPU: on an
+    H200 the stages of an 8B model were fastest with the most rows that leave `PROGRAMS` programs, and
+    with `DEEPEST` where rows have several chunks.
+
+    Args:
+        rows, width: of a block of weights. total: rows of the whole launch (default: `rows`).
+        pair: one of two segments that share programs.
     """
-    quads = power_of_two(-(-width // 128) * bits)
+    quads = power_of_two(packed_width(width, bits) // 16)
     if tokens > 2:
-        size = {"BR": 16, "num_warps": 4} if bits == 8 else {"BR": 32, "num_warps": 8}
-        return {**size, "BQ": min(quads, 8)}
-    columns = min(quads, 32 if width <= 2048 else 64)
-    total = 128 if bits == 8 else 256
-    return {"BR": min(power_of_two(rows), total // columns, 8), "BQ": columns, "num_warps": 4}
+        least, chunk, warps = MANY[bits]
+        return {"BR": least, "BQ": min(chunk, quads), "num_warps": warps}
+    chunk = min(quads, CHUNK[bits])
+    warps = max(chunk // 32, 4)
+    beside = max(32 * warps // chunk, 1)
+    deep = max((total or rows) // (PROGRAMS * beside), 1)
+    deep = min(power_of_two(deep + 1) // 2, DEEPEST)  # the power of two at or below
+    if quads > chunk:
+        deep = DEEPEST
+    elif quads < CHUNK[bits] and not pair:
+        deep = min(deep, NARROW)
+    return {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
+
+
+def mixed_shape(blocks: int, ranks: int, width: int, bits: int) -> dict[str, int]:
+    """The same for a stage that mixes its blocks: BR ranks of every block, BQ quads of each."""
+    across = power_of_two(blocks)
+    chunk = min(power_of_two(packed_width(width, bits) // 16), max(128 // across, 8))
+    warps = min(max(across * chunk // 32, 1), 8)
+    return {"BR": min(power_of_two(ranks), 4), "BQ": chunk, "num_warps": warps}
 
 
 def gemv_quantized(
@@ -53,7 +82,7 @@ def gemv_quantized(
         K: columns of the weights before padding.
         dtype: of the result (default: that of `x`); ignored when `out` [n, B·R] is given.
         pdl: launched while the kernel before it still runs (compute capability 9 and later).
-        config: BR, BQ, num_warps in place of `tile_shape`'s.
+        config: BR, BQ (at least 8), num_warps in place of `tile_shape`'s.
 
     Raises:
         ValueError: more than 16 tokens, or `packed` not as wide as K of `bits` asks.
@@ -71,7 +100,8 @@ def gemv_quantized(
         out = torch.empty(tokens, blocks * rows, dtype=dtype or x.dtype, device=x.device)
     if tokens == 0:
         return out
-    config = {**tile_shape(rows, K, tokens, bits), **config}
+    config = {**tile_shape(rows, K, tokens, bits, blocks * rows), **config}
+    config = complete(config, config["num_warps"], tokens)
     grid = (blocks * -(-rows // config["BR"]),)
     none = x  # stands for an absent tensor: never read
     gemv_kernel[grid](
@@ -88,11 +118,23 @@ def gemv_quantized(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         ACT=activation,
+        ONE=one_chunk(K, bits, config["BQ"]),
         PDL=pdl,
         **config,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
+
+
+def complete(tile: dict[str, int], num_warps: int, tokens: int) -> dict[str, int]:
+    """A tile with T, the rows that lie side by side in the lanes of `num_warps`, and no fewer rows."""
+    beside = 1 if tokens > 2 else max(32 * num_warps // tile["BQ"], 1)
+    return {**tile, "BR": max(tile["BR"], beside), "T": beside, "num_warps": num_warps}
+
+
+def one_chunk(K: int, bits: int, BQ: int) -> bool:
+    """Whether a row of K columns is no more than BQ quads of 16 bytes."""
+    return packed_width(K, bits) <= 16 * BQ
 
 
 def as_words(packed: Tensor, bits: int, K: int) -> Tensor:

@@ -2,8 +2,8 @@
 
     y[n, k, r] = Σ_l s[k, l, r] (w[l, r, :] · norm(x)[n, l, :])
 
-A program owns a few ranks of all blocks. The tile of packed weights is that of `triton.py` with blocks
-and ranks in one axis; the inputs of all blocks are one tile of quads. S is in full precision.
+A program owns a few ranks of all blocks. The tile of packed weights is that of `triton.py` with the
+quads of all blocks in one axis. S is in full precision.
 """
 
 from __future__ import annotations
@@ -20,49 +20,46 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.quantized.triton import (
-    input_chunk,
-    levels,
-    packed_tile,
-    quad_columns,
-    scale_tile,
-)
+from blr.kernels.quantized.triton import rows_by_fma, whole_sum
+from blr.kernels.quantized.words import field_columns, load_chunk
 
 
 @triton.jit
 def mixed_rows(
-    x, gain, eps, tile, factor, w, rows_w, scale, rows_scale, rows_ok, s_tile, K, blocks,
-    L: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
+    chunk, words, scales, x, gain, eps, s_tile, K, blocks,
+    L: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One token: [L, BR] in float32, output blocks by ranks.
+    """One token: [BR, L] in float32, ranks by output blocks.
 
-    tile, factor: the first chunk of `packed_tile` and `scale_tile` of rows [L·BR], which begin at
-    rows_w and rows_scale. s_tile: [k, l, rank] in float32.
+    chunk, words, scales: as `load_chunk` has them. s_tile: [rank, k, l] in float32.
     """
+    LANES: tl.constexpr = L * BQ
+    block = tl.arange(0, LANES * 4) // (4 * BQ)
+    at = field_columns(LANES, BQ, BITS)
+    x_at = x + (block * K + at)
+    inputs = x_at, x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
     end = tl.cdiv(K, 128) * BITS
-    quad = tl.arange(0, L * BQ)
-    block = (quad // BQ)[:, None]
-    sums = tl.zeros([L, BR, BQ], tl.float32)
-    square = tl.zeros([L * BQ], tl.float32)
-    for start in range(0, end, BQ):
-        quads = start + quad % BQ
-        following = packed_tile(w, rows_w, rows_ok, start + BQ, end, 1, BQ)
-        next_factor = scale_tile(scale, rows_scale, rows_ok, start + BQ, end, 1, BQ, BITS)
-        ok = (block < blocks) & (quads < end)[:, None]
-        cols = quad_columns(quads, BITS)
-        v, squares = input_chunk(x + block * K, gain + block * K, cols, ok, K, BITS, NORM)
-        square += squares
-        weights = levels(tile, BITS)
-        products = tl.sum(
-            tl.reshape(weights, (L, BR, BQ, v.shape[1])) * tl.reshape(v, (L, 1, BQ, v.shape[1])), 3
-        )
-        sums += products * tl.reshape(factor, (L, BR, BQ))
-        tile = following
-        factor = next_factor
-    mixed = tl.sum(s_tile * tl.sum(sums, 2)[None, :, :], 1)
+    sums, _, square, _ = rows_by_fma(chunk, words, scales, inputs, end, 1, BQ, BITS, NORM, False)
+    z = tl.sum(tl.reshape(sums, (sums.shape[0], L, BQ)), 2)
+    mixed = tl.sum(s_tile * z[:, None, :], 2)
     if NORM:
-        mixed *= tl.rsqrt(tl.sum(square, 0) / (blocks * K) + eps)
+        mixed *= tl.rsqrt(whole_sum(square) / (blocks * K) + eps)
     return mixed
+
+
+@triton.jit
+def mixed_places(
+    index, rank, ranks, row_step, block_step, K, blocks,
+    L: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Of quads number `index` of a tile of ranks by L blocks by BQ quads, ranks from `rank` on: where
+    their rows begin, their place in the row, and the quads from there to its end."""
+    here = rank + index // (L * BQ)
+    block = index // BQ % L
+    at = here.to(tl.int64) * row_step + block.to(tl.int64) * block_step
+    quad = index % BQ
+    there = (here < ranks) & (block < blocks)
+    return at, quad, tl.where(there, tl.cdiv(K, 128) * BITS - quad, 0)
 
 
 @triton.jit
@@ -71,37 +68,34 @@ def mixed_segment(
     L: tl.constexpr, BITS: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile` of a segment (see `grouped.stage_rows`), for all tokens one by one."""
+    """Tile number `tile` of a segment (see `triton.stage_products`), for all tokens one by one."""
     (
         x, _x_block, w, w_block, w_row, scale, scale_block, scale_row, s, s_out, s_in, s_rank, _bias, y,
         ranks, K, blocks, _part,
     ) = seg  # fmt: skip
-    row = tl.arange(0, L * BR)
-    rank = tile * BR + row % BR
-    row_ok = (row // BR < blocks) & (rank < ranks)
-    row_block = (row // BR).to(tl.int64)
-    wide = rank.to(tl.int64)
-    rows_w = row_block * w_block + wide * w_row
-    rows_scale = row_block * scale_block + wide * scale_row
-    end = tl.cdiv(K, 128) * BITS
-    first = packed_tile(w, rows_w, row_ok, 0, end, 1, BQ)
-    factor = scale_tile(scale, rows_scale, row_ok, 0, end, 1, BQ, BITS)
-    block = tl.arange(0, L)
-    ranks_here = tile * BR + tl.arange(0, BR)
-    ok = (block < blocks)[:, None] & (ranks_here < ranks)[None, :]
-    at_s = (
-        block[:, None, None] * s_out + block[None, :, None] * s_in + ranks_here[None, None, :] * s_rank
+    LANES: tl.constexpr = L * BQ
+    index = tl.arange(0, BR * LANES * 4)
+    at, quad, left = mixed_places(index // 4, tile * BR, ranks, w_row, w_block, K, blocks, L, BQ, BITS)
+    words = w + (at + quad * 4 + index % 4), left
+    at, quad, left = mixed_places(
+        tl.arange(0, BR * LANES), tile * BR, ranks, scale_row, scale_block, K, blocks, L, BQ, BITS
     )
-    s_ok = (block < blocks)[:, None, None] & ok[None, :, :]
+    scales = scale + (at + quad // BITS), left
+    first = load_chunk(words, scales, 0, LANES, BITS)
+    rank = tile * BR + tl.arange(0, BR)
+    rank_ok = rank < ranks
+    block = tl.arange(0, L)
+    ok = rank_ok[:, None] & (block < blocks)[None, :]
+    at_s = rank[:, None, None] * s_rank + block[None, :, None] * s_out + block[None, None, :] * s_in
+    s_ok = ok[:, :, None] & (block < blocks)[None, None, :]
     s_tile = tl.load(s + at_s, mask=s_ok, other=0.0).to(tl.float32)
     if WAIT:
         gdc_wait()
     for token in range(tokens):
         mixed = mixed_rows(
-            x + token * x_token, gain, eps, first, factor, w, rows_w, scale, rows_scale, row_ok,
-            s_tile, K, blocks, L, BR, BQ, BITS, NORM,
+            first, words, scales, x + token * x_token, gain, eps, s_tile, K, blocks, L, BQ, BITS, NORM
         )  # fmt: skip
-        to = y + token * y_token + block[:, None] * ranks + ranks_here[None, :]
+        to = y + token * y_token + block[None, :] * ranks + rank[:, None]
         tl.store(to, mixed.to(y.dtype.element_ty), mask=ok)
 
 

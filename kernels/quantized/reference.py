@@ -1,8 +1,9 @@
 """Weight-only int8 and int4 in plain torch: packing, unpacking, and the stage that uses them.
 
 Symmetric, in groups of 128 along the contracted axis K, one scale a group. A row is padded to a
-multiple of 128 with zeros. int8: one signed byte an element, in order. int4: byte j (0…63) of a
-group holds element j in its low nibble and element j + 64 in its high one; value = nibble − 8.
+multiple of 128 with zeros. The bytes of a group are little-endian words of 32 bits: W = 16 words of
+eight fields for int4, 32 of four for int8. Field f (bits 4 f or 8 f on) of word j holds element
+f·W + j: int4 as level + 8, int8 as a signed byte.
 """
 
 from __future__ import annotations
@@ -64,18 +65,19 @@ def dequantize(packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dt
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Integer levels int8 [..., R, K'] of packed rows, padding included."""
-    if bits == 8:
-        return packed
-    halves = packed.unflatten(-1, (-1, GROUP // 2))
-    return (torch.cat([halves & 15, halves >> 4], -1).to(torch.int8) - 8).flatten(-2)
+    columns = packed.unflatten(-1, (-1, 4 * bits, 4)).transpose(-1, -2)  # [..., groups, byte, word]
+    if bits == 4:
+        columns = torch.stack((columns & 15, columns >> 4), -2).to(torch.int8) - 8
+    return columns.flatten(-4 if bits == 4 else -3)
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
     """The inverse of `unpack`."""
-    if bits == 8:
-        return levels
-    low, high = (levels + 8).to(torch.uint8).unflatten(-1, (-1, GROUP)).chunk(2, -1)
-    return (low | high << 4).flatten(-2)
+    fields = levels.unflatten(-1, (-1, 32 // bits, 4 * bits))
+    if bits == 4:
+        low, high = (fields + 8).to(torch.uint8).unflatten(-2, (4, 2)).unbind(-2)
+        fields = low | high << 4
+    return fields.transpose(-1, -2).flatten(-3)
 
 
 def gemv_quantized(
@@ -103,7 +105,7 @@ def _quantize_groups(w: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Te
     largest = work.gather(-1, work.abs().argmax(-1, keepdim=True))  # signed [G, 1]
     if bits == 8:
         scale = (largest.abs() / 127).to(scale_dtype)
-        return _levels(work, scale, bits), scale.squeeze(-1)
+        return pack(_levels(work, scale, bits), bits), scale.squeeze(-1)
     best = torch.full_like(largest, torch.inf)
     scale = torch.zeros_like(largest, dtype=scale_dtype)
     for ratio in RATIOS:

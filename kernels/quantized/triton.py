@@ -1,8 +1,10 @@
 """Segmented matrix-vector products with int8 or int4 weights, dequantized in registers.
 
-One program owns `BR` rows of one block and walks them in chunks of `BQ` quads of 16 bytes (16 int8 or
-32 int4 weights of one group, one load a thread). The first chunk and its scales are loaded before
-the program waits for the kernel that makes its input. Derivation: README.md.
+One program owns `BR` rows of one block and walks them in chunks of `BQ` quads of 16 bytes, each loaded
+by one thread. The lanes of a tile are T rows by BQ quads: where they are as many as the threads, a
+thread has quads of one place in BR / T rows, and what it makes of their inputs serves all of them. The
+first chunk and its scales are loaded before the program waits for the kernel that makes its input.
+Derivation: README.md.
 """
 
 try:
@@ -13,114 +15,14 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.gemv.triton import activate
-
-
-@triton.jit
-def packed_tile(w, rows, rows_ok, start, end, w_row, BQ: tl.constexpr):
-    """[BR, BQ, 4] words of packed weights from quad `start` on; `w` counts in words of 4 bytes."""
-    lane = tl.arange(0, BQ)
-    columns = lane[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    mask = rows_ok[:, None, None] & (lane < end - start)[None, :, None]
-    return tl.load(w + start * 4 + rows[:, None, None] * w_row + columns, mask=mask, other=0)
-
-
-@triton.jit
-def scale_tile(scale, rows, rows_ok, start, end, scale_row, BQ: tl.constexpr, BITS: tl.constexpr):
-    """[BR, BQ] scales in float32, zero outside: a group has BITS quads."""
-    lane = tl.arange(0, BQ)
-    at = scale + start // BITS + rows[:, None] * scale_row + (lane // BITS)[None, :]
-    mask = rows_ok[:, None] & (lane < end - start)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def quad_columns(quads, BITS: tl.constexpr):
-    """[BQ, 16] columns of the bytes of quads: of the low nibbles if BITS is 4, 64 less than the high."""
-    byte = tl.arange(0, 16)[None, :]
-    if BITS == 8:
-        return quads[:, None] * 16 + byte
-    else:
-        return (quads // 4)[:, None] * 128 + (quads % 4)[:, None] * 16 + byte
-
-
-@triton.jit
-def level8(half, ODD: tl.constexpr):
-    """Signed byte 0 or 1 of words as float32, exactly; byte 1 comes 256 times too large.
-
-    The byte, its sign bit flipped, becomes the mantissa of 2^23: no conversion instruction.
-    """
-    if ODD:
-        return ((half & 0xFF00) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0  # 2^23 + 2^15
-    else:
-        return ((half & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 2^7
-
-
-@triton.jit
-def level4(half, AT: tl.constexpr):
-    """Nibble AT (0…3) of words, less 8, as float32, exactly and 16^AT times too large."""
-    number = (half & (0xF << (4 * AT))) | 0x4B000000
-    return number.to(tl.float32, bitcast=True) - (8388608.0 + 8.0 * 16.0**AT)
-
-
-@triton.jit
-def bytes_in_order(b0, b1, b2, b3):
-    """[BR, BQ, 16] of the four [BR, BQ, 4] that hold bytes 0…3 of each word."""
-    quads = tl.join(tl.join(b0, b2), tl.join(b1, b3))
-    return tl.reshape(quads, (b0.shape[0], b0.shape[1], 16))
-
-
-@triton.jit
-def levels(tile, BITS: tl.constexpr):
-    """Weights of a packed tile without scale, float32.
-
-    BITS 8: [BR, BQ, 16]. BITS 4: [BR, BQ, 32], low and high nibble of a byte side by side. Each is
-    too large by the inverse of `level_factors`.
-    """
-    upper = tile >> 16
-    if BITS == 8:
-        return bytes_in_order(
-            level8(tile, False), level8(tile, True), level8(upper, False), level8(upper, True)
-        )
-    else:
-        low = bytes_in_order(level4(tile, 0), level4(tile, 2), level4(upper, 0), level4(upper, 2))
-        high = bytes_in_order(level4(tile, 1), level4(tile, 3), level4(upper, 1), level4(upper, 3))
-        return tl.reshape(tl.join(low, high), (tile.shape[0], tile.shape[1], 32))
-
-
-@triton.jit
-def level_factors(cols, HIGH: tl.constexpr):
-    """What undoes the powers of two of `levels` for the bytes of `cols`."""
-    odd = (cols & 1) != 0
-    if HIGH:
-        return tl.where(odd, 0.000244140625, 0.0625)  # 16^-3, 16^-1
-    else:
-        return tl.where(odd, 0.00390625, 1.0)  # 16^-2 or 256^-1
-
-
-@triton.jit
-def input_chunk(x, gain, cols, ok, K, BITS: tl.constexpr, NORM: tl.constexpr):
-    """Inputs of one token for quads, in the order of `levels`, divided by its powers of two.
-
-    cols: [BQ, 16] of `quad_columns`; ok: [BQ, 1] of quads that exist. x, gain: [BQ, 1] or one pointer
-    to what column 0 of a quad's row is multiplied with. Returns [BQ, 16 or 32] in float32 and, for
-    NORM, their squares before the gain summed over the last axis [BQ].
-    """
-    here = ok & (cols < K)
-    v = tl.load(x + cols, mask=here, other=0.0).to(tl.float32)
-    square = tl.sum(v * v, 1)
-    if NORM:
-        v *= tl.load(gain + cols, mask=here, other=0.0).to(tl.float32)
-    v *= level_factors(cols, False)
-    if BITS == 8:
-        return v, square
-    else:
-        here = ok & (cols + 64 < K)
-        high = tl.load(x + cols + 64, mask=here, other=0.0).to(tl.float32)
-        square += tl.sum(high * high, 1)
-        if NORM:
-            high *= tl.load(gain + cols + 64, mask=here, other=0.0).to(tl.float32)
-        high *= level_factors(cols, True)
-        return tl.reshape(tl.join(v, high), (v.shape[0], 32)), square
+from blr.kernels.quantized.words import (
+    chunk_inputs,
+    field_columns,
+    field_level,
+    load_chunk,
+    quad_sums,
+    tile_places,
+)
 
 
 @triton.jit
@@ -137,50 +39,82 @@ def inverse_rms(x, x_token, token, there, width, eps, BK: tl.constexpr):
 
 
 @triton.jit
-def rows_by_fma(
-    x, x_token, gain, eps, w, w_row, scale, scale_row, rows, rows_ok, K,
-    N: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
-    WAIT: tl.constexpr,
-):  # fmt: skip
-    """Products of `rows` with one or two tokens on the CUDA cores: two [BR] in float32.
-
-    As `blr.kernels.gemv.triton.rows_by_fma`; w, w_row count words of 4 bytes, columns have stride 1.
-    NORM: 1 for an RMS norm of these K inputs, 2 for their gain only (see `inverse_rms`).
-    """
-    lane = tl.arange(0, BQ)
-    end = tl.cdiv(K, 128) * BITS
-    tile = packed_tile(w, rows, rows_ok, 0, end, w_row, BQ)
-    factor = scale_tile(scale, rows, rows_ok, 0, end, scale_row, BQ, BITS)
-    if WAIT:
-        gdc_wait()
-    sums = tl.zeros([BR, BQ], tl.float32)
-    sums2 = tl.zeros([BR, BQ], tl.float32)
-    square = tl.zeros([BQ], tl.float32)
-    square2 = tl.zeros([BQ], tl.float32)
-    for start in range(0, end, BQ):
-        cols = quad_columns(start + lane, BITS)
-        ok = (start + lane < end)[:, None]
-        following = packed_tile(w, rows, rows_ok, start + BQ, end, w_row, BQ)
-        next_factor = scale_tile(scale, rows, rows_ok, start + BQ, end, scale_row, BQ, BITS)
-        weights = levels(tile, BITS)
-        v, squares = input_chunk(x, gain, cols, ok, K, BITS, NORM)
-        sums += tl.sum(weights * v[None, :, :], 2) * factor
-        square += squares
-        if N == 2:
-            v, squares = input_chunk(x + x_token, gain, cols, ok, K, BITS, NORM)
-            sums2 += tl.sum(weights * v[None, :, :], 2) * factor
-            square2 += squares
-        tile = following
-        factor = next_factor
-    first = tl.sum(sums, 1)
+def chunk_products(
+    chunk, inputs, start, EXACT: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr
+):
+    """[RT, lanes, 1] products of a chunk and [1, lanes, 4] squares of its inputs, of two tokens each."""
+    tile, factor = chunk
+    x, x2, gain, past = inputs
+    column = start // BITS * 128
+    v, square = chunk_inputs(x, gain, past, column, BITS, NORM)
+    first = quad_sums(tile, v, BITS, EXACT) * factor
     second = first
+    square2 = square
     if N == 2:
-        second = tl.sum(sums2, 1)
+        v, square2 = chunk_inputs(x2, gain, past, column, BITS, NORM)
+        second = quad_sums(tile, v, BITS, EXACT) * factor
+    return first, second, square, square2
+
+
+@triton.jit
+def rows_by_fma(
+    chunk, words, scales, inputs, end,
+    N: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Products of rows with one or two tokens on the CUDA cores, and squares of their inputs before
+    the gain, in float32 and still to be summed: [RT, lanes, 1] twice, [1, lanes, 4] twice.
+
+    chunk: what `load_chunk` gave of words and scales; ONE: there is no other. inputs: pointers
+    [lanes·4] to those of the first and the second token and to the gain (used if NORM) for field 0, and
+    how far each is past the end of the row (valid if negative). end: quads of the longest row.
+    """
+    EXACT: tl.constexpr = BITS == 4 and scales[0].dtype.element_ty == tl.float32
+    if ONE:
+        sums, sums2, square, square2 = chunk_products(chunk, inputs, 0, EXACT, N, BITS, NORM)
+    else:
+        tile, factor = chunk
+        lanes: tl.constexpr = tile.shape[1]
+        sums = tl.zeros([tile.shape[0], lanes, 1], tl.float32)
+        sums2 = sums
+        square = tl.zeros([1, lanes, 4], tl.float32)
+        square2 = square
+        for start in range(0, end, BQ):
+            following, next_factor = load_chunk(words, scales, start + BQ, lanes, BITS)
+            first, second, squares, squares2 = chunk_products(
+                (tile, factor), inputs, start, EXACT, N, BITS, NORM
+            )
+            sums += first
+            square += squares
+            if N == 2:
+                sums2 += second
+                square2 += squares2
+            tile = following
+            factor = next_factor
+    return sums, sums2, square, square2
+
+
+@triton.jit
+def row_sums(sums, BQ: tl.constexpr):
+    """[BR] of [RT, T·BQ, 1]."""
+    RT: tl.constexpr = sums.shape[0]
+    T: tl.constexpr = sums.shape[1] // BQ
+    return tl.reshape(tl.sum(tl.reshape(sums, (RT, T, BQ)), 2), (RT * T,))
+
+
+@triton.jit
+def whole_sum(square):
+    """The sum of a tile [1, lanes, 4]."""
+    return tl.sum(tl.sum(tl.sum(square, 2), 1), 0)
+
+
+@triton.jit
+def normed_sums(sums, square, K, eps, BQ: tl.constexpr, NORM: tl.constexpr):
+    """`row_sums`, times one over the root mean square of the inputs if NORM is 1."""
+    found = row_sums(sums, BQ)
     if NORM == 1:
-        first *= tl.rsqrt(tl.sum(square, 0) / K + eps)
-        if N == 2:
-            second *= tl.rsqrt(tl.sum(square2, 0) / K + eps)
-    return first, second
+        copies: tl.constexpr = square.shape[1] // BQ
+        found *= tl.rsqrt(whole_sum(square) / (copies * K) + eps)
+    return found
 
 
 @triton.jit
@@ -195,67 +129,123 @@ def token_chunk(x, x_token, token, there, gain, cols, K, NORM: tl.constexpr):
 
 
 @triton.jit
-def scaled_half(b0, b1, b2, b3, factor, EVEN: tl.constexpr, ODD: tl.constexpr):
-    """[BR, 16·BQ] weights of four [BR, BQ, 4] levels: bytes 0 and 2 times EVEN, 1 and 3 times ODD."""
-    even = (factor * EVEN)[:, :, None]
-    odd = (factor * ODD)[:, :, None]
-    quads = bytes_in_order(b0 * even, b1 * odd, b2 * even, b3 * odd)
-    return tl.reshape(quads, (quads.shape[0], quads.shape[1] * 16))
-
-
-@triton.jit
 def rows_by_dot(
-    x, x_token, tokens, gain, eps, w, w_row, scale, scale_row, rows, rows_ok, K,
-    NP: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
-    WAIT: tl.constexpr,
+    chunk, words, scales, x, x_token, tokens, gain, K,
+    NP: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Products of `rows` with up to NP tokens on the tensor cores: [BR, NP] in float32.
+    """Products of rows with up to NP tokens on the tensor cores, [BR, NP] in float32, and sums of
+    squares of their inputs before the gain [NP].
 
-    Weights are rounded to the dtype of their scales, as `reference.dequantize` rounds them.
+    One product a field, over the words of a chunk. Weights are rounded to the dtype of their scales,
+    as `reference.dequantize` rounds them.
     """
-    byte = tl.arange(0, 16 * BQ)
+    WIDTH: tl.constexpr = 4 * BITS  # words of a group
+    BR: tl.constexpr = chunk[0].shape[0]
+    word = tl.arange(0, 4 * BQ)
+    cols = word // WIDTH * 128 + word % WIDTH
     token = tl.arange(0, NP)
     there = token < tokens
-    operand = scale.dtype.element_ty
-    end = tl.cdiv(K, 128) * BITS
-    tile = packed_tile(w, rows, rows_ok, 0, end, w_row, BQ)
-    factor = scale_tile(scale, rows, rows_ok, 0, end, scale_row, BQ, BITS)
-    if WAIT:
-        gdc_wait()
+    operand = scales[0].dtype.element_ty
+    tile, factor = chunk
     sums = tl.zeros([BR, NP], tl.float32)
     square = tl.zeros([NP], tl.float32)
-    for start in range(0, end, BQ):
-        following = packed_tile(w, rows, rows_ok, start + BQ, end, w_row, BQ)
-        next_factor = scale_tile(scale, rows, rows_ok, start + BQ, end, scale_row, BQ, BITS)
-        upper = tile >> 16
-        if BITS == 8:
-            v, squares = token_chunk(x, x_token, token, there, gain, start * 16 + byte, K, NORM)
-            weights = scaled_half(
-                level8(tile, False), level8(tile, True), level8(upper, False), level8(upper, True),
-                factor, 1.0, 0.00390625,
-            )  # fmt: skip
-        else:
-            cols = start * 32 + (byte // 64) * 128 + byte % 64
-            v, squares = token_chunk(x, x_token, token, there, gain, cols, K, NORM)
-            weights = scaled_half(
-                level4(tile, 0), level4(tile, 2), level4(upper, 0), level4(upper, 2),
-                factor, 1.0, 0.00390625,
-            )  # fmt: skip
-        sums = tl.dot(weights.to(operand), tl.trans(v.to(operand)), sums, input_precision="ieee")
-        square += squares
-        if BITS == 4:
-            v, squares = token_chunk(x, x_token, token, there, gain, cols + 64, K, NORM)
-            weights = scaled_half(
-                level4(tile, 1), level4(tile, 3), level4(upper, 1), level4(upper, 3),
-                factor, 0.0625, 0.000244140625,
-            )  # fmt: skip
-            sums = tl.dot(weights.to(operand), tl.trans(v.to(operand)), sums, input_precision="ieee")
+    for start in range(0, tl.cdiv(K, 128) * BITS, BQ):
+        following, next_factor = load_chunk(words, scales, start + BQ, BQ, BITS)
+        for field in tl.static_range(32 // BITS):
+            at = start // BITS * 128 + field * WIDTH + cols
+            v, squares = token_chunk(x, x_token, token, there, gain, at, K, NORM)
+            weights = tl.reshape(field_level(tile, field, BITS) * factor, (BR, 4 * BQ)).to(operand)
+            sums = tl.dot(weights, tl.trans(v.to(operand)), sums, input_precision="ieee")
             square += squares
         tile = following
         factor = next_factor
-    if NORM == 1:
-        sums *= tl.rsqrt(square / K + eps)[None, :]
-    return sums
+    return sums, square
+
+
+@triton.jit
+def stage_start(
+    tile, seg, BR: tl.constexpr, BQ: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """What does not depend on the inputs of tile number `tile` of a segment (see `stage_products`):
+    (first chunk, words, scales, block, rows [BR], valid)."""
+    w, w_block, w_row, scale, scale_block, scale_row = seg[2], seg[3], seg[4], seg[5], seg[6], seg[7]
+    rows_per_block, K = seg[14], seg[15]
+    tiles = tl.cdiv(rows_per_block, BR)
+    block = tile // tiles
+    start = (tile % tiles) * BR
+    # Pointers to the first row of the tile; within a tile, offsets of 32 bits do.
+    w += block.to(tl.int64) * w_block + start.to(tl.int64) * w_row
+    scale += block.to(tl.int64) * scale_block + start.to(tl.int64) * scale_row
+    rows = rows_per_block - start
+    words, scales = tile_places(w, w_row, scale, scale_row, rows, K, BR // T, T, BQ, BITS)
+    chunk = load_chunk(words, scales, 0, T * BQ, BITS)
+    row = tl.arange(0, BR)
+    return chunk, words, scales, block, start + row, row < rows
+
+
+@triton.jit
+def stage_products(
+    started, seg, x_token, gain, tokens,
+    N: tl.constexpr, BITS: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Products of the tile that `stage_start` started, for `stage_rows`.
+
+    seg: (x, x_block, w, w_block, w_row, scale, scale_block, scale_row, s, s_out, s_in, s_rank,
+    bias, y, rows, K, blocks, part); w and its strides count words of 4 bytes.
+    NORM: 1 for an RMS norm of inputs that all blocks share, 2 of inputs that they split.
+    ONE: a row has one chunk.
+    """
+    chunk, words, scales, block, _rows, _ok = started
+    x = seg[0] + block * seg[1]
+    if NORM == 2:
+        gain += block * seg[1]
+    if N <= 2:
+        lanes: tl.constexpr = chunk[0].shape[1]
+        at = field_columns(lanes, BQ, BITS)
+        inputs = x + at, x + (x_token + at), gain + at, at - seg[15]
+        end = tl.cdiv(seg[15], 128) * BITS
+        return rows_by_fma(chunk, words, scales, inputs, end, N, BQ, BITS, NORM, ONE)
+    else:
+        return rows_by_dot(chunk, words, scales, x, x_token, tokens, gain, seg[15], N, BQ, BITS, NORM)
+
+
+@triton.jit
+def stage_rows(
+    products, started, seg, x_token, eps, tokens,
+    N: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What `stage_products` gave as (first, second, outputs, valid).
+
+    first, second: [BR] of one or two tokens, or both the [BR, N] of more. outputs: [BR].
+    """
+    block, rows, ok = started[3], started[4], started[5]
+    K, blocks, part = seg[15], seg[16], seg[17]
+    out = (rows // part) * (blocks * part) + block * part + rows % part
+    constant = tl.zeros([rows.shape[0]], tl.float32)
+    if BIAS:
+        constant = tl.load(seg[12] + out, mask=ok, other=0.0).to(tl.float32)
+    if N <= 2:
+        first = normed_sums(products[0], products[2], K, eps, BQ, NORM)
+        if NORM == 2:
+            one = tl.arange(0, 1)
+            first *= inverse_rms(seg[0], x_token, one, one < tokens, blocks * K, eps, 1024)
+        second = first
+        if N == 2:
+            second = normed_sums(products[1], products[3], K, eps, BQ, NORM)
+            if NORM == 2:
+                two = tl.arange(0, 1) + 1
+                second *= inverse_rms(seg[0], x_token, two, two < tokens, blocks * K, eps, 1024)
+        return first + constant, second + constant, out, ok
+    else:
+        sums, square = products
+        if NORM == 1:
+            sums *= tl.rsqrt(square / K + eps)[None, :]
+        if NORM == 2:
+            token = tl.arange(0, N)
+            norm = inverse_rms(seg[0], x_token, token, token < tokens, blocks * K, eps, 128)
+            sums *= norm[None, :]
+        sums += constant[:, None]
+        return sums, sums, out, ok
 
 
 @triton.jit
@@ -263,48 +253,36 @@ def gemv_kernel(
     x, x_token, x_block, gain, eps, w, w_block, w_row, scale, scale_block, scale_row,
     bias, residual, residual_token, y, y_token,
     tokens, rows_per_block, K, blocks, part,
-    N: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr,
+    N: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``y = act(W x + bias) + residual`` for one stage with quantized weights; see `launch`."""
     if PDL:
         gdc_launch_dependents()
-    tiles = tl.cdiv(rows_per_block, BR)
-    block = tl.program_id(0) // tiles
-    rows = (tl.program_id(0) % tiles) * BR + tl.arange(0, BR)
-    ok = rows < rows_per_block
-    wide = rows.to(tl.int64)
-    w += block.to(tl.int64) * w_block
-    scale += block.to(tl.int64) * scale_block
-    x += block * x_block
-    out = (rows // part) * (blocks * part) + block * part + rows % part
-    constant = tl.zeros([BR], tl.float32)
-    if BIAS:
-        constant = tl.load(bias + out, mask=ok, other=0.0).to(tl.float32)
+    seg = (
+        x, x_block, w, w_block, w_row, scale, scale_block, scale_row, x, 0, 0, 0, bias, y,
+        rows_per_block, K, blocks, part,
+    )  # fmt: skip
+    started = stage_start(tl.program_id(0), seg, BR, BQ, T, BITS)
+    if PDL:
+        gdc_wait()
+    products = stage_products(started, seg, x_token, gain, tokens, N, BITS, BQ, NORM, ONE)
+    first, second, out, ok = stage_rows(products, started, seg, x_token, eps, tokens, N, BQ, NORM, BIAS)
+    first = activate(first, ACT)
     if N <= 2:
-        first, second = rows_by_fma(
-            x, x_token, gain, eps, w, w_row, scale, scale_row, wide, ok, K,
-            N, BR, BQ, BITS, NORM, PDL,
-        )  # fmt: skip
-        first = activate(first + constant, ACT)
         if RESIDUAL:
             first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
         tl.store(y + out, first.to(y.dtype.element_ty), mask=ok)
         if N == 2:
-            second = activate(second + constant, ACT)
+            second = activate(second, ACT)
             if RESIDUAL:
                 second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
             tl.store(y + y_token + out, second.to(y.dtype.element_ty), mask=ok)
     else:
-        sums = rows_by_dot(
-            x, x_token, tokens, gain, eps, w, w_row, scale, scale_row, wide, ok, K,
-            N, BR, BQ, BITS, NORM, PDL,
-        )  # fmt: skip
-        sums = activate(sums + constant[:, None], ACT)
         token = tl.arange(0, N)
         mask = ok[:, None] & (token < tokens)[None, :]
         if RESIDUAL:
             at = residual + token[None, :] * residual_token + out[:, None]
-            sums += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + token[None, :] * y_token + out[:, None], sums.to(y.dtype.element_ty), mask=mask)
+            first += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + token[None, :] * y_token + out[:, None], first.to(y.dtype.element_ty), mask=mask)

@@ -365,7 +365,7 @@ def _compiled(
     """What the compiler makes of a stage of 4096 rows with its default tile, and the tile."""
     from blr.kernels.quantized.launch import complete, one_chunk, tile_shape
 
-    tile = tile_shape(4096, width, tokens, bits, norm)
+    tile = tile_shape(4096, width, tokens, bits)
     tile = complete(tile, tile["num_warps"], tokens)
     sizes = {name: tile[name] for name in ("BR", "BQ", "T")}
     signature = {**dict.fromkeys(POINTERS, f"*{dtype}"), "x": "*fp32", "w": "*i32", "eps": "fp32"}
