@@ -61,8 +61,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     try:
         program = export_program(model, inputs, free)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-        with torch.no_grad():
-            found = torch._inductor.aoti_load_package(str(path))(**inputs)
+        found = _results(path, inputs)
     except Exception as error:  # whatever in a model the compiler does not take
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CapabilityError(
@@ -82,9 +81,36 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
     Args:
         inputs: by name. free: the same names to axes and their `torch.export.Dim`.
     """
+    trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
     with torch.no_grad(), plain_products(model):
-        forward = plain_forward(model)
-        return torch.export.export(forward, (), inputs, dynamic_shapes=free, strict=False)
+        try:
+            return trace(plain_forward(model))
+        except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
+            with eager_attention(model):
+                return trace(plain_forward(model))
+
+
+def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what a package computes: its own tensors must not outlive its code."""
+    package = torch._inductor.aoti_load_package(str(path))
+    with torch.no_grad():
+        found = package(**inputs)
+        copies = {name: tensor.clone() for name, tensor in found.items()}
+    if any(tensor.is_cuda for tensor in copies.values()):
+        torch.cuda.synchronize()
+    del found
+    return copies
+
+
+@contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """Attention as plain products and a softmax while active."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def example_inputs(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

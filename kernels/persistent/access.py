@@ -1,4 +1,4 @@
-"""What the phases of the persistent kernel share: the barrier, prefetches, descriptors, loads."""
+"""What the phases of the persistent kernel share: the barrier, descriptors, loads."""
 
 try:
     import triton
@@ -22,19 +22,6 @@ def arrive(counter, SYNC: tl.constexpr):
     if SYNC:
         tl.debug_barrier()  # all stores of the program before its one arrival
         tl.atomic_add(counter, 1, sem="release")
-
-
-@triton.jit
-def touch(at):
-    """Bring the lines of the addresses `at` into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -77,36 +64,20 @@ def advance(t, chunk, chunks):
 
 
 @triton.jit
-def tile_at(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR: tl.constexpr, BK: tl.constexpr,
-            STEP: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
-    """Addresses [BR, BK / STEP] of every STEP-th weight of a chunk of tile `t`, and which exist.
+def weights(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR: tl.constexpr, BK: tl.constexpr,
+            PLAIN: tl.constexpr):  # fmt: skip
+    """[BR, BK] weights of a chunk of tile `t`, zero where there are none: none from tile `end` on.
 
     w: first weight of the segment, whose blocks have `tiles` tiles each; PLAIN: there is one block.
-    No weight exists from tile `end` on.
+    They are read once, so only through the second-level cache.
     """
     if not PLAIN:
         w += (t // tiles).to(tl.int64) * w_block
     row = (t if PLAIN else t % tiles) * BR + tl.arange(0, BR)
-    cols = chunk * BK + tl.arange(0, BK // STEP) * STEP
+    cols = chunk * BK + tl.arange(0, BK)
     ok = (row < tl.where(t < end, rows, 0))[:, None] & (cols < K)[None, :]
-    return w + row.to(tl.int64)[:, None] * w_row + cols[None, :], ok
-
-
-@triton.jit
-def weights(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR: tl.constexpr, BK: tl.constexpr,
-            PLAIN: tl.constexpr):  # fmt: skip
-    """[BR, BK] weights of `tile_at`, zero where there are none; they are read once, so only through
-    the second-level cache."""
-    at, ok = tile_at(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR, BK, 1, PLAIN)
+    at = w + row.to(tl.int64)[:, None] * w_row + cols[None, :]
     return tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def touch_tile(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR: tl.constexpr,
-               BK: tl.constexpr, LINE: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
-    """`touch` the weights of `tile_at`, one address a line of LINE weights."""
-    at, ok = tile_at(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR, BK, LINE, PLAIN)
-    touch(tl.where(ok, at.to(tl.int64), w.to(tl.int64)))
 
 
 @triton.jit

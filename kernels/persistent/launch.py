@@ -100,9 +100,7 @@ class TokenProgram:
         attention = {"G": m.heads // kv_heads, "GP": tile["GP"], "DP": max(power_of_two(width), 16)}
         attention |= {"BN": tile["BN"], "DOT": tile["DOT"], "SPLITS": self.splits, "NORM": norm}
         variants = tuple(number for variant in self.table.variants for number in variant)
-        ahead = self.tuning.ahead if m.k.is_cuda else 0
         return {
             **{"VARIANTS": variants, "COUNT": len(self.table.variants), "ACT": activation},
-            **{"PARTS": m.choice["values"].shape[1], "LINE": 128 // m.k.element_size()},
-            **{"AHEAD": ahead, "TOUCH": ahead > 0, **attention},
+            **{"PARTS": m.choice["values"].shape[1], **attention},
         }

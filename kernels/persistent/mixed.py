@@ -4,50 +4,37 @@ try:
     import triton
     import triton.language as tl
 
-    from blr.kernels.persistent.access import high, low, operands, share, touch, typed, wait
+    from blr.kernels.persistent.access import advance, high, low, operands, share, typed, wait
     from blr.kernels.persistent.rows import scales
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 
 @triton.jit
-def ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L: tl.constexpr,
-             BR: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Addresses [L, BR, BK / STEP] of every STEP-th weight of a chunk of all blocks' ranks of tile
-    `t`, and which exist: none from tile `end` on."""
+def rank_weights(w, w_block, w_row, ranks, blocks, K, t, end, chunk,
+                 L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """[L, BR, BK] weights of a chunk of all blocks' ranks of tile `t`, zero where there are none: none
+    from tile `end` on."""
     block = tl.arange(0, L)
     rank = t * BR + tl.arange(0, BR)
-    cols = chunk * BK + tl.arange(0, BK // STEP) * STEP
+    cols = chunk * BK + tl.arange(0, BK)
     ok = (block < blocks)[:, None] & (rank < tl.where(t < end, ranks, 0))[None, :]
     ok = ok[:, :, None] & (cols < K)[None, None, :]
     at = block.to(tl.int64)[:, None] * w_block + rank.to(tl.int64)[None, :] * w_row
-    return w + at[:, :, None] + cols[None, None, :], ok
-
-
-@triton.jit
-def rank_weights(w, w_block, w_row, ranks, blocks, K, t, end, chunk,
-                 L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """[L, BR, BK] weights of `ranks_at`, zero where there are none."""
-    at, ok = ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L, BR, BK, 1)
+    at = w + at[:, :, None] + cols[None, None, :]
     return tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def touch_ranks(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L: tl.constexpr,
-                BR: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
-    """`touch` the weights of `ranks_at`, one address a line of LINE weights (or a row of fewer)."""
-    STEP: tl.constexpr = LINE if LINE < BK else BK
-    at, ok = ranks_at(w, w_block, w_row, ranks, blocks, K, t, end, chunk, L, BR, BK, STEP)
-    touch(tl.where(ok, at.to(tl.int64), w.to(tl.int64)))
-
-
-@triton.jit
-def block_inputs(x, gain, like, single, cols, K, blocks, L: tl.constexpr, A: tl.constexpr):
-    """[L, BK] inputs of all blocks in float32, times the weights of the norm if there is one."""
+def block_inputs(x, offset, gain, like, single, cols, K, blocks,
+                 L: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """[L, BK] inputs of all blocks in float32, times the weights of the norm if there is one; stored
+    with the type of `like` if HALF."""
     block = tl.arange(0, L)
     at = block[:, None] * K + cols[None, :]
     ok = (block < blocks)[:, None] & (cols < K)[None, :]
-    v = tl.load(typed(x, single, A) + at, mask=ok, other=0.0)
+    x = typed(x, like, A) if HALF else typed(x, single, A)
+    v = tl.load(x + offset + at, mask=ok, other=0.0).to(tl.float32)
     ok = ok & (cols < tl.where(gain != 0, K, 0))[None, :]
     return v * tl.load(typed(gain, like, A) + at, mask=ok, other=1.0).to(tl.float32)
 
@@ -61,7 +48,7 @@ def mix_sums(sums, mix, scale):
 @triton.jit
 def mixed(d, head, w, strides, sizes, like, single, counter, target,
           N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
-          AHEAD: tl.constexpr, LINE: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+          HALF: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)`` of up to L blocks in tiles of BR ranks.
 
     Arguments as of `rows.rows_whole`.
@@ -73,9 +60,6 @@ def mixed(d, head, w, strides, sizes, like, single, counter, target,
     chunks = tl.cdiv(K, BK)
     blocks = high(tl.load(d + 16))
     tile = rank_weights(w, w_block, w_row, ranks, blocks, K, first, end, 0, L, BR, BK)
-    for c in tl.static_range(1, AHEAD + 1):
-        touch_ranks(w, w_block, w_row, ranks, blocks, K, first + c // chunks, end, c % chunks,
-                    L, BR, BK, LINE)  # fmt: skip
     x, x_token, _x_block, y, y_token, _bias, gain, eps, width = operands(d, A)
     s = tl.load(d + 18).to(like.dtype)
     of_s = tl.load(d + 19)
@@ -93,19 +77,14 @@ def mixed(d, head, w, strides, sizes, like, single, counter, target,
         sums = tl.zeros([L, BR, BK], tl.float32)
         sums2 = tl.zeros([L, BR, BK], tl.float32)
         for chunk in range(chunks):
-            last = chunk + 1 == chunks
-            t_next, c_next = tl.where(last, t + 1, t), tl.where(last, 0, chunk + 1)
+            t_next, c_next = advance(t, chunk, chunks)
             following = rank_weights(w, w_block, w_row, ranks, blocks, K, t_next, end, c_next,
                                      L, BR, BK)  # fmt: skip
-            if AHEAD > 0:
-                far = chunk + 1 + AHEAD
-                touch_ranks(w, w_block, w_row, ranks, blocks, K, t + far // chunks, end, far % chunks,
-                            L, BR, BK, LINE)  # fmt: skip
             cols = chunk * BK + lane
-            v = block_inputs(x, gain, like, single, cols, K, blocks, L, A)
+            v = block_inputs(x, 0, gain, like, single, cols, K, blocks, L, A, HALF)
             sums += tile.to(tl.float32) * v[:, None, :]
             if N == 2:
-                v = block_inputs(x + x_token * 4, gain, like, single, cols, K, blocks, L, A)
+                v = block_inputs(x, x_token, gain, like, single, cols, K, blocks, L, A, HALF)
                 sums2 += tile.to(tl.float32) * v[:, None, :]
             tile = following
         to = y.to(single.dtype) + block[:, None] * ranks + rank[None, :]

@@ -14,7 +14,6 @@ try:
         placed,
         share,
         store,
-        touch_tile,
         typed,
         wait,
         weights,
@@ -47,8 +46,8 @@ def both_inputs(x, z, at_x, at_z, x_K, z_K, g, like, single, cols,
 @triton.jit
 def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
                 N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr,
-                A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-                LINE: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+                A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr,
+                PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Pairs of rows of K ≤ BK columns; arguments as of `rows.rows_whole`.
 
     SHARED: both have the same input. HALF: the result has the type of `like`.
@@ -61,9 +60,6 @@ def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
     tiles = tl.cdiv(rows, BR)
     tile_a = weights(a, a_block, a_row, rows, a_K, tiles, first, end, 0, BR, BK, PLAIN)
     tile_b = weights(b, b_block, b_row, rows, b_K, tiles, first, end, 0, BR, BK, PLAIN)
-    for s in tl.static_range(AHEAD):
-        touch_tile(a, a_block, a_row, rows, a_K, tiles, first + 1 + s, end, 0, BR, BK, LINE, PLAIN)
-        touch_tile(b, b_block, b_row, rows, b_K, tiles, first + 1 + s, end, 0, BR, BK, LINE, PLAIN)
     lane = tl.arange(0, BK)
     x, x_token, x_block, y, y_token, bias_a, gain, eps, width = operands(d, A)
     block = 0 if PLAIN else first // tiles
@@ -79,9 +75,6 @@ def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
     for t in range(first, end):
         next_a = weights(a, a_block, a_row, rows, a_K, tiles, t + 1, end, 0, BR, BK, PLAIN)
         next_b = weights(b, b_block, b_row, rows, b_K, tiles, t + 1, end, 0, BR, BK, PLAIN)
-        if AHEAD > 0:
-            touch_tile(a, a_block, a_row, rows, a_K, tiles, t + 1 + AHEAD, end, 0, BR, BK, LINE, PLAIN)
-            touch_tile(b, b_block, b_row, rows, b_K, tiles, t + 1 + AHEAD, end, 0, BR, BK, LINE, PLAIN)
         out, ok = placed(t, tiles, rows, rows, 1, BR, PLAIN)
         more_a, more_b = biases(bias_a, like, out, ok), biases(bias_b, like, out, ok)
         if not PLAIN:
@@ -108,8 +101,8 @@ def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
 @triton.jit
 def pairs_chunked(d, head, a, strides, sizes, like, single, counter, target,
                   N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr,
-                  A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-                  LINE: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+                  A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr,
+                  PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Pairs of rows of any number of columns, in chunks of BK; arguments as of `pairs_whole`."""
     first, end = share(head)
     a = typed(a, like, A)
@@ -120,11 +113,6 @@ def pairs_chunked(d, head, a, strides, sizes, like, single, counter, target,
     chunks = tl.cdiv(tl.maximum(a_K, b_K), BK)
     tile_a = weights(a, a_block, a_row, rows, a_K, tiles, first, end, 0, BR, BK, PLAIN)
     tile_b = weights(b, b_block, b_row, rows, b_K, tiles, first, end, 0, BR, BK, PLAIN)
-    far, far_chunk = first, first * 0
-    for _ in tl.static_range(AHEAD):
-        far, far_chunk = advance(far, far_chunk, chunks)
-        touch_tile(a, a_block, a_row, rows, a_K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
-        touch_tile(b, b_block, b_row, rows, b_K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
     x, x_token, x_block, y, y_token, bias_a, gain, eps, width = operands(d, A)
     wait(counter, target, SYNC)
     scale, scale2 = scales(x, x_token, single, eps, width, gain != 0, N)
@@ -140,10 +128,6 @@ def pairs_chunked(d, head, a, strides, sizes, like, single, counter, target,
             t_next, c_next = advance(t, chunk, chunks)
             next_a = weights(a, a_block, a_row, rows, a_K, tiles, t_next, end, c_next, BR, BK, PLAIN)
             next_b = weights(b, b_block, b_row, rows, b_K, tiles, t_next, end, c_next, BR, BK, PLAIN)
-            if AHEAD > 0:
-                far, far_chunk = advance(far, far_chunk, chunks)
-                touch_tile(a, a_block, a_row, rows, a_K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
-                touch_tile(b, b_block, b_row, rows, b_K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
             cols = chunk * BK + tl.arange(0, BK)
             g = gains(gain, like, at_x, cols, a_K, A)
             v, u = both_inputs(x, z, at_x, at_z, a_K, b_K, g, like, single, cols, SHARED, A)

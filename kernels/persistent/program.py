@@ -32,7 +32,6 @@ class Tuning:
 
     programs: a multiprocessor. warps: of a program. elements: weights of a tile. whole: columns of
     a row that a tile takes at once; wider rows go in chunks [wide_rows, wide_columns].
-    ahead: tiles that are prefetched into the second-level cache, 0 for no prefetches.
     captured: launched by a CUDA graph.
     """
 
@@ -42,7 +41,6 @@ class Tuning:
     whole: int = 4096
     wide_rows: int = 4
     wide_columns: int = 1024
-    ahead: int = 0
     captured: bool = True
 
 

@@ -1,8 +1,7 @@
 """Row products of the persistent kernel: a program's tiles of one segment of a phase.
 
 A tile is [BR, BK] weights. The next tile (or chunk of one) is always in registers on the way while
-one is multiplied; the first was loaded before the barrier, and lines AHEAD tiles further on are
-prefetched into the second-level cache.
+one is multiplied; the first was loaded before the barrier.
 """
 
 try:
@@ -19,7 +18,6 @@ try:
         placed,
         share,
         store,
-        touch_tile,
         typed,
         wait,
         weights,
@@ -78,8 +76,7 @@ def addends(bias, y, y_token, like, single, out, ok, add, N: tl.constexpr):
 @triton.jit
 def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
                N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, A: tl.constexpr,
-               HALF: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-               PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+               HALF: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Rows of K ≤ BK columns: the input stays in registers for all tiles of a block.
 
     d: descriptor; head, w, strides, sizes: its first four words.
@@ -90,8 +87,6 @@ def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
     rows, w_block = low(sizes), high(sizes) * A
     tiles = tl.cdiv(rows, BR)
     tile = weights(w, w_block, w_row, rows, K, tiles, first, end, 0, BR, BK, PLAIN)
-    for t in tl.static_range(AHEAD):
-        touch_tile(w, w_block, w_row, rows, K, tiles, first + 1 + t, end, 0, BR, BK, LINE, PLAIN)
     lane = tl.arange(0, BK)
     x, x_token, x_block, y, y_token, bias, gain, eps, width = operands(d, A)
     part, blocks, add = low(tl.load(d + 16)), high(tl.load(d + 16)), high(tl.load(d + 13)) != 0
@@ -105,8 +100,6 @@ def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
     scale, scale2 = scales(x, x_token, single, eps, width, gain != 0, N)
     for t in range(first, end):
         following = weights(w, w_block, w_row, rows, K, tiles, t + 1, end, 0, BR, BK, PLAIN)
-        if AHEAD > 0:
-            touch_tile(w, w_block, w_row, rows, K, tiles, t + 1 + AHEAD, end, 0, BR, BK, LINE, PLAIN)
         out, ok = placed(t, tiles, rows, part, blocks, BR, PLAIN)
         more, more2 = addends(bias, y, y_token, like, single, out, ok, add, N)
         if not PLAIN:
@@ -128,8 +121,7 @@ def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
 @triton.jit
 def rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
                  N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, A: tl.constexpr,
-                 HALF: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-                 PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
+                 HALF: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Rows of any number of columns, in chunks of BK, with the inputs of the next chunk on the way
     as its weights are. Arguments as of `rows_whole`."""
     first, end = share(head)
@@ -139,10 +131,6 @@ def rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
     tiles = tl.cdiv(rows, BR)
     chunks = tl.cdiv(K, BK)
     tile = weights(w, w_block, w_row, rows, K, tiles, first, end, 0, BR, BK, PLAIN)
-    far, far_chunk = first, first * 0
-    for _ in tl.static_range(AHEAD):
-        far, far_chunk = advance(far, far_chunk, chunks)
-        touch_tile(w, w_block, w_row, rows, K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
     lane = tl.arange(0, BK)
     x, x_token, x_block, y, y_token, bias, gain, eps, width = operands(d, A)
     part, blocks, add = low(tl.load(d + 16)), high(tl.load(d + 16)), high(tl.load(d + 13)) != 0
@@ -162,9 +150,6 @@ def rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
         for chunk in range(chunks):
             t_next, c_next = advance(t, chunk, chunks)
             following = weights(w, w_block, w_row, rows, K, tiles, t_next, end, c_next, BR, BK, PLAIN)
-            if AHEAD > 0:
-                far, far_chunk = advance(far, far_chunk, chunks)
-                touch_tile(w, w_block, w_row, rows, K, tiles, far, end, far_chunk, BR, BK, LINE, PLAIN)
             offset = 0 if PLAIN else tl.where(t_next < end, t_next // tiles, 0) * x_block
             cols = c_next * BK + lane
             g = gains(gain, like, offset, cols, K, A)

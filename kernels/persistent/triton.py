@@ -7,7 +7,7 @@ try:
     import triton
     import triton.language as tl
 
-    from blr.kernels.persistent.access import arrive, touch
+    from blr.kernels.persistent.access import arrive
     from blr.kernels.persistent.mixed import mixed
     from blr.kernels.persistent.pairs import pairs_chunked, pairs_whole
     from blr.kernels.persistent.phases import attention_phase, choose_phase, embed_phase
@@ -24,15 +24,13 @@ EMBED = tl.constexpr(253)
 ATTENTION = tl.constexpr(254)
 CHOOSE = tl.constexpr(255)
 FIELDS = tl.constexpr(24)  # words of a descriptor
-EARLY = tl.constexpr(4)  # of them those that the first load of weights needs
 
 
 @triton.jit
 def product_phase(
     d, head, w, strides, sizes, like, single, counter, target,
     KIND: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, EXTRA: tl.constexpr, A: tl.constexpr,
-    HALVES: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr, SYNC: tl.constexpr,
+    HALVES: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """A program's tiles of one variant.
 
@@ -46,20 +44,20 @@ def product_phase(
     Y_HALF: tl.constexpr = HALVES >= 2
     if KIND == MIXED:
         mixed(d, head, w, strides, sizes, like, single, counter, target,
-              N, BR, BK, EXTRA, A, AHEAD, LINE, SYNC)  # fmt: skip
+              N, BR, BK, EXTRA, A, X_HALF, SYNC)  # fmt: skip
     elif KIND == PAIRS:
         if WHOLE:
             pairs_whole(d, head, w, strides, sizes, like, single, counter, target,
-                        N, BR, BK, SHARED, A, Y_HALF, ACT, AHEAD, LINE, PLAIN, SYNC)  # fmt: skip
+                        N, BR, BK, SHARED, A, Y_HALF, ACT, PLAIN, SYNC)  # fmt: skip
         else:
             pairs_chunked(d, head, w, strides, sizes, like, single, counter, target,
-                          N, BR, BK, SHARED, A, Y_HALF, ACT, AHEAD, LINE, PLAIN, SYNC)  # fmt: skip
+                          N, BR, BK, SHARED, A, Y_HALF, ACT, PLAIN, SYNC)  # fmt: skip
     elif WHOLE:
         rows_whole(d, head, w, strides, sizes, like, single, counter, target,
-                   N, BR, BK, A, X_HALF, AHEAD, LINE, PLAIN, SYNC)  # fmt: skip
+                   N, BR, BK, A, X_HALF, PLAIN, SYNC)  # fmt: skip
     else:
         rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
-                     N, BR, BK, A, X_HALF, AHEAD, LINE, PLAIN, SYNC)  # fmt: skip
+                     N, BR, BK, A, X_HALF, PLAIN, SYNC)  # fmt: skip
 
 
 @triton.jit
@@ -69,15 +67,13 @@ def token_kernel(
     values, indices, choices,
     N: tl.constexpr, VARIANTS: tl.constexpr, COUNT: tl.constexpr, ACT: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, TOUCH: tl.constexpr, SYNC: tl.constexpr,
+    NORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """Phases begin…end − 1 of a token; all programs must run at the same time if SYNC.
 
     table: [phases, programs, FIELDS] words. counter, generation: one word each, arrivals so far and
     those before this launch. like, single: pointers of the types of weights and of float32.
-    VARIANTS: COUNT times (kind, BR, BK, extra, alignment, halves). AHEAD: tiles prefetched. LINE:
-    weights of a cache line. TOUCH: whether there are prefetches at all.
+    VARIANTS: COUNT times (kind, BR, BK, extra, alignment, halves).
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -89,15 +85,13 @@ def token_kernel(
         following = d + tl.where(phase + 1 < end, programs, 0) * FIELDS
         early = tl.load(following), tl.load(following + 1)
         early_sizes = tl.load(following + 2), tl.load(following + 3)
-        if TOUCH:
-            touch(following + EARLY + tl.arange(0, 8) * 4)
         kind = (head & 255).to(tl.int32)
         for i in tl.static_range(COUNT):
             if kind == i:
                 product_phase(
                     d, head, w, strides, sizes, like, single, counter, target,
                     VARIANTS[6 * i], VARIANTS[6 * i + 1], VARIANTS[6 * i + 2], VARIANTS[6 * i + 3],
-                    VARIANTS[6 * i + 4], VARIANTS[6 * i + 5], N, ACT, AHEAD, LINE, SYNC,
+                    VARIANTS[6 * i + 4], VARIANTS[6 * i + 5], N, ACT, SYNC,
                 )  # fmt: skip
         if kind == ATTENTION:
             attention_phase(

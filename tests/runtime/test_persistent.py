@@ -27,9 +27,11 @@ from blr.compressor.runtime.persistent import PersistentToken
 from blr.kernels.common.available import has_triton
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.persistent.program import (
+    PAIRS,
     ROWS,
     Piece,
     Tuning,
+    choose_variant,
     make_table,
     rows_piece,
     shares,
@@ -126,10 +128,12 @@ def test_a_mixture_of_structures(programs: int, tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_half_precision(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [("svd", "dense"), ("blast",), ("monarch",)], ids="-".join)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_half_precision(rows: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
     """Weights and gated activations of two bytes."""
-    model = structured(load(save_pico("llama", tmp_path), torch.float16), "svd", "dense")
-    assert error_of(model, 1, 1) < TOLERANCES[torch.float16]
+    model = structured(load(save_pico("llama", tmp_path), torch.float16), *kinds)
+    assert error_of(model, rows, 1) < TOLERANCES[torch.float16]
 
 
 @needs_triton
@@ -246,8 +250,17 @@ def test_programs_go_where_the_bytes_are() -> None:
         shares((1, 1), 1)
 
 
-# Variants of a 7B model of low rank, and what the kernel's arguments are.
-VARIANTS = [(0, 4, 4096, 5, 8, 0), (1, 4, 2048, 5, 8, 2), (0, 4, 2048, 4, 8, 1), (0, 8, 2048, 5, 8, 0)]
+# Products of a 7B model of low rank, and what the kernel's arguments are.
+PIECES = [
+    Piece(ROWS, {}, 1024, 1, 4096, 1, 8, 4, 0),
+    Piece(ROWS, {}, 4096, 1, 1024, 1, 8, 4, 0),
+    Piece(PAIRS, {}, 11008, 1, 1488, 1, 8, 4, 2),
+    Piece(ROWS, {}, 1488, 1, 11008, 1, 8, 4, 1),
+    Piece(ROWS, {}, 4096, 1, 1488, 1, 8, 4, 0),
+]
+# With 4 warps the phases beside the products take all 255 registers and spill 12 bytes (sm_90) whatever
+# the variant, so a few values that outlive a phase are spilled as well; 8 warps spill nothing.
+TUNINGS = [(Tuning(), 512), (Tuning(programs=1, warps=8, elements=16384), 0)]
 SIGNATURE = {
     **dict.fromkeys(("table", "counter", "generation", "tokens", "pos", "start"), "*i64"),
     **dict.fromkeys(("single", "cos", "sin", "partial", "state", "values"), "*fp32"),
@@ -260,16 +273,21 @@ SIGNATURE = {
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
-def test_weights_are_loaded_in_16_bytes_and_registers_hold_them(capability: int) -> None:
-    constants = {"N": 1, "VARIANTS": [n for v in VARIANTS for n in v], "COUNT": len(VARIANTS)}
+@pytest.mark.parametrize(("tuning", "spills"), TUNINGS, ids=["default", "1x8"])
+def test_weights_are_loaded_in_16_bytes_and_registers_hold_them(
+    tuning: Tuning, spills: int, capability: int
+) -> None:
+    """`spills`: bytes a thread stores and loads at most."""
+    variants = list(dict.fromkeys(choose_variant(p, 132 * tuning.programs, tuning) for p in PIECES))
+    constants = {"N": 1, "VARIANTS": [n for v in variants for n in v], "COUNT": len(variants)}
     constants |= {"ACT": "silu", "G": 1, "GP": 1, "DP": 128, "BN": 32, "SPLITS": 8, "NORM": False}
-    constants |= {"DOT": False, "PARTS": 8, "AHEAD": 2, "LINE": 64, "TOUCH": True, "SYNC": True}
+    constants |= {"DOT": False, "PARTS": 8, "SYNC": True}
     made = compile_for(
         "blr.kernels.persistent.triton", "token_kernel", SIGNATURE, constants, capability,
         divisible=tuple(n for n, t in SIGNATURE.items() if t.startswith("*")),
-        num_warps=8, num_stages=1, maxnreg=255, launch_cooperative_grid=True,
+        num_warps=tuning.warps, num_stages=1, maxnreg=255, launch_cooperative_grid=True,
     )  # fmt: skip
     streamed = [line for line in made["asm"]["ptx"].splitlines() if "ld.global.cg" in line]
     weights = [line for line in streamed if "b16" in line or "v4.b32" in line]
     assert weights and all("v4.b32" in line for line in weights)
-    assert made["spills"] == 0
+    assert made["spills"] <= spills
