@@ -212,7 +212,7 @@ def check_compiled(work: Path, device: str, name: str) -> Iterator[Row]:
     encoder, source = ENCODERS[name], source_of(work, name)
     folder = work / f"pt2-{name}"
     done = blr_process("export", source, "-o", folder, "--format", "pt2", "--quiet")
-    if done.code == 9 and "C++ compiler" in done.last_line:
+    if done.code == 9 and ("C++ compiler" in done.last_line or "does not run here" in done.last_line):
         yield Row(SKIP, f"pt2 {name}", done.last_line)
         return
     why = f": {done.last_line}" if done.code else ""

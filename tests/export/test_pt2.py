@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import blr.compressor.modeling
+from blr.compressor.errors import CapabilityError
+from blr.compressor.export import pt2
 from blr.compressor.export.pt2 import COMPILERS, plain_products
 
 # Runs a compiled forward pass with torch alone.
@@ -68,6 +70,20 @@ def test_a_compiled_encoder_runs_with_torch_alone(
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("program", "fragment"),
+    [("import os; os.abort()", "signal 6"), ("raise RuntimeError('no such kernel')", "no such kernel")],
+    ids=["crash", "error"],
+)
+def test_a_pass_that_does_not_run_is_refused(
+    program: str, fragment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pt2, "RUN", program)
+    with pytest.raises(CapabilityError, match=f"does not run here .*{fragment}") as raised:
+        pt2._results(tmp_path / "model.pt2", {"x": torch.zeros(1)})
+    assert "\n" not in str(raised.value)
 
 
 def test_decoders_and_machines_without_a_compiler(
