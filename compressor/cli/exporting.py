@@ -99,7 +99,7 @@ def export(
             allow_pickle=allow_pickle,
         )
         check_options(options)
-        running.output = output
+        running.output, running.resumes = output, False
         check_output(output, overwrite)
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         summary = run(found.folder, output, options.named(found.name, found.revision), Progress(quiet))

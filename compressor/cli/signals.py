@@ -27,9 +27,11 @@ POLL = 0.25  # seconds within which the watching thread notices that it is not n
 
 @dataclass
 class Running:
-    """What the message of a stop tells: the folder being produced, once it is known."""
+    """What the message of a stop tells: the folder being produced, once it is known, and whether the
+    same command goes on where it stopped (or starts over)."""
 
     output: Path | None = None
+    resumes: bool = True
     done: bool = False
 
 
@@ -59,25 +61,29 @@ def stop_on_signals() -> Iterator[Running]:
 def _watch(running: Running) -> None:
     while not running.done:
         if taken := signal.sigtimedwait(SIGNALS, POLL):
-            _stop(taken.si_signo, running.output)
+            _stop(taken.si_signo, running)
 
 
-def _stop(number: int, output: Path | None) -> None:
+def _stop(number: int, running: Running) -> None:
     """End the process at once, whatever else happens."""
     try:
         for lock in tuple(HELD_LOCKS):
             with suppress(OSError):
                 lock.unlink()
-        message = f"stopped by {signal.Signals(number).name}; {_state(output)}"
-        report_now(f"{message}; resume with: {resume_command(sys.argv)}", 128 + number)
+        message = f"stopped by {signal.Signals(number).name}; {_state(running)}"
+        again = "resume with" if running.resumes else "start again with"
+        report_now(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
     finally:
         os._exit(128 + number)
 
 
-def _state(output: Path | None) -> str:
+def _state(running: Running) -> str:
+    output = running.output
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
     if partial is None or not partial.exists():
         return "nothing was written"
+    if not running.resumes:
+        return f"there is no output yet, the next run replaces {partial}"
     return f"finished layers are kept in {partial}"
 
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-LAYOUT = 1  # version of names and axis orders of what an export stores
+LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 
 

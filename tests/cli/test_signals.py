@@ -46,9 +46,9 @@ def files(output: Path) -> dict[str, str]:
     return {name: listed["sha256"] for name, listed in manifest["files"].items()}
 
 
-def resume(stderr: str) -> list[str]:
+def resume(stderr: str, how: str = "resume") -> list[str]:
     """The arguments of the command that a stopped run printed."""
-    match = re.fullmatch(r"blr: stopped by SIG\w+; .*; resume with: (blr .*)\n", stderr)
+    match = re.fullmatch(rf"blr: stopped by SIG\w+; .*; {how} with: (blr .*)\n", stderr)
     assert match, stderr
     return shlex.split(match[1])[1:]
 
@@ -174,6 +174,18 @@ def test_reader_that_is_stuck(dense: Path, tmp_path: Path) -> None:
     assert run.wait(SECONDS) == 143
     os.close(reader)
     os.close(writer)
+
+
+def test_a_stopped_export_says_that_it_starts_over(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    whole = killer.run("export", dense, "-o", "whole", "-q", cwd=tmp_path)
+    at = len(whole.events) // 2
+    command = ("export", dense, "-o", "out", "-q")
+    stopped = killer.run(*command, cwd=tmp_path, stop_at=at, stop=signal.SIGTERM)
+    assert stopped.code == 143 and not (tmp_path / "out").exists()
+    assert "kept" not in stopped.stderr
+    assert killer.run(*resume(stopped.stderr, "start again"), cwd=tmp_path).code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not list(tmp_path.glob("*.blr-*"))
 
 
 def test_handlers_and_mask_are_restored() -> None:

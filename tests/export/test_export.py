@@ -25,6 +25,7 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.export import checkpoint
 from blr.compressor.modeling import configuration_blr
 from blr.compressor.modeling.physical import KernelLayout, orders, stored_name
+from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.modeling.vendor import EXPORT_ROOTS, vendored_files
 from blr.compressor.structures.specs import spec_from_dict
 
@@ -111,7 +112,7 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     folder = exports["svd"]
     config = json.loads((folder / "config.json").read_bytes())
     assert config["blr"]["export"] == {
-        **{"layout": 1, "gpu": "h200", "batch": 2, "context": 128},
+        **{"layout": LAYOUT, "gpu": "h200", "batch": 2, "context": 128},
         "blr_version": blr.compressor.__version__,
     }
     assert config["auto_map"]["AutoModelForCausalLM"] == "exported_blr.BlrLlamaForCausalLM"
