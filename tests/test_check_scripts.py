@@ -150,7 +150,7 @@ def test_no_profile_is_an_error() -> None:
     ],
 )
 def test_a_refusal_is_one_line_and_its_exit_code(done: Done, verdict: str) -> None:
-    assert commands.refused("a", (9,), "too long", lambda: done).verdict == verdict
+    assert commands.refused("a", 9, "too long", lambda: done).verdict == verdict
 
 
 def test_a_graph_a_shape_and_no_excuse() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from blr.compressor.bench.decode_arms import (
     HF,
+    MODES,
     ArmName,
     HfArm,
     OursArm,
@@ -101,6 +102,12 @@ class DecodeBench:
         self.dtype = getattr(torch, self.options.dtype, None)
         if self.dtype not in LIMITS:
             raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
+        for name, value, known in (
+            ("mode", self.options.mode, ("auto", *MODES)),
+            ("ops", self.options.ops, ("auto", "triton", "torch")),
+        ):
+            if value not in known:
+                raise UsageError(f"{name} {value!r}: expected one of {', '.join(known)}")
         self.subjects = [(s, self._arms(s)) for s in map(find_subject, self.options.models)]
         large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
         if self.device.type == "cpu" and large:

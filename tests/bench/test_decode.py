@@ -204,6 +204,8 @@ def test_unknown_arms_are_refused(name: str) -> None:
         ({"models": ["13b"]}, "neither one of 7b, 8b, 1b, pico nor a folder"),
         ({"arms": ["ours-own"]}, "none of the arms fits pico"),
         ({"dtype": "float64"}, "expected float32, float16 or bfloat16"),
+        ({"mode": "fast"}, "mode .fast.: expected one of auto, graph, persistent, eager"),
+        ({"ops": "cuda"}, "ops .cuda.: expected one of auto, triton, torch"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything(options: dict[str, Any], message: str) -> None:
