@@ -29,7 +29,8 @@ from tolerances import TOLERANCES
 
 from blr.compressor.load import load_model, load_tokenizer
 from blr.compressor.modeling.layers import replace_layers
-from blr.compressor.runtime.decoder import MODES, Decoder
+from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.modes import MODES
 from blr.compressor.runtime.profile import average
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "sample.txt"

@@ -17,7 +17,6 @@ import torch
 
 from blr.compressor.bench.decode_arms import (
     HF,
-    MODES,
     ArmName,
     HfArm,
     OursArm,
@@ -41,6 +40,7 @@ from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.factorize import pick_device
 from blr.compressor.progress import Progress
+from blr.compressor.runtime.modes import MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.
@@ -103,8 +103,8 @@ class DecodeBench:
         if self.dtype not in LIMITS:
             raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
         for name, value, known in (
-            ("mode", self.options.mode, ("auto", *MODES)),
-            ("ops", self.options.ops, ("auto", "triton", "torch")),
+            ("mode", self.options.mode, MODES),
+            ("ops", self.options.ops, ("auto", *OPS)),
         ):
             if value not in known:
                 raise UsageError(f"{name} {value!r}: expected one of {', '.join(known)}")

@@ -12,9 +12,9 @@ from torch import Tensor
 from blr.compressor.bench.decode_models import OWN, STRUCTURES
 from blr.compressor.errors import UsageError
 from blr.compressor.quantize import KINDS
+from blr.compressor.runtime.modes import MODES
 
 HF, OURS = "hf", "ours"
-MODES = ("graph", "persistent", "eager")  # of our decoder
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and shapes
 

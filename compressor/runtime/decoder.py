@@ -19,6 +19,7 @@ from blr.compressor.modeling.shared import share_inputs
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.execute import Binder, Run
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
+from blr.compressor.runtime.modes import MODES, OPS
 from blr.compressor.runtime.persistent import PersistentToken, refusal
 from blr.compressor.runtime.plan import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
@@ -32,8 +33,6 @@ from blr.kernels.persistent.program import Tuning
 
 __all__ = ["Decoder", "supports"]
 
-MODES = ("auto", "graph", "persistent", "eager")
-OPS = ("triton", "torch")
 MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
 

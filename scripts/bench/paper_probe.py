@@ -1,4 +1,4 @@
-"""Checks and times the paper's kernels ❶–❺ and the dual-U SwiGLU kernel on one GPU, in bf16.
+"""Checks and times the paper's kernels ❶–❺ on one GPU, in bf16.
 
     python scripts/bench/paper_probe.py [--seconds 10] [--only NAME]
 
@@ -30,8 +30,6 @@ from blr.kernels.blast.reference import blast_linear
 from blr.kernels.blast.transposed import transposed
 from blr.kernels.monarch.reference import monarch_linear
 from blr.kernels.monarch.staged import staged
-from blr.kernels.swiglu import reference as torch_swiglu
-from blr.kernels.swiglu.triton import gated_projection
 
 BLOCKS = 16
 SHAPES = [  # n, in, out, BLAST rank (CF 2), Monarch rank
@@ -75,13 +73,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "small": {"first": mixing(8, 64, 32, 128, 4, 3)},
     },
 }
-SWIGLU_CONFIGS: dict[str, dict[str, int]] = {
-    "default": {},
-    "three": {"num_stages": 3},
-    "n64": tile(128, 64, 64, 4, 3),
-    "m256": tile(256, 64, 64, 8, 4),
-    "n256": tile(64, 256, 64, 8, 4),
-}
 
 
 def random(*size: int, scale: float = 1.0) -> Tensor:
@@ -116,23 +107,6 @@ def linear_arms(n: int, i: int, o: int, rank: int, monarch_rank: int) -> dict[st
     for variant in (transposed, fused_mix):
         for name, config in CONFIGS[variant.__name__].items():
             arms[f"{variant.__name__} {name}"] = (partial(variant, x, U, S, V, bias, **config), blast)
-    return arms
-
-
-def swiglu_arms(n: int, rank: int, features: int) -> dict[str, tuple[Arm, Tensor]]:
-    """As `linear_arms`, for the gated projection behind one concatenated V product."""
-    z = random(n, 2 * rank)
-    zg, zu = z[:, :rank], z[:, rank:]
-    Ug, Uu = random(features, rank, scale=rank**-0.5), random(features, rank, scale=rank**-0.5)
-    exact = torch_swiglu.gated_projection(ends(zg), Ug.double(), None, ends(zu), Uu.double(), None)
-    plain = partial(torch_swiglu.gated_projection, zg, Ug, None, zu, Uu, None)
-    products = lambda: (F.linear(zg, Ug), F.linear(zu, Uu))[1]  # noqa: E731 (time only: no gating)
-    arms = {
-        "two cuBLAS + torch": (plain, exact),
-        "two cuBLAS alone": (products, ends(zu @ Uu.T)),
-    }
-    for name, config in SWIGLU_CONFIGS.items():
-        arms[f"kernel {name}"] = (partial(gated_projection, zg, Ug, None, zu, Uu, None, **config), exact)
     return arms
 
 
@@ -203,7 +177,6 @@ def measure(
 def compile_all() -> None:
     """Fills Triton's cache on all cores: one process an arm, each of which checks its arm and ends."""
     names = [f"{variant} {name}" for variant, configs in CONFIGS.items() for name in configs]
-    names += [f"kernel {name}" for name in SWIGLU_CONFIGS]
     command = [sys.executable, __file__, "--check-only", "--only"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     for child in [subprocess.Popen([*command, name], **quiet) for name in names]:
@@ -226,7 +199,6 @@ def main() -> None:
         f"n={s[0]} {s[1]}→{s[2]} b={BLOCKS} r={s[3]} (Monarch {s[4]})": partial(linear_arms, *s)
         for s in SHAPES
     }
-    jobs["swiglu n=4096 r=1488 f=11008"] = partial(swiglu_arms, 4096, 1488, 11008)
     if options.check_only:
         for arms in jobs.values():
             print({name: error_of(*arm) for name, arm in arms().items() if options.only in name})

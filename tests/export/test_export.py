@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from exporting import Invoke, compress_to, export_to
+from exporting import Invoke, compress_to, export_to, tokens_without_blr
 from killer import Killer
 from pico import inputs_for, save_pico
 from safetensors.torch import load_file, save_file
@@ -33,25 +31,6 @@ WEIGHTS = "model.safetensors"
 STRUCTURES = ["svd", "monarch", "blast", "ks"]
 PROMPT = list(range(40, 60))
 NEW_TOKENS = 24
-
-# Loads exports where blr cannot be imported and prints the tokens that each generates.
-WITHOUT_BLR = """
-import json, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name == "blr" or name.startswith("blr."):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
-import torch
-from transformers import AutoModelForCausalLM
-found, ids = {}, torch.tensor([json.loads(sys.argv[1])])
-for folder in sys.argv[2:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    new = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    found[folder] = new[0].tolist()
-assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
-print(json.dumps(found))
-"""
 
 
 def greedy(folder: Path) -> list[int]:
@@ -74,23 +53,7 @@ def test_copied_elsewhere_and_without_blr_the_tokens_are_those_of_the_source(
     packed = export_to(sources["blast"], tmp_path / "packed", quantize="int4")
     expected = {**{name: greedy(source) for name, source in sources.items()}, "packed": greedy(packed)}
     folders = {**exports, "packed": packed}
-    copies = {n: shutil.copytree(folder, tmp_path / n / "here") for n, folder in folders.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_BLR, json.dumps(PROMPT), *map(str, copies.values())],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-        env={
-            **{"PATH": "", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
-            "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for name, copy in copies.items():
-        assert found[str(copy)] == expected[name], name
+    assert tokens_without_blr(folders, PROMPT, tmp_path / "elsewhere") == expected
 
 
 @pytest.mark.parametrize("name", ["dense", *STRUCTURES])

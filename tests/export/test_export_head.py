@@ -4,15 +4,12 @@ and what the command says about it."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import Invoke, compress_to, export_to, tokens_without_blr
 from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -25,24 +22,6 @@ from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedLowRankL
 from blr.compressor.quantize import PRODUCT, quantize_head, quantize_model
 from blr.compressor.runtime.decoder import Decoder
 
-# Without blr: the tokens of every folder given.
-WITHOUT_BLR = """
-import json, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name == "blr" or name.startswith("blr."):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
-import torch
-from transformers import AutoModelForCausalLM
-found, ids = {}, torch.arange(40, 60)[None]
-for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    new = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    found[folder] = new[0].tolist()
-assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
-print(json.dumps(found))
-"""
 COMBINATIONS = [(None, "int8"), (None, "int4"), ("int8", "int4"), ("int4", "int8")]
 IDS = torch.arange(40, 60)[None]
 
@@ -116,18 +95,7 @@ def test_copied_elsewhere_without_blr_and_in_the_runtime_the_tokens_are_the_same
         expected[name] = greedy(model)
         ours = Decoder(model, context=64, ops="torch").generate(IDS, max_new_tokens=24)
         assert IDS[0].tolist() + ours[0] == expected[name], name
-    copies = {n: shutil.copytree(folder, tmp_path / "copies" / n) for n, folder in made.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_BLR, *map(str, copies.values())],
-        **{"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 300},
-        env={
-            **{"PATH": "", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
-            "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: found[str(copy)] for name, copy in copies.items()} == expected
+    assert tokens_without_blr(made, IDS[0].tolist(), tmp_path / "elsewhere") == expected
 
 
 def test_generate_of_the_export_takes_the_runtime_with_a_packed_head(

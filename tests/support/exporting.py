@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +15,25 @@ from blr.compressor.export.run import ExportOptions, export
 from blr.compressor.progress import Progress
 from blr.compressor.recipe import make_recipe
 
+# Loads exports where blr cannot be imported and prints the tokens that each generates;
+# arguments: the prompt's tokens as JSON, then folders.
+WITHOUT_BLR = """
+import json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "blr" or name.startswith("blr."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForCausalLM
+found, ids = {}, torch.tensor([json.loads(sys.argv[1])])
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    new = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    found[folder] = new[0].tolist()
+assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
+print(json.dumps(found))
+"""
 Invoke = Callable[..., tuple[int, str, str]]  # exit code, standard output and error of a command
 
 
@@ -17,6 +41,29 @@ def compress_to(source: Path, output: Path, **settings: object) -> Path:
     """`source` compressed; returns `output`."""
     compress(source, make_recipe(**settings), output, Settings(source.name), Progress(quiet=True))
     return output
+
+
+def tokens_without_blr(
+    folders: dict[str, Path], tokens: list[int], scratch: Path
+) -> dict[str, list[int]]:
+    """What copies of exports generate after `tokens` in a process that cannot import `blr`, by name."""
+    scratch.mkdir()
+    copies = {n: shutil.copytree(folder, scratch / n / "here") for n, folder in folders.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_BLR, json.dumps(tokens), *map(str, copies.values())],
+        capture_output=True,
+        text=True,
+        cwd=scratch,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        env={
+            **{"PATH": "", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"},
+            "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[str(copy)] for name, copy in copies.items()}
 
 
 def export_to(source: Path, output: Path, **options: object) -> Path:

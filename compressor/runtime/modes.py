@@ -1,0 +1,4 @@
+"""How a decoder runs, by name; what the names mean is said by `decoder.Decoder`."""
+
+MODES = ("auto", "graph", "persistent", "eager")
+OPS = ("triton", "torch")
