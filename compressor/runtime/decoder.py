@@ -20,7 +20,7 @@ from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.execute import Binder, Run
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
 from blr.compressor.runtime.modes import MODES, OPS
-from blr.compressor.runtime.persistent import PersistentToken, refusal
+from blr.compressor.runtime.persistent import PersistentToken
 from blr.compressor.runtime.plan import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks
@@ -88,7 +88,12 @@ class Decoder:
         self.persistent = None
         if self.mode == "persistent":
             options = {"fixed": self.fixed_splits, "tuning": tuning}
-            self.persistent = PersistentToken(self.plan, self.state, model, context, **options)
+            try:
+                self.persistent = PersistentToken(self.plan, self.state, model, context, **options)
+            except UnsupportedError:
+                if mode != "auto":
+                    raise
+                self.mode = "graph"
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -255,11 +260,11 @@ class Decoder:
         return graph.replay
 
     def _fastest(self) -> str:
-        """The mode that the table of the GPU names, where the model allows it."""
-        model, dtype = self.model, self.model.dtype
-        mode = token_mode(model.config.hidden_size, self.batch, dtype, model.device)
-        possible = self.ops == "triton" and refusal(self.plan, self.batch, dtype, model.device) is None
-        return mode if possible else "graph"
+        """The mode that the table of the GPU names."""
+        model = self.model
+        if self.ops != "triton":
+            return "graph"
+        return token_mode(model.config.hidden_size, self.batch, model.dtype, model.device)
 
     def _advance(self) -> None:
         """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""

@@ -71,7 +71,7 @@ class PersistentToken:
         programs: in place of `default_programs`.
 
     Raises:
-        UnsupportedError: with the reason that `refusal` gives.
+        UnsupportedError: with the reason that `refusal` gives, or for sizes that no table holds.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class PersistentToken:
         self.plan, self.state, self.tuning = plan, state, tuning or Tuning()
         self.fixed = fixed or (lambda bucket: None)
         count = programs or default_programs(model.device, self.tuning)
-        table = make_table([self._pieces(phase) for phase in plan.phases], count, self.tuning)
+        try:
+            table = make_table([self._pieces(phase) for phase in plan.phases], count, self.tuning)
+        except ValueError as error:
+            raise UnsupportedError(f"mode 'persistent': {error}; use mode 'graph'") from error
         k, _ = state.kv.layer(0, batch)
         heads = model.config.num_attention_heads
         memory = Memory(k, state.tokens, state.pos, state.start, state.cos, state.sin, state.attention,

@@ -26,6 +26,7 @@ from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.persistent import PersistentToken
 from blr.kernels.common.available import has_triton
 from blr.kernels.gemv.segments import Segment
+from blr.kernels.persistent import program
 from blr.kernels.persistent.program import (
     PAIRS,
     ROWS,
@@ -204,6 +205,19 @@ def test_what_is_refused(change: Any, options: dict[str, Any], text: str, tmp_pa
     with pytest.raises(UnsupportedError, match=text) as raised:
         Decoder(model, context=64, mode="persistent", **options)
     assert "\n" not in str(raised.value)
+
+
+@needs_triton
+def test_more_kinds_of_tiles_than_a_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model whose every layer has another rank may need; "auto" takes the graph then."""
+    monkeypatch.setattr(program, "MOST_VARIANTS", 1)
+    monkeypatch.setattr(decoders, "token_mode", lambda *_: "persistent")
+    model = load(save_pico("llama", tmp_path))
+    with pytest.raises(UnsupportedError, match="kinds of tiles: expected 1 at most; use mode 'graph'"):
+        Decoder(model, context=64, mode="persistent")
+    assert Decoder(model, context=64).mode == "graph"
 
 
 @needs_triton
