@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from blr.compressor import __version__
-from blr.compressor.checkpoint.disk import (
-    check_space,
-    fsync_folder,
-    read_chunks,
-    storage_errors,
-    write_stream,
-)
-from blr.compressor.checkpoint.header import TensorEntry, quote, read_header, refuse
+from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.disk import check_space
+from blr.compressor.checkpoint.fingerprint import headers_digest, versions
+from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
-from blr.compressor.checkpoint.shapes import check_against_config, check_depth
-from blr.compressor.checkpoint.shards import Slot, assign_shards, write_shards
-from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.shards import Slot, assign_shards
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import InputError
-from blr.compressor.families import find_family
-from blr.compressor.plan import Plan, make_plan
+from blr.compressor.loading.checked import open_checked
+from blr.compressor.machine.threads import use_threads
+from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import Recipe
+from blr.compressor.recipe.schema import Recipe
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -39,13 +33,14 @@ class Settings:
     """What is not part of the recipe: where and how to run.
 
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
-    "auto"; `max_shard_size` is in bytes; `calibration` names a text file or data set; the rest is
-    as on the command line.
+    "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
+    bytes; `calibration` names a text file or data set; the rest is as on the command line.
     """
 
     source_name: str
     revision: str | None = None
     device: str = "auto"
+    threads: int | None = None
     max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     restart: bool = False
@@ -84,7 +79,11 @@ def compress(
         BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
     """
     started = monotonic()
+    check_apart(output, folder)
+    settings = replace(settings, threads=use_threads(settings.threads))
     with Workspace(output, overwrite=settings.overwrite, restart=settings.restart) as workspace:
+        if settings.allow_pickle:
+            workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
         progress.notes(plan.notes)
@@ -93,38 +92,6 @@ def compress(
             check_space(workspace.output.parent, needed - workspace.used_bytes())
             plan, records = _run(source, recipe, plan, workspace, settings, progress)
     return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
-
-
-def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """`open_source`, and what its config.json implies for its tensors.
-
-    Raises InputError, also for a checkpoint that is an output of ours already.
-    """
-    source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
-    if source.model_type.startswith("blr_"):
-        raise InputError(
-            f"{folder}: model type {source.model_type!r} is already compressed by blr; "
-            "compress the dense checkpoint it came from"
-        )
-    check_unquantized(source)
-    family = find_family(source.model_type)
-    if family is None:
-        check_depth(source)
-    check_against_config(source, family.shapes if family else None)
-    return source
-
-
-def check_unquantized(source: Source) -> None:
-    """Raise InputError for a checkpoint whose config says that its weights are quantized.
-
-    Its loader would quantize the structured layers as well, and packed weights are no matrices.
-    """
-    settings = source.config.get("quantization_config")
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        found = f"quantization_config of method {quote(method, 40)}"
-        remedy = "dequantize the checkpoint, or take the one it was made from"
-        refuse(source.folder / "config.json", found, "a dense checkpoint", remedy)
 
 
 def estimate_bytes(source: Source, plan: Plan, recipe: Recipe) -> int:
@@ -146,24 +113,15 @@ def _item_bytes(entry: TensorEntry, recipe: Recipe) -> int:
 
 def _fingerprint(source: Source, recipe: Recipe, settings: Settings) -> dict[str, Any]:
     """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
-    import hashlib
-    from importlib.metadata import version
-
-    headers = [[e.name, e.dtype, e.shape, e.file.name] for e in source.entries.values()]
-    digest = hashlib.sha256(canonical_json([source.config, headers])).hexdigest()
     return {
-        "source": digest,
+        "source": headers_digest(source),
         "revision": settings.revision,
         "recipe": recipe.model_dump(),
         "max_shard_size": settings.max_shard_size,
         "device": settings.device,
+        "threads": settings.threads,
         "calibration": _calibration(settings),
-        "versions": {
-            "blr": __version__,
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 
@@ -177,35 +135,35 @@ def _run(
 ) -> tuple[Plan, dict[str, dict[str, Any]]]:
     """Produce the output; returns the plan that was followed and every layer's record by name."""
     workspace.open(_fingerprint(source, recipe, settings))
-    from blr.compressor.finish import check_fits, check_reload, small_files
-    from blr.compressor.scan import scan_source
+    from blr.compressor.checkpoint.scan import scan_source
+    from blr.compressor.loading.carry import check_carried
+    from blr.compressor.output.files import check_fits, check_reload, small_files, structured_config
+    from blr.compressor.output.produce import Contents, produce
 
     check_fits(source, plan)
-    read = scan_source(source, plan, progress)
+    check_carried(source, structured_config(source.config, plan))
+    replaced = {planned.layer.entry.name for planned in plan.layers}
+    read = scan_source(source, replaced, "repair the checkpoint or --exclude the layer", progress).digest
     if workspace.finished(read):
         return plan, read_records(workspace.output)
     plan, results, measured = _factorize(source, recipe, plan, workspace, settings, progress)
     records = {module: record for module, (_, record) in results.items()}
-    progress.stage("writing")
-    shards = assign_shards(_slots(source, plan, results), settings.max_shard_size)
-    written = write_shards(workspace.partial, shards, _reader(source, workspace))
     facts = _facts(recipe, records, workspace.fingerprint, settings)
     about = {**facts, "calibration": measured.pop("calibration", None)}
-    for name, data in small_files(source, recipe, plan, records, measured, about).items():
-        written[name] = write_stream(workspace.partial / name, pieces(data))
-    progress.stage("checking")
-    written.update(check_reload(source, workspace.partial))
-    fsync_folder(workspace.partial)  # the files before the manifest that lists them
-    manifest = build_manifest(written, input_sha256=read, **facts)
-    write_stream(workspace.partial / MANIFEST, [manifest])
-    workspace.commit()
+    contents = Contents(
+        assign_shards(_slots(source, plan, results), settings.max_shard_size),
+        _reader(source, workspace),
+        small_files(source, recipe, plan, records, measured, about),
+    )
+    facts["input_sha256"] = read
+    produce(workspace, contents, partial(check_reload, source), lambda: facts, progress)
     return plan, records
 
 
 def _calibration(settings: Settings) -> str | None:
     if settings.calibration is None:
         return None
-    from blr.compressor.calibration.text import calibration_digest
+    from blr.compressor.text.reading import calibration_digest
 
     return calibration_digest(settings.calibration)
 
@@ -221,11 +179,11 @@ def _factorize(
     """The plan that was followed, factors and record by module, and what was measured: facts of the
     `calibration`, and the sensitivity curve of each module under `curves`."""
     if settings.calibration is None:
-        from blr.compressor.factorize import factorize_layers
+        from blr.compressor.fitting.factorize import factorize_layers
 
         results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
         return plan, results, {}
-    from blr.compressor.calibration.engine import compress_calibrated
+    from blr.compressor.fitting.engine import compress_calibrated
 
     outcome = compress_calibrated(
         source,
@@ -261,10 +219,6 @@ def _reader(source: Source, workspace: Workspace) -> Any:
         return workspace.journal.read_bytes(entry)
 
     return read
-
-
-def pieces(data: bytes | Path) -> Iterator[bytes]:
-    return read_chunks(data) if isinstance(data, Path) else iter([data])
 
 
 def _facts(

@@ -5,14 +5,21 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import InputError
+from blr.compressor.checkpoint.regular import read_text
+from blr.compressor.errors import InputError, NumericsError
+from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.progress import Progress
+from blr.compressor.quoting import quote
+
+MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
+MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,7 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Te
 
     Raises InputError for a file that is missing, empty or not UTF-8.
     """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a readable UTF-8 text file ({error}); convert it") from None
+    text = read_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
@@ -60,6 +64,7 @@ def perplexity(
     limit = getattr(model.config, "max_position_embeddings", None) or window
     if window > limit:
         raise InputError(f"window {window} is longer than the model's context of {limit}")
+    check_ids(model, ids)
     stride = min(stride, window)
     starts = list(range(0, max(len(ids) - window, 0) + 1, stride))
     if starts[-1] + window < len(ids):
@@ -72,7 +77,17 @@ def perplexity(
             for rows, fresh in _stack(ids, group, window, stride):
                 loss = _losses(model, rows)[:, -fresh:]
                 total, count = total + float(loss.double().sum()), count + loss.numel()
-    return Perplexity(math.exp(total / count), count, window)
+    return Perplexity(_exponential(total / count), count, window)
+
+
+def _exponential(loss: float) -> float:
+    """exp of a mean loss. Raises NumericsError when that is no finite number."""
+    if not loss < MAX_LOSS:  # NaN is not
+        raise NumericsError(
+            f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
+            "evaluate in --dtype float32, or repair the checkpoint"
+        )
+    return math.exp(loss)
 
 
 def _stack(ids: Tensor, starts: list[int], window: int, stride: int) -> list[tuple[Tensor, int]]:
@@ -106,8 +121,19 @@ def sts_spearman(model: Any, tokenizer: Any, path: Path, batch: int, progress: P
     embeddings = embed(model, tokenizer, sentences, batch, progress).double()
     cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(
-        100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1]), len(pairs)
+    return Spearman(_correlation(cosine, gold), len(pairs))
+
+
+def _correlation(cosine: Tensor, gold: Tensor) -> float:
+    """Spearman's, in percent. Raises NumericsError where it is not defined."""
+    found = 100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1])
+    if math.isfinite(found) and bool(torch.isfinite(cosine).all()):
+        return found
+    bad, values, scores = int((~torch.isfinite(cosine)).sum()), len(cosine.unique()), len(gold.unique())
+    raise NumericsError(
+        f"no rank correlation of {values} different cosine similarities ({bad} of {len(cosine)} NaN) "
+        f"with {scores} different scores: expected finite ones that vary; evaluate in --dtype float32, "
+        "or give pairs with other scores"
     )
 
 
@@ -116,16 +142,18 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
 
     Raises InputError for a file that is missing or has other rows.
     """
+    text = read_text(path, MAX_BYTES)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
+    except csv.Error as error:
         raise InputError(f"{path}: not a readable CSV file ({error})") from None
     if rows and not _is_number(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
         if len(row) < 3 or not _is_number(row[-1]):
-            raise InputError(f"{path}: row {number} is {row!r}, expected sentence, sentence, score")
+            raise InputError(
+                f"{path}: row {number} is {quote(row, 120)}, expected sentence, sentence, score"
+            )
     if len(rows) < 2:
         raise InputError(f"{path}: {len(rows)} rows, expected sentence, sentence, score")
     return [(row[-3], row[-2], float(row[-1])) for row in rows]
@@ -149,6 +177,7 @@ def _pool(model: Any, tokenizer: Any, sentences: list[str]) -> Tensor:
     tokens = tokenizer(
         sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"
     ).to(model.device)
+    check_ids(model, tokens["input_ids"])
     hidden = model(**tokens).last_hidden_state  # [m, w, d]
     mask = tokens["attention_mask"][..., None].to(hidden)
     return ((hidden * mask).sum(1) / mask.sum(1)).cpu()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -9,9 +13,14 @@ from typing import Any, TextIO
 
 import torch
 
-from blr.compressor.checkpoint.source import read_config
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.factorize import pick_device
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageError
+from blr.compressor.loading.tokenizer import check_ids
+from blr.compressor.machine.device import pick_device
+from blr.compressor.modeling.requests import unusual_settings
+from blr.compressor.quoting import is_text, quote
+from blr.compressor.runtime.sampling import check_logits
+from blr.compressor.tables import aligned
 
 MAX_CONTEXT = 8192  # tokens that the cache of a profiled model without export settings has room for
 
@@ -45,8 +54,9 @@ def generate(
     Raises:
         UsageError: a prompt without tokens.
         CapabilityError: one that leaves no room in the model's context.
+        NumericsError: logits that choose no token.
     """
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = tokenizer(_text(prompt), return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     context = getattr(model.config, "max_position_embeddings", None)
     if length == 0:
@@ -56,11 +66,58 @@ def generate(
             f"{length} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's context "
             f"of {context}; shorten the prompt or lower --max-new-tokens"
         )
+    check_ids(model, inputs["input_ids"])
     torch.manual_seed(sampling.seed)
     started = monotonic()
-    ids = model.generate(**inputs, **_arguments(sampling, tokenizer, stream))[0, length:]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Generation(prompt, text, len(ids), monotonic() - started)
+    with _watched(model):
+        ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
+    text = tokenizer.decode(ids[length:], skip_special_tokens=True)
+    if stream is not None and not _streams(model, sampling):
+        stream.write(f"{tokenizer.decode(ids, skip_special_tokens=True)}\n")
+    return Generation(prompt, text, len(ids) - length, monotonic() - started)
+
+
+def _text(prompt: str) -> str:
+    """`prompt` as text: bytes that the locale has no characters for are taken as UTF-8.
+
+    Raises UsageError for what is none.
+    """
+    if is_text(prompt):
+        return prompt
+    try:
+        return os.fsencode(prompt).decode("utf-8")
+    except ValueError:
+        raise UsageError(f"prompt {quote(prompt)}: found bytes that are no UTF-8; give text") from None
+
+
+def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """[1, T + new]. Raises InputError where the model's own defaults ask for what cannot be done."""
+    try:
+        return model.generate(**inputs, **arguments)
+    except Exception as error:  # transformers raises any kind for settings that do not fit together
+        odd = sorted(unusual_settings(model.generation_config))
+        if isinstance(error, BlrError | MemoryError | torch.OutOfMemoryError) or not odd:
+            raise
+        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        raise InputError(
+            f"generation_config.json: found {', '.join(odd)}, with which this model does not generate "
+            f"({reason}); expected settings of plain decoding; remove them"
+        ) from error
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[None]:
+    """While active, a forward pass whose logits choose no token raises NumericsError."""
+
+    def check(_: Any, __: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        check_logits(logits[:, -1])
+
+    handle = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -133,9 +190,8 @@ def profile_text(found: Profile) -> str:
         f"{found.tokens_per_second:.1f} tokens/s, {found.bytes_a_token:,} bytes a token, "
         f"{found.fraction:.1%} of the measured copy bandwidth ({found.copy_bandwidth / 1e12:.2f} TB/s)"
     )
-    width = max(len(stage.name) for stage in found.stages)
-    rows = (f"{s.name.ljust(width)} {s.microseconds:9.2f} us {s.bytes:14,} bytes" for s in found.stages)
-    return "\n".join([whole, *rows])
+    rows = [(s.name, f"{s.microseconds:.2f} us", f"{s.bytes:,} bytes") for s in found.stages]
+    return aligned([whole, *rows], numbers=(1, 2))
 
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
@@ -149,10 +205,10 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
 
 def _decoder(model: Any) -> Any:
     """The decoder that an export generates with, one for a single sequence for any other model."""
-    from blr.compressor.modeling.fused import held_decoder, obstacle
+    from blr.compressor.modeling.generation import held_decoder, obstacle
     from blr.compressor.modeling.settings import export_settings
     from blr.compressor.runtime.decoder import Decoder
-    from blr.compressor.runtime.plan import supports
+    from blr.compressor.runtime.phases import supports
 
     settings = export_settings(model.config)
     limit = getattr(model.config, "max_position_embeddings", MAX_CONTEXT)
@@ -163,12 +219,27 @@ def _decoder(model: Any) -> Any:
     return Decoder(model, batch=1, context=min(limit, MAX_CONTEXT))
 
 
-def _arguments(sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False}
+def _streams(model: Any, sampling: Sampling) -> bool:
+    """Whether tokens are final as they come: not with beams, assistants and the like, which a model's
+    generation_config.json may ask for."""
+    config = copy.deepcopy(model.generation_config)
+    config.do_sample = sampling.temperature > 0
+    return config.get_generation_mode() in ("greedy_search", "sample")
+
+
+def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:
+    # one sequence of tokens is the result, whatever else the model's defaults ask for
+    plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
+    defaults = model.generation_config
+    arguments: dict[str, Any] = {
+        **{name: value for name, value in plain.items() if getattr(defaults, name, None)},
+        **({"tokenizer": tokenizer} if getattr(defaults, "stop_strings", None) else {}),
+        **{"max_new_tokens": sampling.max_new_tokens, "do_sample": False},
+    }
     if sampling.temperature > 0:
         chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         arguments |= {**chosen, "top_p": sampling.top_p or 1.0, "do_sample": True}
-    if stream is not None:
+    if stream is not None and _streams(model, sampling):
         arguments["streamer"] = _streamer(tokenizer, stream)
     return arguments
 

@@ -1,60 +1,96 @@
-"""What an output consists of, read from its small files: no torch, no weights."""
+"""What an output consists of, read from its small files: no torch, no weights.
+
+A model that was loaded, perhaps trained, and saved by transformers has the table of its layers in
+config.json alone: what an error was measured against is no longer there.
+"""
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.header import open_regular, parse_json, read_exactly
+from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
+from blr.compressor.checkpoint.manifest import MANIFEST, saved_by
+from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
+from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.tables import aligned
 
+LAYERS = "blr_layers.json"
 MAX_BYTES = 64 * 2**20
 
 
-def inspect_output(folder: Path) -> dict[str, Any]:
-    """One row a structured layer and the totals.
+def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
+    """One row a structured layer and the totals; with `verify` the weights are hashed, which are not
+    read otherwise.
 
-    Raises InputError when `folder` is not an output of `blr compress`.
+    Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
     """
+    check_listed(folder, "all" if verify else "small")
     try:
-        records = _read(folder / "blr_layers.json")
+        config = _read(folder / "config.json")
+        saved = None if (folder / MANIFEST).exists() else saved_by(config)
+        records = {} if saved else _read(folder / LAYERS)
+        records = records or _unmeasured(config)
         layers = [_row(name, record) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
         structured = sum(row["parameters"] for row in layers)
-        if not layers and "export" not in _read(folder / "config.json")["blr"]:
+        if not layers and "export" not in config["blr"]:
             raise ValueError("no structured layers")
         cf = dense / structured if layers else 1.0  # an export of a dense model
         totals = {"dense_parameters": dense, "parameters": structured, "cf": cf}
-    except (InputError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (InputError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
-            f"{folder}: not an output of blr compress ({error}); give the folder it wrote"
+            f"{folder}: not an output of blr compress ({quote(error, 200)[1:-1]}); "
+            "give the folder it wrote"
         ) from None
-    return {"output": str(folder), "layers": layers, **totals}
+    return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
+
+
+def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
+    """Records of the layers in config.json."""
+    layers = config["blr"]["layers"].items()
+    return {
+        name: {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
+        for name, spec in layers
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{path.name} of {size} bytes")
-        return parse_json(read_exactly(file, path, 0, size), path)
+    return parse_json(read_whole(path, MAX_BYTES), path)
 
 
 def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError and others for a record that no `blr` has written."""
+    check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
+    sizes = [
+        size
+        for shape in ((spec.in_features, spec.out_features), *spec.shapes().values())
+        for size in shape
+    ]
+    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for size in sizes):
+        raise ValueError(f"layer {quote(name)} of sizes that are none")
+    kind, error, notes = record["type"], record["error"], record["notes"]
+    measured = type(error) in (int, float) and math.isfinite(error)
+    if type(kind) is not str or not (measured or error is None):
+        raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)} and error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
     return {
         "module": name,
-        "type": record["type"],
+        "type": kind,
         "structure": spec.structure,
         "shape": [spec.out_features, spec.in_features],
         "rank": spec.describe(),
         "dense_parameters": spec.dense_parameters,
         "parameters": spec.parameters,
         "cf": spec.dense_parameters / spec.parameters,
-        "error": record["error"],
-        "notes": record["notes"],
+        "error": error,
+        "notes": notes,
     }
 
 
@@ -69,11 +105,10 @@ def inspect_text(result: dict[str, Any]) -> str:
             row["rank"],
             f"{row['parameters']:,}",
             f"{row['cf']:.3f}",
-            f"{row['error']:.4f}",
+            "-" if row["error"] is None else f"{row['error']:.4f}",
         )
         for row in result["layers"]
     ]
-    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
-    lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in (head, *rows)]
     total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
-    return "\n".join([*(line.rstrip() for line in lines), f"{total} parameters, cf {result['cf']:.3f}"])
+    ends = [f"{total} parameters, cf {result['cf']:.3f}", result.get("saved")]
+    return aligned([head, *rows, *filter(None, ends)], numbers=(4, 5, 6))

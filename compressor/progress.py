@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from blr.compressor.quoting import printable
 
 
 class Progress:
@@ -18,7 +21,7 @@ class Progress:
         """Say decisions aloud that the user did not make, each once (a plan may be made again)."""
         for line in lines:
             if line not in self.said:
-                print(f"blr: note: {line}", file=sys.stderr)
+                print(f"blr: note: {printable(line)}", file=sys.stderr)
             self.said.add(line)
 
     def stage(self, name: str) -> None:
@@ -32,25 +35,9 @@ class Progress:
         if not self.bars:
             yield lambda name: None
             return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-        from rich.progress import Progress as Bars
+        from rich.progress import MofNCompleteColumn
 
-        columns = (
-            TextColumn(what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Bars(*columns, console=Console(stderr=True)) as bars:
+        with _bars(what, MofNCompleteColumn()) as bars:
             task = bars.add_task("", total=total)
             started = False
 
@@ -61,3 +48,26 @@ class Progress:
 
             yield advance
             bars.update(task, completed=total, description="")
+
+    @contextmanager
+    def training(self, what: str) -> Iterator[Callable[[float, str], None]]:
+        """A bar over a run; call the yielded function with the share that is over and what to say."""
+        if not self.bars:
+            yield lambda share, text: None
+            return
+        from rich.progress import TaskProgressColumn
+
+        with _bars(what, TaskProgressColumn()) as bars:
+            task = bars.add_task("", total=1.0)
+            yield lambda share, text: bars.update(task, completed=share, description=text)
+
+
+def _bars(what: str, count: Any) -> Any:
+    """rich's bars on standard error; `count` is the column that says how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (BarColumn(), count, TimeElapsedColumn(), TimeRemainingColumn())
+    said = TextColumn("{task.description}")
+    return Bars(TextColumn(what), *columns, said, console=Console(stderr=True))

@@ -24,7 +24,7 @@ from blr.compressor.bench.layers import SEEDS
 from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.results import WRONG, versions
 from blr.compressor.bench.runner import Arm, Case, Runner
-from blr.compressor.bench.shapes import STRUCTURES, Layer, specs_for
+from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.stopping import stoppable
 from blr.compressor.bench.subjects import (
     Subject,
@@ -35,9 +35,10 @@ from blr.compressor.bench.subjects import (
     reference_of,
 )
 from blr.compressor.errors import CapabilityError
-from blr.compressor.factorize import pick_device
+from blr.compressor.machine.device import pick_device
+from blr.compressor.planning.roofline import kernels
 from blr.compressor.progress import Progress
-from blr.compressor.roofline import kernels
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
@@ -54,7 +55,6 @@ from blr.kernels.common.tables import (
 FULL = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # tokens that are measured
 QUICK = (1, 8, 256, 4096)
 MARGIN = 1.02  # a time within this of the best is as good: noise, and rules that hold for longer
-FOLDERS = {"svd": "lowrank", "monarch": "monarch", "blast": "blast", "ks": "kronecker"}
 
 
 @dataclass(frozen=True)
@@ -105,24 +105,8 @@ def device_name(device: torch.device) -> str:
 
 
 def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, list[dict[str, Any]]]]:
-    """VARIANTS of a structure, taking factors one by one, and its CONFIGS: for each variant with
-    arguments worth trying the list of them."""
-    from blr.kernels.blast import op as blast
-    from blr.kernels.blast import variants as blast_variants
-    from blr.kernels.kronecker import op as kronecker
-    from blr.kernels.kronecker import variants as kronecker_variants
-    from blr.kernels.lowrank import op as lowrank
-    from blr.kernels.lowrank import variants as lowrank_variants
-    from blr.kernels.monarch import op as monarch
-    from blr.kernels.monarch import variants as monarch_variants
-
-    op, module = {
-        "svd": (lowrank, lowrank_variants),
-        "monarch": (monarch, monarch_variants),
-        "blast": (blast, blast_variants),
-        "ks": (kronecker, kronecker_variants),
-    }[structure]
-    return op.variants(), getattr(module, "CONFIGS", {})
+    """`Structure.variants` by name."""
+    return STRUCTURES[structure].variants()
 
 
 def candidates(structure: str, n: int) -> list[Candidate]:
@@ -148,7 +132,7 @@ class Tuning:
 
     runner: Runner
     precisions: Sequence[Precision]
-    structures: Sequence[str] = STRUCTURES
+    structures: Sequence[str] = tuple(STRUCTURES)
     tokens: Sequence[int] = FULL
     points: list[Point] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -170,7 +154,7 @@ class Tuning:
         self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
         del arms
         self.runner.release()
-        structure = FOLDERS[spec.structure]
+        structure = STRUCTURES[spec.structure].folder
         self.points.append(Point(structure, shape_of(spec), case.precision.stored, n, times))
 
     def _case(self, layer: Layer, spec: Spec, n: int, precision: Precision) -> Case:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The main job on the bundled checkpoint: install, compress, generate, perplexity before and after.
+# Any number of times: what an earlier run of it wrote is replaced, whole or not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] || python3 -m venv .venv
@@ -7,7 +8,7 @@ cd "$(dirname "$0")/.."
 blr=.venv/bin/blr model=tests/data/tiny-llama out=${1:-tiny-llama-blast}
 export HF_HUB_OFFLINE=1
 set -x
-$blr compress $model --method blast --cf 1.25 --output "$out"
+$blr compress $model --method blast --cf 1.25 --output "$out" --overwrite --restart
 $blr generate "$out" "The protocol is" --max-new-tokens 32
 $blr eval $model --text tests/data/sample.txt
 $blr eval "$out" --text tests/data/sample.txt

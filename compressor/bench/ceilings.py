@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr.compressor.bench.precision import Precision, computing_in
 from blr.compressor.bench.timing import CudaSampler, Rotation, spread
-from blr.compressor.roofline import Kernel
+from blr.compressor.planning.roofline import Kernel
 
 COPIED = 1 << 30  # bytes of the buffer that is copied
 SIDES = (4096, 8192)  # of the square matrices that are multiplied: the faster counts

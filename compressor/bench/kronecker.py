@@ -30,7 +30,7 @@ from blr.compressor.bench.subjects import (
     reference_of,
 )
 from blr.compressor.bench.timing import Call
-from blr.compressor.roofline import kernels
+from blr.compressor.planning.roofline import kernels
 from blr.compressor.structures.patterns import h
 from blr.compressor.structures.specs import KroneckerSpec, Pattern
 

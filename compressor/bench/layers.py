@@ -24,7 +24,7 @@ from blr.compressor.bench.subjects import (
     reference_of,
 )
 from blr.compressor.bench.timing import Call
-from blr.compressor.roofline import kernels
+from blr.compressor.planning.roofline import kernels
 from blr.compressor.structures.specs import Spec
 
 SEEDS = {"x": 0, "dense": 1, "structured": 2}

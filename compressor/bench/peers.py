@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.bench.shapes import STRUCTURES
 from blr.compressor.errors import UsageError
+from blr.compressor.structures.registry import STRUCTURES
 
 if TYPE_CHECKING:
     from torch import Tensor

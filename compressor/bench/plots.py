@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.bench.results import Report, Row
+from blr.compressor.bench.results import DecodeRow, Report, Row, save_figure
 from blr.compressor.bench.summary import cases, gain_of, wins_by_h
-from blr.compressor.checkpoint.disk import storage_errors
 
 HINT = "no plots: matplotlib is not installed; pip install 'blr-compress[plots]'"
 SIZE = (10, 5)  # inches
@@ -33,11 +32,49 @@ def draw(report: Report, folder: Path) -> list[Path]:
         figure, axes = plt.subplots(figsize=SIZE)
         if maker(axes, timed, report):
             figure.tight_layout()
-            with storage_errors(folder):
-                figure.savefig(folder / name, dpi=150)
+            save_figure(figure, folder / name)
             written.append(folder / name)
         plt.close(figure)
     return written
+
+
+def draw_decode(report: Report, folder: Path) -> Path | None:
+    """decode.png: tokens a second of every arm, a panel a model; None if nothing was timed.
+
+    Raises ImportError without matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in report.rows if row.tokens_per_second is not None]
+    models = list(dict.fromkeys(row.model for row in rows))
+    if not models:
+        return None
+    figure, panels = plt.subplots(1, len(models), figsize=(6 * len(models), 5), squeeze=False)
+    for model, axes in zip(models, panels[0], strict=True):
+        _bars(axes, [row for row in rows if row.model == model])
+        axes.set_title(model)
+    figure.tight_layout()
+    path = folder / "decode.png"
+    save_figure(figure, path)
+    plt.close(figure)
+    return path
+
+
+def _bars(axes: Any, rows: list[DecodeRow]) -> None:
+    """Groups of bars: one group a context and batch, one colour an arm."""
+    cases = list(dict.fromkeys((row.context, row.batch) for row in rows))
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    for n, arm in enumerate(arms):
+        mine = [row for row in rows if row.arm == arm]
+        at = [cases.index((row.context, row.batch)) + n / (len(arms) + 1) for row in mine]
+        axes.bar(at, [row.tokens_per_second for row in mine], 1 / (len(arms) + 1), label=arm)
+    axes.set_xticks(range(len(cases)), [f"{c}×{b}" for c, b in cases])
+    axes.set_xlabel("context × batch")
+    axes.set_ylabel("tokens a second")
+    axes.legend(fontsize=7)
 
 
 def _speedup(axes: Any, rows: list[Row], report: Report) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.disk import fsync_folder, storage_errors, write_stream
+from blr.compressor.checkpoint.disk import fsync_folder, write_probe, write_stream
+from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
 
 OK, WRONG, OOM, SKIPPED, FAILED = "ok", "wrong", "oom", "skipped", "failed"
 JSON_NAME, CSV_NAME = "results.json", "results.csv"
+PLOTS = ("roofline.png", "speedup.png", "wins.png", "decode.png")
 
 
 @dataclass
@@ -67,16 +70,57 @@ class Row:
 
 
 @dataclass
+class DecodeRow:
+    """One arm of `blr bench decode` at one model, context and batch.
+
+    Attributes:
+        status: ok, wrong (no time), oom or failed; `note` says why.
+        tokens_per_second: of all rows of the batch together. ms, low, high: median and quartiles of
+            `rounds` rounds of `steps` steps, milliseconds a step.
+        bytes: weights and cache that a step reads. fraction: of the copy bandwidth; floor_ms: at all
+            of it. speedup: over the baseline at the same context and batch.
+        rel_error: of logits against eager transformers on the same weights. equal_tokens: leading
+            greedy tokens equal to those of transformers' generate, the least of all rows.
+    """
+
+    model: str
+    arm: str
+    context: int
+    batch: int
+    dtype: str
+    status: str = OK
+    note: str | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rounds: int = 0
+    steps: int = 0
+    bytes: int | None = None
+    floor_ms: float | None = None
+    fraction: float | None = None
+    rel_error: float | None = None
+    equal_tokens: int | None = None
+
+    def fail(self, status: str, note: str) -> None:
+        """Take back the time, if any, and say why."""
+        self.status, self.note = status, note
+        self.ms = self.low = self.high = self.tokens_per_second = None
+
+
+@dataclass
 class Report:
-    """Everything a run found out so far. `stopped`: why it ended early, if it did."""
+    """Everything a run found out so far. `stopped`: why it ended early, if it did; `kind`: of `rows`."""
 
     command: str
     settings: dict[str, Any]
     machine: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
     stopped: str | None = None
     seconds: float = 0.0
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    kind: type = Row
 
     def to_dict(self, summary: dict[str, Any], rows: bool = True) -> dict[str, Any]:
         """JSON-ready; without `rows` it is what fits on a last line."""
@@ -100,41 +144,48 @@ def versions() -> dict[str, str | None]:
 
 
 def check_output(folder: Path) -> None:
-    """Make `folder` and see that it can be written to and holds no results yet.
+    """Make `folder` and see that it can be written to and holds nothing that results would replace.
 
     Raises:
         OutputError: one line with what was found and what to do.
     """
+    if folder == Path():
+        raise OutputError("output: the current folder; give the name of a folder for the results")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".blr-probe"
-        probe.write_bytes(b"")
-        probe.unlink()
+        write_probe(folder)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise OutputError(f"output {folder}: cannot be written to ({reason}); give another") from error
-    if (folder / JSON_NAME).exists():
-        raise OutputError(
-            f"output {folder}: already holds {JSON_NAME}; give another folder or remove it"
-        )
+    for name in (JSON_NAME, CSV_NAME, *PLOTS):
+        if os.path.lexists(folder / name):
+            raise OutputError(f"output {folder}: already holds {name}; give another folder or remove it")
 
 
 def save(report: Report, summary: dict[str, Any], folder: Path) -> list[Path]:
     """Write results.json and results.csv. Raises OutputError or StorageError."""
     contents = {
         JSON_NAME: json.dumps(report.to_dict(summary), indent=1) + "\n",
-        CSV_NAME: _csv(report.rows),
+        CSV_NAME: _csv(report),
     }
     with storage_errors(folder):
         for name, text in contents.items():
-            write_stream(folder / name, [text.encode()])
+            write_stream(folder / name, [text.encode()], new=True)
         fsync_folder(folder)
     return [folder / name for name in contents]
 
 
-def _csv(rows: list[Row]) -> str:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as PNG, not over another file. Raises OutputError or StorageError."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    with storage_errors(path.parent):
+        write_stream(path, [image.getvalue()], new=True)
+
+
+def _csv(report: Report) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
+    writer = csv.DictWriter(text, [f.name for f in fields(report.kind)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(asdict(row) for row in report.rows)
     return text.getvalue()

@@ -27,8 +27,8 @@ from blr.compressor.bench.timing import (
     interleave,
     spread,
 )
+from blr.compressor.planning.roofline import Kernel
 from blr.compressor.progress import Progress
-from blr.compressor.roofline import Kernel
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case

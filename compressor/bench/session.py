@@ -43,7 +43,7 @@ class Options:
         """The device. Raises CapabilityError or, for one that is neither CPU nor CUDA, UsageError."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        from blr.compressor.factorize import pick_device  # brings the whole pipeline along
+        from blr.compressor.machine.device import pick_device
 
         device = pick_device(self.device)
         if device.type not in ("cpu", "cuda"):

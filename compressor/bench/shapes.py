@@ -15,15 +15,12 @@ from typing import Any
 
 from blr.compressor.errors import UsageError
 from blr.compressor.structures.patterns import choose_patterns
+from blr.compressor.structures.registry import STRUCTURES, Form
 from blr.compressor.structures.specs import (
-    BlastSpec,
     KroneckerSpec,
-    LowRankSpec,
-    MonarchSpec,
     Spec,
 )
 
-STRUCTURES = ("svd", "monarch", "blast", "ks")
 SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
 MONARCH_BLOCKS = 16  # where nothing is published
 RANK_STEP = 16
@@ -44,6 +41,13 @@ class Layer:
     def title(self) -> str:
         """What tables call it."""
         return f"{self.model} {self.name} {self.in_features}→{self.out_features}"
+
+    def published_rank(self, structure: str, blocks: int) -> int | None:
+        """The published rank of a structure with so many blocks, if there is one."""
+        found = self.published.get(structure)
+        if not isinstance(found, list | tuple):
+            return found
+        return found[0] if found[1] == blocks else None
 
 
 @cache
@@ -86,10 +90,8 @@ def specs_for(
     factor = layer.cf if cf is None else cf
     found = []
     for name in structures:
-        if name in ("monarch", "blast"):
-            found += [_blocked(layer, name, b, factor) for b in _blocks(layer, name, blocks)]
-        else:
-            found.append(_whole(layer, name, factor))
+        each = [1] if STRUCTURES[name].blocks is None else _blocks(layer, name, blocks)
+        found += [_spec(layer, name, b, factor) for b in each]
     return found
 
 
@@ -108,21 +110,14 @@ def _blocks(layer: Layer, structure: str, asked: Sequence[int]) -> list[int]:
     return [b for b in wanted if layer.in_features % b == layer.out_features % b == 0]
 
 
-def _whole(layer: Layer, structure: str, cf: float) -> Spec:
-    i, o = layer.in_features, layer.out_features
-    if structure == "ks":
+def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
+    i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
+    if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
-    published = layer.published.get("svd") if cf == layer.cf else None
-    return LowRankSpec(i, o, published or _rank(layer, cf, i + o))
-
-
-def _blocked(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
-    i, o = layer.in_features, layer.out_features
-    rank, b = layer.published.get(structure, (None, None))
-    published = rank if (b, layer.cf) == (blocks, cf) else None
-    if structure == "monarch":
-        return MonarchSpec(i, o, blocks, (published or _rank(layer, cf, i + o, blocks)) // blocks)
-    return BlastSpec(i, o, blocks, published or _rank(layer, cf, i + o + blocks**2))
+    step, form = blocks if entry.stepped else 1, Form(i, o, blocks)
+    cost = entry.of_rank(form, step).parameters // step
+    published = layer.published_rank(structure, blocks) if cf == layer.cf else None
+    return entry.of_rank(form, published or _rank(layer, cf, cost, step))
 
 
 def _rank(layer: Layer, cf: float, cost: int, step: int = 1) -> int:

@@ -16,7 +16,8 @@ from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.results import Row
 from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.timing import Call, Rotation
-from blr.compressor.roofline import Kernel
+from blr.compressor.planning.roofline import Kernel
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Pattern, Spec
 
 Maker = Callable[[], tuple[Call, Rotation]]
@@ -129,33 +130,12 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def reference_of(structure: str) -> Call:
     """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
-    from blr.kernels.blast.reference import blast_linear
-    from blr.kernels.kronecker.reference import kronecker_linear
-    from blr.kernels.lowrank.reference import lowrank_linear
-    from blr.kernels.monarch.reference import monarch_linear
-
-    return {
-        "dense": dense_linear,
-        "svd": lowrank_linear,
-        "monarch": monarch_linear,
-        "blast": blast_linear,
-        "ks": lambda x, *factors: kronecker_linear(x, factors),
-    }[structure]
+    return dense_linear if structure == "dense" else STRUCTURES[structure].reference()
 
 
 def our_call(structure: str) -> Call:
     """The entry point of a structure as f(x, *factors)."""
-    from blr.kernels.blast.op import blast_linear
-    from blr.kernels.kronecker.op import kronecker_linear
-    from blr.kernels.lowrank.op import lowrank_linear
-    from blr.kernels.monarch.op import monarch_linear
-
-    return {
-        "svd": lowrank_linear,
-        "monarch": monarch_linear,
-        "blast": blast_linear,
-        "ks": lambda x, *factors: kronecker_linear(x, list(factors)),
-    }[structure]
+    return STRUCTURES[structure].product()
 
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:

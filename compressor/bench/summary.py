@@ -7,12 +7,14 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from blr.compressor.bench.results import OK, Report, Row
+from blr.compressor.bench.results import OK, DecodeRow, Report, Row
+from blr.compressor.tables import aligned
 
 LAYER_HEAD = (
     *("structure", "rank", "arm", "variant", "ms", "quartiles"),
     *("x dense", "floor", "of it", "error"),
 )
+DECODE_HEAD = ("arm", "tokens/s", "x base", "ms/step", "floor", "of it", "GB/step", "error", "")
 PATTERN_ARMS = ("ours", "bmm", "einsum", "bsr", "dense")
 
 
@@ -21,7 +23,7 @@ def cases(rows: Iterable[Row]) -> list[list[Row]]:
     return [list(found) for _, found in groupby(rows, key=lambda row: (row.case, row.dtype))]
 
 
-def statuses(rows: Sequence[Row]) -> dict[str, int]:
+def statuses(rows: Sequence[Row | DecodeRow]) -> dict[str, int]:
     """How many rows have each status."""
     return {status: sum(r.status == status for r in rows) for status in sorted({r.status for r in rows})}
 
@@ -105,6 +107,19 @@ def wins_by_h(gains: Sequence[tuple[float, float]]) -> list[tuple[float, int, in
     ]
 
 
+# --- decoding ---------------------------------------------------------------------------------
+
+
+def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
+    """Tokens a second by model, arm and "context x batch"."""
+    speeds: dict[str, Any] = {}
+    for row in rows:
+        if row.tokens_per_second is not None:
+            arms = speeds.setdefault(row.model, {}).setdefault(row.arm, {})
+            arms[f"{row.context}x{row.batch}"] = round(row.tokens_per_second, 1)
+    return {"tokens_per_second": speeds, "statuses": statuses(rows)}
+
+
 # --- text -------------------------------------------------------------------------------------
 
 
@@ -114,7 +129,7 @@ def layers_text(report: Report) -> str:
     for case in cases(report.rows):
         lines.append(case[0].case)
         lines += [_layer_line(row, _energy(report)) for row in case]
-    return "\n".join([*_machine(report), *_aligned(lines)])
+    return aligned([*_machine(report), *lines])
 
 
 def _layer_line(row: Row, energy: bool) -> list[str]:
@@ -135,7 +150,26 @@ def patterns_text(report: Report) -> str:
         times = [_number(r.ms) if r.status == OK else r.status for r in map(by_arm.get, names) if r]
         head = [ours.spec, ours.dtype, f"{ours.h:.4f}", _number(ours.floor_ms)]
         lines.append([*head, *times, _number(gain[1]) if gain else "", ours.variant or ""])
-    return "\n".join([*_machine(report), *_aligned(lines)])
+    return aligned([*_machine(report), *lines])
+
+
+def decode_text(report: Report) -> str:
+    """One line an arm, a heading a model, context and batch."""
+    copied = report.machine.get("copy_tbps")
+    head = f"{report.machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
+    lines: list[Sequence[str] | str] = [head, DECODE_HEAD]
+    headings = (f"{r.model}, context {r.context}, batch {r.batch}, {r.dtype}" for r in report.rows)
+    for heading, found in groupby(zip(headings, report.rows, strict=True), key=lambda pair: pair[0]):
+        lines.append(heading)
+        lines += [_decode_line(row) for _, row in found]
+    return aligned(lines, numbers=range(1, 8))
+
+
+def _decode_line(row: DecodeRow) -> list[str]:
+    speed = f"{row.tokens_per_second:.1f}" if row.tokens_per_second else row.status
+    gigabytes = None if row.bytes is None else row.bytes / 1e9
+    cells = [row.arm, speed, *map(_number, (row.speedup, row.ms, row.floor_ms))]
+    return [*cells, _percent(row.fraction), _number(gigabytes), _error(row.rel_error), row.note or ""]
 
 
 def _machine(report: Report) -> list[str]:
@@ -149,18 +183,6 @@ def _machine(report: Report) -> list[str]:
 
 def _energy(report: Report) -> bool:
     return any(row.joules is not None for row in report.rows)
-
-
-def _aligned(lines: Sequence[list[str] | str]) -> list[str]:
-    """Cells in columns; a string is a heading. Long cells before the last do not widen a column."""
-    table = [line for line in lines if isinstance(line, list)]
-    widths = [max(min(len(cell), 32) for cell in column) for column in zip(*table, strict=True)]
-    return [
-        line
-        if isinstance(line, str)
-        else "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
 
 
 def _number(value: float | None) -> str:

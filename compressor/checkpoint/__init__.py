@@ -1,0 +1,1 @@
+"""Files: read strictly, written durably, listed in a manifest, owned by whoever wrote them."""

@@ -8,25 +8,32 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from blr.compressor.errors import BlrError, OutputError, StorageError
+from blr.compressor.errors import StorageError
 
 CHUNK = 1 << 24  # bytes read or written at once
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-BROKEN = (errno.EIO, errno.ENXIO, errno.ESTALE)
-UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
-TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)  # others moved or made files
+# What file systems without durable folders (some network ones) answer to fsync: there is no more to do
+NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+# ... and to link
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
 SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
+
+
+def flush(descriptor: int) -> None:
+    """Make what was written durable, where the file system can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
 
 
 def fsync_folder(folder: Path) -> None:
     """Make the folder's entries (creations, renames, deletions) durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        flush(descriptor)
     finally:
         os.close(descriptor)
 
@@ -36,18 +43,39 @@ def scratch_for(path: Path) -> Path:
     return path.with_name(f"{path.name[:100]}.{secrets.token_hex(6)}{SCRATCH}")
 
 
-def settle(scratch: Path, path: Path) -> None:
-    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed."""
+def settle(scratch: Path, path: Path, new: bool = False) -> None:
+    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed.
+
+    With `new` nothing that is there is replaced: FileExistsError.
+    """
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        flush(descriptor)
     finally:
         os.close(descriptor)
-    os.rename(scratch, path)
+    if new:
+        _settle_new(scratch, path)
+    else:
+        os.rename(scratch, path)
 
 
-def write_stream(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
+def _settle_new(scratch: Path, path: Path) -> None:
+    try:
+        os.link(scratch, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(scratch, path)
+    else:
+        os.unlink(scratch)
+
+
+def write_stream(path: Path, chunks: Iterable[bytes], new: bool = False) -> tuple[int, str]:
     """Write `chunks` to `path`, which is absent (or as before) until all of them are on the disk.
+
+    With `new` it must not exist: FileExistsError, and what is there stays.
 
     Returns:
         Its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
@@ -61,17 +89,19 @@ def write_stream(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
                 file.write(chunk)
                 digest.update(chunk)
                 size += len(chunk)
-        settle(scratch, path)
+        settle(scratch, path, new)
     except BaseException:
         scratch.unlink(missing_ok=True)  # a full disk gets its room back
         raise
     return size, digest.hexdigest()
 
 
-def remove_scratch(folder: Path) -> None:
-    """Delete what killed runs were writing below `folder`."""
-    for path in folder.rglob(f"*{SCRATCH}"):
-        path.unlink(missing_ok=True)
+def write_probe(folder: Path) -> None:
+    """Raise OSError unless a file can be made in `folder`."""
+    probe = scratch_for(folder / "probe")
+    with open(probe, "xb"):
+        pass
+    os.unlink(probe)
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -89,81 +119,23 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def remove_tree(folder: Path) -> None:
-    """Delete a folder and all it holds, if it is there."""
-    if folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            error.filename = str(folder)  # shutil names the entry alone
-            raise
-        fsync_folder(folder.parent)
-
-
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files below `folder`, 0 if it is not there."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@contextmanager
-def storage_errors(folder: Path, needed: int | None = None, own: Path | None = None) -> Iterator[None]:
-    """Turn operating-system errors while writing under `folder` into errors with a remedy.
-
-    `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
-    whose path does not begin with `own` (`folder` if None) pass. The safetensors library reports
-    its own without a number: its text is searched.
-    """
-    try:
-        yield
-    except BlrError:
-        raise
-    except Exception as error:
-        translated = _translate(_errno(error, own or folder), folder, needed)
-        if translated is None:
-            raise
-        raise translated from error
-
-
-def _errno(error: Exception, own: Path) -> int | None:
-    """The system's number of an error about `own`; of one that safetensors reports, by its text."""
-    if type(error).__name__ == "SafetensorError":
-        known = (code for code in (*FULL, *DENIED, *BROKEN) if os.strerror(code) in str(error))
-        return next(known, None)
-    if not isinstance(error, OSError):
-        return None
-    if not isinstance(error.filename, str | bytes):
-        return error.errno
-    place = os.path.abspath(os.fsdecode(error.filename))
-    return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
-
-
-def _translate(code: int | None, folder: Path, needed: int | None) -> BlrError | None:
-    what = os.strerror(code).lower() if code else ""
-    if code in FULL:
-        return StorageError(
-            f"{folder}: {what}; the run needs "
-            + (f"about {needed} bytes there: " if needed else "more room: ")
-            + "free or enlarge the disk, then run the same command again, it resumes"
-        )
-    if code in DENIED:
-        return OutputError(f"{folder}: {what}; choose an output folder you can write to")
-    if code in UNFIT:
-        return OutputError(f"{folder}: {what}; choose another --output")
-    if code in TAKEN:
-        return OutputError(
-            f"{folder}: {what}; another program changed the output or its partial folder, "
-            "run the same command again"
-        )
-    if code in BROKEN:
-        return StorageError(f"{folder}: {what}; check the disk, then run the same command again")
-    return None
-
-
 def check_space(folder: Path, needed: int) -> None:
     """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes."""
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:  # a file system that does not tell: then writing will
+        return
     if free < needed:
         raise StorageError(
             f"{folder}: {free} bytes free, the run needs about {needed} bytes: "
             "free or enlarge the disk, or choose another --output"
         )
+
+
+def pieces(data: bytes | Path) -> Iterator[bytes]:
+    return read_chunks(data) if isinstance(data, Path) else iter([data])

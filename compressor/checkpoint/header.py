@@ -8,15 +8,14 @@ byte of tensor data is read. Format: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from blr.compressor.errors import InputError
+from blr.compressor.checkpoint.regular import open_regular, parse_json, read_exactly, refuse
+from blr.compressor.quoting import quote
 
 # Bits per element. Types nobody here computes with are known so that they can be copied untouched.
 BITS: dict[str, int] = {
@@ -34,7 +33,6 @@ MAX_ELEMENTS = 2**63
 # The shortest possible entry, '"a":{"dtype":"F4","shape":[],"data_offsets":[0,0]},', has 50 bytes
 # and three brackets; long runs of brackets in big headers only serve to exhaust the JSON parser.
 BYTES_PER_BRACKET = 10
-DAMAGED = "download the file again or save it anew with safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,84 +68,6 @@ class Header:
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
-
-
-def quote(text: object, limit: int = 80) -> str:
-    """`text` as one short printable line: escaped, and cut in the middle beyond `limit`."""
-    plain = str(text)
-    escaped = plain if plain.isprintable() and plain.isascii() else ascii(plain)[1:-1]
-    if len(escaped) > limit:
-        escaped = f"{escaped[: limit // 2]}...{escaped[-limit // 2 :]}"
-    return f"'{escaped}'"
-
-
-def refuse(path: Path, found: str, expected: str, remedy: str = DAMAGED) -> NoReturn:
-    """Raises `InputError`: `path`, what was found there, what was expected, what to do."""
-    raise InputError(f"{quote(path, 160)[1:-1]}: found {found}; expected {expected}; {remedy}")
-
-
-def open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device.
-
-    Raises:
-        InputError: it does not exist, cannot be read, or is not a regular file.
-    """
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            refuse(path, "a folder, FIFO or device", "a regular file", "replace it by the file")
-        # O_NONBLOCK: the path may have become a FIFO since it was looked at
-        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        refuse(path, f"no readable file ({reason})", "a regular file", "check name and permissions")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        refuse(path, "a FIFO or device", "a regular file", "replace it by the file")
-    return file
-
-
-def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
-    """`count` bytes at offset `start`; `path` names the file in errors.
-
-    Raises:
-        InputError: the file ends early or cannot be read.
-    """
-    buffer = bytearray(count)
-    view, done = memoryview(buffer), 0
-    try:
-        file.seek(start)
-        while done < count:
-            got = file.readinto(view[done:])
-            if not got:
-                refuse(path, f"the end of the file at byte {start + done}", f"{count} bytes more")
-            done += got
-    except OSError as error:
-        refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
-    return buffer
-
-
-def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in `data`; `path` names the file in errors.
-
-    `constants` lets NaN and Infinity pass, which Python writes into some model configs.
-
-    Raises:
-        InputError: invalid UTF-8 or JSON, a key twice in one object, nesting beyond the parser's
-            depth, or anything but an object.
-    """
-    try:
-        value = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_pairs,
-            parse_constant=float if constants else _no_constant,
-        )
-    except RecursionError:
-        refuse(path, "deeply nested JSON", "a few levels at most")
-    except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
-        refuse(path, f"invalid JSON ({_reason(error)})", "one JSON object with unique keys")
-    if type(value) is not dict:
-        refuse(path, f"JSON of type {type(value).__name__}", "an object")
-    return value
 
 
 def check_name(name: str, path: Path) -> None:
@@ -188,6 +108,16 @@ def read_header(path: Path) -> Header:
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
     _check_tiling(entries, path, base, size)
     return Header({entry.name: entry for entry in entries}, metadata)
+
+
+def header_bytes(path: Path) -> bytes:
+    """All of a safetensors file before its tensors: the length of the header and the header.
+
+    Raises InputError as `read_header`.
+    """
+    with open_regular(path) as file:
+        raw = _header_bytes(file, path, os.fstat(file.fileno()).st_size)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:
@@ -271,22 +201,3 @@ def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) 
         at = entry.end
     if at != size:
         refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"duplicate key {quote(key)}")
-            seen.add(key)
-    return fields
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _reason(error: ValueError) -> str:
-    return quote(error, 160)[1:-1]

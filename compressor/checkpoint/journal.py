@@ -16,6 +16,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.disk import CHUNK, fsync_folder, scratch_for, settle
 from blr.compressor.checkpoint.header import TensorEntry, read_header
+from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.errors import InputError
 
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
@@ -43,12 +44,12 @@ class Journal:
         try:
             header = read_header(path)
             kept = json.loads(header.metadata[METADATA_KEY])
-            found = {name: self._sha256(entry) for name, entry in header.entries.items()}
-            if found == kept["sha256"]:
+            found = {name: self._described(entry) for name, entry in header.entries.items()}
+            if kept["sha256"] == _seal(key, found, kept["record"]):
                 return header.entries, kept["record"]
         except (InputError, OSError, ValueError, KeyError, TypeError):
             pass
-        return None  # absent, or damaged by the disk: compute the layer again
+        return None  # absent, damaged by the disk or another layer's: compute the layer again
 
     def tensors(self, key: str) -> dict[str, Any]:
         """What `load` found under `key`, as torch tensors on the CPU by suffix."""
@@ -67,7 +68,9 @@ class Journal:
         """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
         from safetensors.torch import save_file
 
-        kept = {"record": record, "sha256": {n: _tensor_sha256(t) for n, t in tensors.items()}}
+        record = json.loads(canonical_json(record))  # as it is read again
+        described = {name: _described(tensor) for name, tensor in tensors.items()}
+        kept = {"record": record, "sha256": _seal(key, described, record)}
         path = self.folder / f"{key}.safetensors"
         scratch = scratch_for(path)
         try:
@@ -79,17 +82,25 @@ class Journal:
             raise
         fsync_folder(self.folder)
 
-    def _sha256(self, entry: TensorEntry) -> str:
+    def _described(self, entry: TensorEntry) -> list[Any]:
         digest = hashlib.sha256()
         for chunk in self.read_bytes(entry):
             digest.update(chunk)
-        return digest.hexdigest()
+        return [TORCH_NAMES[entry.dtype], list(entry.shape), digest.hexdigest()]
 
 
-def _tensor_sha256(tensor: Any) -> str:
+def _described(tensor: Any) -> list[Any]:
+    """Dtype, shape and SHA-256 of a tensor that is stored."""
     import torch
 
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy()).hexdigest()
+    digest = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy()).hexdigest()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
+
+
+def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
+    """SHA-256 of all that a file of the journal says and of the name it goes by: neither a changed
+    bit nor two files that changed their places pass."""
+    return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
 
 
 def _umask() -> int:

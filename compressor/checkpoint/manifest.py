@@ -1,7 +1,13 @@
-"""The manifest of an output: every file's size and SHA-256, and where the output came from."""
+"""The manifest of an output: every file's size and SHA-256, and where the output came from.
+
+It covers itself: `manifest_sha256` is the SHA-256 of the manifest's own text with that digest's 64
+digits as zeros, so that a changed bit in any of its facts is noticed as one in a weight is. Shards are
+listed with the digest of their header too, which tells a relabelled tensor without reading all of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,43 +16,117 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.disk import sha256_file
-from blr.compressor.checkpoint.header import open_regular, parse_json, quote, read_exactly
-from blr.compressor.errors import InputError, OutputError
+from blr.compressor.checkpoint.header import header_bytes
+from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.errors import InputError, OutputError, VerifyError
+from blr.compressor.quoting import quote
 
 MANIFEST = "blr_manifest.json"
-FORMAT = 1
+FORMAT = 2
+WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
+DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
+_UNSET = "0" * 64
 
 
-def build_manifest(files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
-    """The manifest as JSON text. `files` maps names to (bytes, SHA-256); no times, no paths."""
-    listed = {name: {"size": size, "sha256": sha} for name, (size, sha) in sorted(files.items())}
-    return json.dumps({"format": FORMAT, "files": listed, **facts}, indent=2).encode() + b"\n"
+def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
+    """The manifest as JSON text; no times, no paths.
+
+    Args:
+        folder: where the files lie. files: their names to (bytes, SHA-256).
+    """
+    listed = {name: _listing(folder / name, *found) for name, found in sorted(files.items())}
+    table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
+    text = json.dumps(table, indent=2).encode() + b"\n"
+    return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
+
+
+def _listing(path: Path, size: int, sha256: str) -> dict[str, Any]:
+    found = {"size": size, "sha256": sha256}
+    return {**found, HEADER: header_digest(path)} if path.suffix == ".safetensors" else found
+
+
+def header_digest(path: Path) -> str:
+    """SHA-256 of all of a shard before its tensors."""
+    return hashlib.sha256(header_bytes(path)).hexdigest()
+
+
+def _with_digest(text: bytes, old: str, new: str) -> bytes:
+    """`text` with its last field, the digest `old`, made `new`."""
+    head, found, tail = text.rpartition(f'"{DIGEST}": "{old}"'.encode())
+    return head + found.replace(old.encode(), new.encode()) + tail
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of an output of ours.
 
-    Raises OutputError when `folder` carries none that this version can read, or one that no `blr`
-    has written: file names that leave the folder, sizes and digests that are none.
+    Raises OutputError when `folder` carries none that this version can read, one that is damaged, or
+    one that no `blr` has written: no files, file names that leave the folder, sizes and digests that
+    are none.
     """
+    manifest, damage = _read(folder)
+    if damage:
+        raise OutputError(f"{folder / MANIFEST}: {damage}; the folder is not as blr wrote it")
+    return manifest
+
+
+def verify_manifest(folder: Path) -> int:
+    """Check every file of an output and its manifest; how many files there are.
+
+    Raises:
+        OutputError: as `read_manifest`.
+        VerifyError: a file or the manifest itself differs, or something cannot be read.
+    """
+    manifest, damage = _read(folder)
+    problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise VerifyError(f"{folder}: {problems[0]}{more}; copy or compress it again")
+    return len(manifest["files"])
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], str]:
+    """The manifest, and how it differs from what was written, empty if it does not."""
     path = folder / MANIFEST
     try:
-        with open_regular(path) as file:
-            size = min(os.fstat(file.fileno()).st_size, MAX_BYTES)
-            manifest = parse_json(read_exactly(file, path, 0, size), path)
+        text = bytes(read_whole(path, MAX_BYTES))
+        manifest = parse_json(text, path)
     except InputError:
-        manifest = {}
-    if _is_ours(manifest):
-        return manifest
-    raise OutputError(
-        f"{path}: missing or not a manifest of format {FORMAT}; the folder was not written by blr"
-    )
+        text, manifest = b"", {}
+    if not _is_ours(manifest):
+        raise OutputError(
+            f"{path}: missing or not a manifest of format {FORMAT}; the folder was not written by blr"
+        )
+    return manifest, _damage(manifest, text)
+
+
+def _damage(manifest: dict[str, Any], text: bytes) -> str:
+    kept = manifest.get(DIGEST)
+    if manifest["format"] == WITHOUT_DIGEST:
+        return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
+    if not _is_digest(kept):
+        return "no digest of its own"
+    found = hashlib.sha256(_with_digest(text, kept, _UNSET)).hexdigest()
+    return "" if found == kept else f"SHA-256 {found}, expected {kept}"
+
+
+def saved_by(config: dict[str, Any]) -> str | None:
+    """By whom and from what a folder was saved, None for one that `blr` wrote itself.
+
+    Raises TypeError or KeyError for a configuration that is none of ours.
+    """
+    saved = config["blr"].get("saved")
+    if saved is None:
+        return None
+    if not isinstance(saved, dict):
+        raise TypeError("blr.saved is no table")
+    by, origin = (quote(saved.get(key))[1:-1] for key in ("by", "from"))
+    return f"saved by {by} from {origin}" if saved.get("from") else f"saved by {by}"
 
 
 def _is_ours(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files")
-    if manifest.get("format") != FORMAT or type(files) is not dict:
+    if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
     return all(_is_inside(name) and _is_listing(found) for name, found in files.items())
 
@@ -61,18 +141,21 @@ def _is_listing(found: Any) -> bool:
     return (
         type(found) is dict
         and type(found.get("size")) is int
-        and type(found.get("sha256")) is str
-        and re.fullmatch(r"[0-9a-f]{64}", found["sha256"]) is not None
+        and all(_is_digest(value) for key, value in found.items() if key != "size")
+        and "sha256" in found
     )
+
+
+def _is_digest(value: Any) -> bool:
+    return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What differs between the folder and its manifest, one line a file; empty when nothing."""
-    listed = manifest["files"]
-    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if not _is_folder(path)}
-    extra = sorted(present - set(listed) - {MANIFEST})
+    present, unread = _walk(folder)
+    extra = sorted(present - set(manifest["files"]) - {MANIFEST})
     unlisted = [f"{quote(name)[1:-1]}: not listed in the manifest" for name in extra]
-    return verify_listed(folder, manifest) + unlisted
+    return verify_listed(folder, manifest) + unlisted + unread
 
 
 def verify_listed(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -81,8 +164,19 @@ def verify_listed(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return [f"{name}: {problem}" for name in listed if (problem := _check(folder / name, listed[name]))]
 
 
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+def _walk(folder: Path) -> tuple[set[str], list[str]]:
+    """Names of all files below `folder`, and a line for each folder that cannot be listed."""
+    present: set[str] = set()
+    unread: list[str] = []
+
+    def refused(error: OSError) -> None:
+        name = os.path.relpath(error.filename, folder)
+        unread.append(f"{quote(name)[1:-1]}: a folder that cannot be listed ({error.strerror})")
+
+    for parent, folders, names in os.walk(folder, onerror=refused):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        present |= {os.path.relpath(os.path.join(parent, name), folder) for name in (*names, *links)}
+    return present, unread
 
 
 def _check(path: Path, expected: dict[str, Any]) -> str | None:

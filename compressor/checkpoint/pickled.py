@@ -16,16 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.checkpoint.disk import check_space, folder_bytes, storage_errors
-from blr.compressor.checkpoint.header import check_name, open_regular, quote, refuse
+from blr.compressor.checkpoint.disk import check_space, folder_bytes
+from blr.compressor.checkpoint.header import check_name
+from blr.compressor.checkpoint.regular import inside, open_regular, refuse
+from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import (
     INDEX,
     PICKLE,
     PICKLE_INDEX,
     TORCH_NAMES,
     find_shards,
-    inside,
 )
+from blr.compressor.quoting import quote
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,12 +18,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from blr.compressor.checkpoint.header import TensorEntry, quote, refuse
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.quoting import quote
 
 ANY = "_"
 MAX_VALUE = 2**31  # no model dimension comes near
-MAX_EXPERTS = 1024
 REMEDY = "take config.json and weights from the same model"
 _TERM = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 # Keys that configs leave out or set to null, by what transformers then takes
@@ -54,29 +55,6 @@ def check_against_config(
         for name, entry in source.entries.items():
             if matches(name):
                 _check_shape(entry, expected, symbols)
-
-
-def check_depth(source: Source) -> None:
-    """Refuses a config that announces more layers than there are tensors, or countless experts.
-
-    For families without a table: their model is built, if without weights, from these numbers.
-
-    Raises InputError.
-    """
-    level: list[Any] = [source.config]
-    while level:
-        tables = [item for item in level if type(item) is dict]
-        for key, value in (pair for table in tables for pair in table.items()):
-            _check_number(source, key, value)
-        level = [value for table in tables for value in table.values()]
-
-
-def _check_number(source: Source, key: str, value: Any) -> None:
-    limits = {"layer": len(source.entries), "expert": max(len(source.entries), MAX_EXPERTS)}
-    for word, limit in limits.items():
-        if re.search(rf"(^|_){word}s?$", key) and type(value) is int and value > limit:
-            found = f"{key} {quote(value)} with {len(source.entries)} tensors"
-            refuse(source.folder / "config.json", found, f"at most {limit}", REMEDY)
 
 
 def evaluate(source: Source, symbol: str | int) -> int | None:

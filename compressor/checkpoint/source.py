@@ -15,26 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.checkpoint.header import (
-    DAMAGED,
-    TensorEntry,
-    check_name,
+from blr.compressor.checkpoint.config import check_counts, read_config
+from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
+from blr.compressor.checkpoint.hints import check_small_json
+from blr.compressor.checkpoint.regular import (
+    check_size,
+    inside,
     open_regular,
     parse_json,
-    quote,
     read_exactly,
-    read_header,
+    read_whole,
     refuse,
 )
+from blr.compressor.quoting import quote
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-REMEDY = "take the config.json of the model's own repository"
-MAX_CONFIG_BYTES = 1_000_000
-MAX_CONFIG_DEPTH = 32
 MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
 MAX_EXTRA_BYTES = 64 * 2**20
 CHUNK = 8 * 2**20
@@ -130,7 +129,7 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         refuse(folder, "no such folder", "a checkpoint folder", "check the path")
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
@@ -142,27 +141,9 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         weights = folder
     shards, weight_map = find_shards(weights, SINGLE, INDEX)
     entries = _read_shards(shards, weight_map, weights / INDEX)
+    check_counts(config, folder, len(entries))
     stamps = {file: _stamp(os.stat(file)) for file in shards}
     return Source(folder, config, entries, tuple(shards), extra, stamps)
-
-
-def inside(folder: Path, name: str) -> Path:
-    """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
-
-    Raises:
-        InputError: missing, a dangling or endless link, or one that leads elsewhere.
-    """
-    path, root = folder / name, Path(os.path.realpath(folder))
-    try:
-        real = Path(os.path.realpath(path, strict=True))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        refuse(path, f"no file ({reason})", "a file of the checkpoint", DAMAGED)
-    if not real.is_relative_to(root) and real.parent != _cache_blobs(root):
-        expected = "a file inside it (or in the blobs of its hub cache)"
-        remedy = "put the file itself in place of the link"
-        refuse(path, f"a link that leaves the folder, to {quote(real)}", expected, remedy)
-    return path
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
@@ -182,29 +163,9 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
     return [inside(folder, name) for name in names], weight_map
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type."""
-    path = inside(folder, "config.json")
-    config = parse_json(_read_small(path, MAX_CONFIG_BYTES), path, constants=True)
-    if _depth(config) > MAX_CONFIG_DEPTH:
-        refuse(path, f"over {MAX_CONFIG_DEPTH} nested levels", "a plain model config")
-    kind = config.get("model_type")
-    if type(kind) is not str or not re.fullmatch(r"[a-z0-9_.-]{1,64}", kind):
-        found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
-        refuse(path, found, "a short name of a-z 0-9 _ . -", REMEDY)
-    names = config.get("architectures")
-    if names is not None and not _are_identifiers(names):
-        refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
-    return config
-
-
-def _are_identifiers(names: Any) -> bool:
-    return type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
-
-
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
     """`weight_map` of the index at `path`: safe tensor names to plain file names."""
-    index = parse_json(_read_small(path, MAX_INDEX_BYTES), path)
+    index = parse_json(read_whole(path, MAX_INDEX_BYTES), path)
     weight_map = index.get("weight_map")
     if type(weight_map) is not dict or not weight_map:
         refuse(path, "no weight_map object", '{"weight_map": {tensor: file}}')
@@ -262,7 +223,7 @@ def _find_extra(folder: Path) -> tuple[Path, ...]:
     try:
         names = os.listdir(folder)
         for sub in subfolders:
-            if (folder / sub).is_dir():
+            if os.path.isdir(folder / sub):
                 names += [f"{sub}/{name}" for name in os.listdir(inside(folder, sub))]
     except OSError as error:
         refuse(folder, f"no readable folder ({error.strerror})", "one", "check its permissions")
@@ -270,9 +231,8 @@ def _find_extra(folder: Path) -> tuple[Path, ...]:
     for name in carried:
         path = inside(folder, name)
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size > MAX_EXTRA_BYTES:
-            refuse(path, f"{size} bytes", f"a file of at most {MAX_EXTRA_BYTES}", "remove it")
+            check_size(path, file, MAX_EXTRA_BYTES)
+        check_small_json(folder, name)
     return tuple(Path(name) for name in carried)
 
 
@@ -280,32 +240,6 @@ def _is_extra(name: str) -> bool:
     plain = re.fullmatch(r"[\w./-]+", name, re.ASCII) is not None
     known = any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_NAMES)
     return plain and known and EXTRA_SUFFIXES.fullmatch(name) is not None
-
-
-def _read_small(path: Path, limit: int) -> bytearray:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            refuse(path, f"{size} bytes", f"at most {limit}")
-        return read_exactly(file, path, 0, size)
-
-
-def _cache_blobs(root: Path) -> Path | None:
-    """The blobs folder if `root` lies in a hub cache, models--NAME/snapshots/REVISION."""
-    for parent in root.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            return parent.parent / "blobs"
-    return None
-
-
-def _depth(value: Any) -> int:
-    """Nesting depth of parsed JSON, without recursion."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        children = (item.values() if type(item) is dict else item for item in level)
-        level = [item for group in children for item in group if type(item) in (dict, list)]
-    return depth
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from blr.compressor.checkpoint.disk import (
-    folder_bytes,
-    fsync_folder,
-    remove_scratch,
-    remove_tree,
-    storage_errors,
-    write_stream,
-)
-from blr.compressor.checkpoint.header import parse_json
-from blr.compressor.checkpoint.journal import Journal, canonical_json
+from blr.compressor.checkpoint import ownership
+from blr.compressor.checkpoint.destination import absolute, check_output, sibling
+from blr.compressor.checkpoint.disk import folder_bytes, fsync_folder
+from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.checkpoint.lock import Lock
 from blr.compressor.checkpoint.manifest import (
     MANIFEST,
     read_manifest,
     verify_files,
     verify_listed,
 )
-from blr.compressor.errors import InputError, OutputError
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.errors import OutputError
 
-RUN_FILE = "run.json"
 Verify = Callable[[Path, dict[str, Any]], list[str]]
-HELD_LOCKS: set[Path] = set()  # lock files of this process, for whoever ends it abruptly
 
 
 class Workspace:
@@ -46,41 +41,63 @@ class Workspace:
         restart: discard what an earlier run left instead of resuming it.
 
     Raises (on entering):
-        OutputError: locked by another run, not writable, or occupied.
+        OutputError: locked by another run, not writable, or something that is not ours is where
+            output, partial folder, replaced output or lock belong.
     """
 
     def __init__(self, output: Path, *, overwrite: bool = False, restart: bool = False) -> None:
-        self.output = Path(os.path.abspath(output))
+        self.output = absolute(output)
         check_output(self.output, overwrite)
         self.partial = sibling(self.output, "partial")
         self.retired = sibling(self.output, "replaced")
-        self.lock_file = sibling(self.output, "lock")
-        self.journal = Journal(self.partial / "journal")
-        self.pickled = self.partial / "pickled"  # room for converted pickle weights
+        self.journal = Journal(self.partial / ownership.JOURNAL)
+        self.pickled = self.partial / ownership.PICKLED  # room for converted pickle weights
         self.fingerprint: dict[str, Any] = {}
         self.overwrite, self.restart = overwrite, restart
+        self._lock = Lock(sibling(self.output, "lock"), self.output)
+        self._files: set[str] = set()  # all that the partial folder may hold, by the marker in it
+        self._replaced: ownership.Entries = {}  # what is in the output that is overwritten
+        self._left: dict[str, Any] | None = None  # fingerprint of the run that left the partial folder
         self._after_kill = False
 
     def __enter__(self) -> Workspace:
         with storage_errors(self.output.parent):
-            self._acquire()
+            self._lock.acquire()
             try:
-                self._settle_replacement()
-                check_output(self.output, self.overwrite)
-                if self.restart:
-                    remove_tree(self.partial)
+                self._enter()
             except BaseException:
-                self._unlock()
+                self._lock.release()
                 raise
         return self
+
+    def _enter(self) -> None:
+        self._after_kill = self._lock.after_kill
+        if self._lock.moving:
+            self._settle_replacement()
+        check_output(self.output, self.overwrite)
+        if self._replaces():
+            self._check_retired()
+            self._replaced = ownership.check_whole(self.output)
+        self._take_partial()
+        if self._lock.moving:
+            self._lock.settled()
+        if self.restart and os.path.lexists(self.partial):
+            ownership.remove(self.partial, self._files)
+            self._files, self._left = set(), None
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # not ours to look into, or to delete
-            if not self._holds_work():
-                remove_tree(self.partial)
-        self._unlock()
+        with suppress(OSError, OutputError):  # not ours to look into, or to delete
+            if self._is_marked() and not self._holds_work():
+                ownership.remove(self.partial, self._files)
+        self._lock.release()
+
+    def claim(self, names: Iterable[str] = ()) -> None:
+        """Mark the partial folder as ours, with the names of files that are about to be written."""
+        self._files |= {*names, ownership.RUN_FILE, MANIFEST}
+        with storage_errors(self.output.parent):
+            ownership.write_marker(self.partial, self.fingerprint or self._left, self._files)
 
     def open(self, fingerprint: dict[str, Any]) -> None:
         """Make the partial folder ready for a run.
@@ -91,15 +108,13 @@ class Workspace:
         Raises:
             OutputError: left by a run with another fingerprint (the message names what changed).
         """
-        self.fingerprint = json.loads(canonical_json(fingerprint))
-        left = self._left_fingerprint() if self._holds_work() else None
-        if left is not None:
-            self._check_fingerprint(left)
-        self.journal.folder.mkdir(parents=True, exist_ok=True)
-        remove_scratch(self.partial)
-        if left is None:
-            write_stream(self.partial / RUN_FILE, [canonical_json(self.fingerprint)])
-            fsync_folder(self.partial)
+        self.fingerprint = ownership.canonical(fingerprint)
+        if self._left is not None and self._holds_work():
+            self._check_fingerprint(self._left)
+        if self._is_marked() or not os.path.lexists(self.partial):
+            self.claim()
+            self.journal.folder.mkdir(exist_ok=True)
+            self._remove_scratch()
 
     def finished(self, read: str) -> bool:
         """Whether an earlier run with this fingerprint was killed when all was written.
@@ -113,10 +128,12 @@ class Workspace:
         if self._is_result(self.partial, read, verify_listed):
             self.commit()
             return True
+        if not self._is_marked():
+            ownership.in_the_way(self.partial, "an output of its own, made from other weights")
         (self.partial / MANIFEST).unlink(missing_ok=True)
         done = self._after_kill and self._is_result(self.output, read, verify_files)
         if done:
-            remove_tree(self.partial)
+            ownership.remove(self.partial, self._files)
         return done
 
     def commit(self) -> None:
@@ -124,30 +141,57 @@ class Workspace:
 
         Everything that the manifest does not list is purged first, then one rename.
         """
-        self._purge({*read_manifest(self.partial)["files"], MANIFEST})
-        if self.overwrite and self.output.exists():
-            remove_tree(self.retired)
-            os.rename(self.output, self.retired)
-        os.rename(self.partial, self.output)
-        fsync_folder(self.output.parent)
-        remove_tree(self.retired)
+        listed = {*read_manifest(self.partial)["files"], MANIFEST}
+        found = ownership.check_listed(self.partial, self._files | listed)
+        replaces = self._replaces()
+        if replaces:
+            self._check_retired()
+            if not ownership.unchanged(self._replaced, self.output):
+                ownership.in_the_way(self.output, "changed while this run worked")
+        self._purge(found, {*listed, ownership.RUN_FILE})
+        self._lock.begin_moving()  # from here on it is the lock that tells whose the folder is
+        (self.partial / ownership.RUN_FILE).unlink(missing_ok=True)
+        fsync_folder(self.partial)
+        self._move(replaces)
+        self._lock.done_moving()
 
     def used_bytes(self) -> int:
         """What an earlier run left of its work in the partial folder, in bytes."""
         return folder_bytes(self.partial) - folder_bytes(self.pickled)
 
-    def _purge(self, listed: set[str]) -> None:
-        """Delete what is not listed from the partial folder and flush all of its folders."""
-        for path in sorted(self.partial.rglob("*"), reverse=True):  # what a folder holds before it
-            name = str(path.relative_to(self.partial))
-            if not path.is_dir() or path.is_symlink():
-                if name not in listed:
-                    path.unlink()
-            elif any(kept.startswith(f"{name}/") for kept in listed):
-                fsync_folder(path)
-            else:
-                path.rmdir()
-        fsync_folder(self.partial)
+    def _move(self, replaces: bool) -> None:
+        """Put the partial folder in the place of the output, which goes only then."""
+        if replaces:
+            os.rename(self.output, self.retired)
+        try:
+            os.rename(self.partial, self.output)
+        except OSError:
+            if replaces:
+                os.rename(self.retired, self.output)
+            raise
+        fsync_folder(self.output.parent)
+        if replaces:
+            ownership.remove(self.retired, self._replaced)
+
+    def _replaces(self) -> bool:
+        return self.overwrite and self.output.is_dir() and any(self.output.iterdir())
+
+    def _check_retired(self) -> None:
+        if os.path.lexists(self.retired):
+            ownership.in_the_way(self.retired, "where the replaced output is kept for a moment")
+
+    def _purge(self, found: ownership.Entries, listed: set[str]) -> None:
+        """Delete what is not listed from the partial folder and flush all folders in it."""
+        kept = {n for n in found if n in listed or any(name.startswith(f"{n}/") for name in listed)}
+        ownership.delete(self.partial, {n: s for n, s in found.items() if n not in kept})
+        for name in kept:
+            if stat.S_ISDIR(found[name].st_mode):
+                fsync_folder(self.partial / name)
+
+    def _remove_scratch(self) -> None:
+        """Delete what killed runs were writing."""
+        found = ownership.check_listed(self.partial, self._files)
+        ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
 
     def _is_result(self, folder: Path, read: str, verify: Verify) -> bool:
         """Whether `folder` holds what this run would produce, whole."""
@@ -160,91 +204,66 @@ class Workspace:
 
     def _settle_replacement(self) -> None:
         """Finish or undo an --overwrite that was killed between its renames."""
-        if not self.retired.exists():
+        if not os.path.lexists(self.retired):
             return
+        ownership.check_folder(self.retired)
+        listed = {MANIFEST}
+        if any(self.retired.iterdir()):  # it may have been killed as it deleted the last of it
+            listed |= read_manifest(self.retired)["files"].keys()
+        ownership.check_listed(self.retired, listed)
         if not os.path.lexists(self.output):
             os.rename(self.retired, self.output)
         elif (self.output / MANIFEST).exists():
-            remove_tree(self.retired)
+            ownership.remove(self.retired, listed)
+
+    def _take_partial(self) -> None:
+        """See that what is in the place of the partial folder is ours, and what it may hold.
+
+        A whole output without the other marker is only ours to finish, as this very run would, unless
+        the lock says that a run was killed as it moved it.
+        """
+        if not os.path.lexists(self.partial):
+            return
+        ownership.check_folder(self.partial)
+        marker = ownership.read_marker(self.partial)
+        if marker is not None:
+            self._files = {*marker["files"], ownership.RUN_FILE, MANIFEST}
+            self._left = marker["run"]
+            ownership.check_listed(self.partial, self._files)
+        elif (self.partial / MANIFEST).exists():
+            self._take_whole(read_manifest(self.partial))
+        elif ownership.is_unborn(self.partial) or (self._after_kill and self._is_bare()):
+            ownership.remove(self.partial, {ownership.RUN_FILE})
+        else:
+            ownership.in_the_way(self.partial, "without the mark of blr")
+
+    def _take_whole(self, manifest: dict[str, Any]) -> None:
+        self._files = {*manifest["files"], MANIFEST, ownership.RUN_FILE}
+        self._left = manifest.get("run") or {}
+        ownership.check_listed(self.partial, self._files)
+        if self._lock.moving:
+            self.claim()
+        elif self.restart:
+            ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
+
+    def _is_bare(self) -> bool:
+        return not any(self.partial.iterdir())
+
+    def _is_marked(self) -> bool:
+        return os.path.lexists(self.partial / ownership.RUN_FILE)
 
     def _holds_work(self) -> bool:
         """Whether there is anything to resume in the partial folder: a finished layer or all."""
         return (self.partial / MANIFEST).exists() or any(self.journal.folder.glob("*.safetensors"))
 
-    def _left_fingerprint(self) -> dict[str, Any] | None:
-        """That of the run which left the partial folder, None if there is none."""
-        path = self.partial / RUN_FILE
-        if path.exists():
-            try:
-                return parse_json(path.read_bytes(), path)
-            except InputError:
-                raise OutputError(
-                    f"{path}: damaged, it should be JSON; pass --restart to discard the folder"
-                ) from None
-        try:
-            return read_manifest(self.partial).get("run")
-        except OutputError:
-            return None
-
     def _check_fingerprint(self, left: dict[str, Any]) -> None:
         changed = _changes(left, self.fingerprint)
         if changed:
+            discard = "pass --restart to discard it" if self._is_marked() else "move it away"
             raise OutputError(
                 f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
-                "run again with those, or pass --restart to discard it"
+                f"run again with those, or {discard}"
             )
-
-    def _acquire(self) -> None:
-        from filelock import FileLock, Timeout
-
-        self._after_kill = self.lock_file.exists()
-        self._lock = FileLock(self.lock_file)
-        try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            raise OutputError(
-                f"{self.output}: another blr run is writing it; wait for it or choose another --output"
-            ) from None
-        HELD_LOCKS.add(self.lock_file)
-
-    def _unlock(self) -> None:
-        with suppress(OSError):  # a folder made read-only meanwhile
-            self.lock_file.unlink()  # while held: filelock checks for unlinked inodes
-        self._lock.release()
-        HELD_LOCKS.discard(self.lock_file)
-
-
-def sibling(output: Path, kind: str) -> Path:
-    """The path beside `output` that holds its partial folder, lock or replaced output."""
-    return output.with_name(f"{output.name}.blr-{kind}")
-
-
-def check_output(output: Path, overwrite: bool = False) -> None:
-    """Raise OutputError unless `output` can be written: see there before anything slow is done."""
-    output = Path(os.path.abspath(output))
-    parent = output.parent
-    with storage_errors(parent):
-        if not output.name:
-            raise OutputError(f"{output}: not a folder that can be made; choose another --output")
-        if not parent.is_dir():
-            raise OutputError(f"{parent}: no such folder to write {output.name} into; create it first")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise OutputError(f"{parent}: not writable; choose an output folder you can write to")
-        if os.path.lexists(output):
-            _check_occupied(output, overwrite)
-
-
-def _check_occupied(output: Path, overwrite: bool) -> None:
-    if not output.is_dir() or output.is_symlink():
-        raise OutputError(f"{output}: exists and is not a folder; choose another --output")
-    if not any(output.iterdir()):
-        return
-    if not overwrite:
-        raise OutputError(
-            f"{output}: the output folder exists and is not empty; "
-            "remove it, choose another --output, or pass --overwrite if blr wrote it"
-        )
-    read_manifest(output)
 
 
 def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

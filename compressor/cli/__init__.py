@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from blr.compressor import __version__
-from blr.compressor.cli import bench, commands, exporting, planning, tuning
+from blr.compressor.checkpoint.remedies import unforeseen
+from blr.compressor.cli import (
+    bench,
+    compress,
+    evaluate,
+    export,
+    generate,
+    heal,
+    inspect,
+    plan,
+    recipes,
+    streams,
+    tune,
+    verify,
+)
 from blr.compressor.cli.failure import report
-from blr.compressor.errors import BlrError, CapabilityError, UsageError
+from blr.compressor.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
+from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
 app = typer.Typer(
@@ -20,18 +37,20 @@ app = typer.Typer(
     help="Turn Hugging Face checkpoints into smaller, structured ones.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # it takes square brackets in a help text for markup, and drops them
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("compress")(commands.compress)
-app.command("export")(exporting.export)
-app.command("eval")(commands.evaluate)
-app.command("inspect")(commands.inspect)
-app.command("generate")(commands.generate)
-app.command("verify")(commands.verify)
-app.command("plan")(planning.plan)
-app.command("tune")(tuning.tune)
-app.add_typer(planning.recipes_app, name="recipes")
+app.command("compress")(compress.compress)
+app.command("heal")(heal.heal)
+app.command("export")(export.export)
+app.command("eval")(evaluate.evaluate)
+app.command("inspect")(inspect.inspect)
+app.command("generate")(generate.generate)
+app.command("verify")(verify.verify)
+app.command("plan")(plan.plan)
+app.command("tune")(tune.tune)
+app.add_typer(recipes.recipes_app, name="recipes")
 app.add_typer(bench.bench_app, name="bench")
 
 _UsageException: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
@@ -67,11 +86,13 @@ def main() -> None:
     """Entry point: runs a command and turns every outcome into an exit code.
 
     `BlrError` becomes its own code and one line; a bug becomes 1, with the traceback only under
-    BLR_DEBUG=1; Ctrl-C becomes 130.
+    BLR_DEBUG=1; Ctrl-C becomes 130, a reader of the results that left 141.
     """
+    _plain_streams()
     try:
+        streams.prepare()
         code = app(standalone_mode=False)
-        _flush()
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except BlrError as error:
         _fail(error, error.exit_code)
@@ -83,18 +104,31 @@ def main() -> None:
         )
     except KeyboardInterrupt:
         _fail(KeyboardInterrupt(), 130, "interrupted")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (streams.ReaderGone, BrokenPipeError):
+        streams.silence_results()
+        streams.let_go()
         sys.exit(128 + 13)
-    except MemoryError as error:
-        _fail(error, CapabilityError.exit_code, "out of memory; free some or take a larger machine")
     except Exception as error:
+        try:
+            raise_exhausted(error)
+        except CapabilityError as lack:
+            _fail(error, lack.exit_code, str(lack))
+        if isinstance(error, OSError) and (found := unforeseen(error)):
+            _fail(error, found.exit_code, str(found))
         message = f"{type(error).__name__}: {error}; this is a bug in blr, BLR_DEBUG=1 shows where"
         _fail(error, 1, message)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        reason = "the tokenizer gave up in the middle of a text"
+        _fail(error, InputError.exit_code, f"{reason} ({error}); take the one of the model's repository")
 
 
-def _flush() -> None:
-    sys.stdout.flush()
+def _plain_streams() -> None:
+    """Escape what the encoding of a stream has no bytes for (ASCII, file names that are no text)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(error: BaseException, code: int, message: str | None = None) -> None:
@@ -103,5 +137,9 @@ def _fail(error: BaseException, code: int, message: str | None = None) -> None:
         import traceback
 
         traceback.print_exception(error)
-    report(message or str(error), code)
+    streams.let_go()
+    with suppress(streams.ReaderGone, StorageError, OSError):
+        report(message or str(error), code)
+        sys.stdout.flush()
+    streams.let_go()
     sys.exit(code)

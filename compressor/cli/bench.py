@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.bench_decode import decode
-from blr.compressor.cli.benching import counts, finish, words
-from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
-from blr.compressor.errors import UsageError
+from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
     pass
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(
     help="Time layers and kernels against dense and other implementations.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -30,7 +31,8 @@ PeerOption = Annotated[
     ),
 ]
 SecondsOption = Annotated[
-    float | None, typer.Option(min=0.0, help="Start no further case after this many seconds.")
+    float | None,
+    typer.Option(min=0.0, callback=values.number, help="Start no further case after this many seconds."),
 ]
 OutputOption = Annotated[
     Path | None,
@@ -52,20 +54,28 @@ def layers(
     n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated.")] = "1,1024,4096",
     dtype: Annotated[str, typer.Option(help="float32, tf32, float16 or bfloat16.")] = "bfloat16",
     cf: Annotated[
-        float | None, typer.Option(help="Compression factor [the model's published one].")
+        float | None,
+        typer.Option(
+            callback=values.factor,
+            help="Compression factor.",
+            show_default="the model's published one",
+        ),
     ] = None,
     blocks: Annotated[
         str | None,
-        typer.Option(help="Blocks of Monarch and BLAST [published; BLAST also 4,8,16]."),
+        typer.Option(help="Blocks of Monarch and BLAST.", show_default="published; BLAST also 4,8,16"),
     ] = None,
     peer: PeerOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each arm.")] = 10,
+    repeats: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")
+    ] = 10,
     seconds: SecondsOption = None,
     compiling: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="torch.compile arms, at the smallest and the largest n [on a GPU].",
+            help="torch.compile arms, at the smallest and the largest n.",
+            show_default="compile on a GPU",
         ),
     ] = None,
     energy: EnergyOption = False,
@@ -85,8 +95,6 @@ def layers(
     tokens, wanted = counts("--n", n), words(structures)
     precision, grids = find_precision(dtype), counts("--blocks", blocks) if blocks else ()
     check_structures(wanted)
-    if cf is not None and cf <= 1:
-        raise UsageError(f"cf is {cf:g}: expected a compression factor over 1")
     found = [(one, specs_for(one, wanted, grids, cf)) for one in find_layers(words(models))]
     peers = load_peers(peer or ())
     if output is not None:
@@ -115,8 +123,15 @@ def kernels(
     dtypes: Annotated[
         str, typer.Option(help="Some of float32,tf32,float16,bfloat16.")
     ] = "float32,tf32,bfloat16",
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the input [the paper's].")] = 25088,
-    sample: Annotated[int, typer.Option(min=1, help="Patterns of the stratified sample.")] = 60,
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=1, callback=values.count, help="Rows of the input; the default is the paper's."
+        ),
+    ] = 25088,
+    sample: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Patterns of the stratified sample.")
+    ] = 60,
     every: Annotated[bool, typer.Option("--all", help="All patterns of the paper's grid.")] = False,
     patterns: Annotated[
         str | None, typer.Option(help="These in place of the grid: '(1,48,48,4)(2,64,256,1)'.")
@@ -126,7 +141,7 @@ def kernels(
         typer.Option("--batch-last", help="Inputs [features, batch], the batch contiguous."),
     ] = False,
     peer: PeerOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each arm.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")] = 7,
     seconds: SecondsOption = None,
     energy: EnergyOption = False,
     output: OutputOption = None,
@@ -142,11 +157,11 @@ def kernels(
     from blr.compressor.bench.precision import find_precision
     from blr.compressor.bench.results import Report, check_output, save
     from blr.compressor.bench.summary import patterns_summary, patterns_text
-    from blr.compressor.structures.patterns import parse_patterns
+    from blr.compressor.structures.patterns import parse_each
 
     precisions = [find_precision(name) for name in words(dtypes)]
-    whole = list(parse_patterns(patterns)) if patterns else grid(batch)
-    chosen = whole if every or patterns else sampled(whole, sample)
+    whole = grid(batch) if patterns is None else list(parse_each(patterns))
+    chosen = whole if every or patterns is not None else sampled(whole, sample)
     peers = load_peers(peer or ())
     if output is not None:
         check_output(output)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from blr.compressor.cli.benching import counts, finish, words
-from blr.compressor.cli.commands import Device, Format, FormatOption, Quiet
-from blr.compressor.errors import UsageError
+from blr.compressor.cli import values
+from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 
 def decode(
@@ -22,15 +22,24 @@ def decode(
         typer.Option(
             help="Comma-separated: hf- or ours- with dense, lowrank, blast, monarch (ours only) or, for "
             "a checkpoint, own; ours may go on with -int8 or -int4, then -head8 or -head4 for the "
-            "output head, then -graph, -persistent or -eager [all usual ones]."
+            "output head, then -graph, -persistent or -eager.",
+            show_default="all usual ones",
         ),
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "128,1024,3072,6144",
     batches: Annotated[str, typer.Option(help="Sequences at once, at most 16.")] = "1",
-    steps: Annotated[int, typer.Option(min=1, help="Tokens of a measurement.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each arm.")] = 3,
-    cf: Annotated[float, typer.Option(help="Compression factor of structured layers.")] = 2.0,
-    blocks: Annotated[int, typer.Option(min=2, help="Blocks of BLAST and Monarch.")] = 16,
+    steps: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Tokens of a measurement.")
+    ] = 64,
+    rounds: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")
+    ] = 3,
+    cf: Annotated[
+        float, typer.Option(callback=values.factor, help="Compression factor of structured layers.")
+    ] = 2.0,
+    blocks: Annotated[
+        int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")
+    ] = 16,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
     mode: Annotated[
@@ -38,10 +47,17 @@ def decode(
     ] = "auto",
     compiling: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="torch.compile transformers' step [on a GPU]."),
+        typer.Option(
+            "--compile/--no-compile",
+            help="torch.compile transformers' step.",
+            show_default="compile on a GPU",
+        ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Start no further case after this many seconds.")
+        float | None,
+        typer.Option(
+            min=0.0, callback=values.number, help="Start no further case after this many seconds."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -52,19 +68,18 @@ def decode(
     format: FormatOption = Format.text,
 ) -> None:
     """Decoding of whole models: transformers compiled, ours dense, structured and quantized."""
-    if cf <= 1:
-        raise UsageError(f"cf is {cf:g}: expected a compression factor over 1")
-    from blr.compressor.bench.results import check_output
+    from blr.compressor.bench.results import check_output, save
 
     if output is not None:
         check_output(output)
-    from blr.compressor.bench.decode import DecodeOptions, run_decode
-    from blr.compressor.bench.decode_report import decode_text, draw, save, summary
+    from blr.compressor.bench.decode.run import DecodeOptions, run_decode
+    from blr.compressor.bench.plots import draw_decode
+    from blr.compressor.bench.summary import decode_summary, decode_text
     from blr.compressor.progress import Progress
 
     options = DecodeOptions(
         models=tuple(words(models)),
-        arms=tuple(words(arms or "")),
+        arms=tuple(words(arms)) if arms is not None else (),
         contexts=counts("--contexts", contexts),
         batches=counts("--batches", batches, most=16),
         steps=steps,
@@ -79,4 +94,5 @@ def decode(
         seconds=seconds,
     )
     report, code = run_decode(options, Progress(quiet))
-    finish(report, code, summary(report.rows), decode_text, save, draw, output, format)
+    summary = decode_summary(report.rows)
+    finish(report, code, summary, decode_text, save, draw_decode, output, format)

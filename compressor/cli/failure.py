@@ -9,13 +9,17 @@ import sys
 from contextlib import suppress
 from itertools import pairwise
 
+from blr.compressor.quoting import printable
+
+LONGEST = 2000  # characters of a message
+
 
 def report(message: str, code: int) -> None:
     """Print `message` as one line of printable text; with --format json also as an object."""
     line = one_line(message)
+    print(f"blr: error: {line}", file=sys.stderr, flush=True)
     if wants_json(sys.argv):
         print(json.dumps({"error": line, "exit_code": code}), flush=True)
-    print(f"blr: error: {line}", file=sys.stderr, flush=True)
 
 
 def report_now(text: str, code: int) -> None:
@@ -27,7 +31,8 @@ def report_now(text: str, code: int) -> None:
 
 def one_line(text: str) -> str:
     """`text` without line ends, control characters and others that a terminal might obey."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]}...{line[-LONGEST // 2 :]}"
 
 
 def wants_json(arguments: list[str]) -> bool:

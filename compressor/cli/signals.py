@@ -1,9 +1,10 @@
 """Stops a long command within a moment of SIGINT, SIGTERM or SIGHUP, in whatever it is doing.
 
 A Python signal handler waits for the linear algebra call in progress, which can last minutes. So
-the signals are blocked everywhere and a watching thread takes them: everything on disk is safe
-against a kill at any moment by design, hence it prints how to resume and leaves at once. This
-also covers background jobs of non-interactive shells, which start with SIGINT ignored.
+the interpreter writes the number of a signal into a pipe as it arrives, and a watching thread reads
+it there: everything on disk is safe against a kill at any moment by design, hence it prints how to
+resume and leaves at once. This also covers background jobs of non-interactive shells, which start
+with SIGINT ignored. No wait has a deadline, so that a job may be suspended and continued.
 """
 
 from __future__ import annotations
@@ -17,56 +18,96 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-from blr.compressor.checkpoint.workspace import HELD_LOCKS, sibling
+from blr.compressor.checkpoint.destination import sibling
+from blr.compressor.checkpoint.lock import HELD_LOCKS, LOCKING
 from blr.compressor.cli.failure import report_now
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-POLL = 0.25  # seconds within which the watching thread notices that it is not needed any more
+DONE = b"\0"  # tells the watching thread that it is not needed any more
+SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 
 
 @dataclass
 class Running:
-    """What the message of a stop tells: the folder being produced, once it is known, and whether the
-    same command goes on where it stopped (or starts over)."""
+    """What the message of a stop tells: the folder being produced, once it is known, whether the same
+    command goes on where it stopped (or starts over), and what is kept for that."""
 
     output: Path | None = None
     resumes: bool = True
-    done: bool = False
+    kept: str = "finished layers are"
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Running]:
     """While active, a stopping signal ends the process with 128 + its number.
 
-    Set `output` of what is yielded: the message tells how to resume it.
+    Set `output` of what is yielded: the message tells how to resume it. A SIGHUP that is ignored
+    already stays so (nohup).
     """
     running = Running()
     if threading.current_thread() is not threading.main_thread():
         yield running
         return
-    # an ignored signal would be discarded even while blocked
-    handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    threading.Thread(target=_watch, args=(running,), daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    watcher = threading.Thread(target=_watch, args=(reader, running), daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writer)
+    handlers = {number: signal.signal(number, _noted) for number in _stopping()}
     try:
         yield running
     finally:
-        running.done = True
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.write(writer, DONE)
+        watcher.join()
+        os.close(writer)
+        os.close(reader)
 
 
-def _watch(running: Running) -> None:
-    while not running.done:
-        if taken := signal.sigtimedwait(SIGNALS, POLL):
-            _stop(taken.si_signo, running)
+def _stopping() -> list[signal.Signals]:
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [number for number in SIGNALS if number is not signal.SIGHUP or hangs_up]
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """A signal whose number is in the pipe already."""
+
+
+def _hold() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _go_on() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _forget() -> None:
+    """In a forked helper process: its own signals are not ours, and end it as usual."""
+    if signal.getsignal(signal.SIGTERM) is _noted:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+    _go_on()
+
+
+_forking = threading.local()
+os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_forget)
+
+
+def _watch(reader: int, running: Running) -> None:
+    while (taken := os.read(reader, 1)) != DONE:
+        if taken[0] in SIGNALS:
+            _stop(taken[0], running)
 
 
 def _stop(number: int, running: Running) -> None:
     """End the process at once, whatever else happens."""
     try:
+        LOCKING.acquire(timeout=SETTLING)  # never released: no lock is taken any more
         for lock in tuple(HELD_LOCKS):
             with suppress(OSError):
                 lock.unlink()
@@ -80,11 +121,11 @@ def _stop(number: int, running: Running) -> None:
 def _state(running: Running) -> str:
     output = running.output
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
-    if partial is None or not partial.exists():
+    if partial is None or not os.path.exists(partial):
         return "nothing was written"
     if not running.resumes:
         return f"there is no output yet, the next run replaces {partial}"
-    return f"finished layers are kept in {partial}"
+    return f"{running.kept} kept in {partial}"
 
 
 def resume_command(arguments: list[str]) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
-from blr.compressor.runtime.plan import FAMILIES
-from blr.compressor.structures import family
+from blr.compressor.runtime.phases import FAMILIES
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.tables import Shape, prefers_dense
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blr.compressor.checkpoint.source import Source
-    from blr.compressor.export.checkpoint import Checkpoint
+    from blr.compressor.export.origin import Checkpoint
 
 
 def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:
@@ -47,7 +47,7 @@ def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
         name: factor.to(torch.promote_types(factor.dtype, torch.float32))
         for name, factor in factors.items()
     }
-    return family(spec.structure).reconstruct(wide, spec).to(getattr(torch, dtype))
+    return STRUCTURES[spec.structure].factorizer().reconstruct(wide, spec).to(getattr(torch, dtype))
 
 
 def _shape(spec: Spec) -> Shape:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.header import open_regular, read_exactly
-from blr.compressor.checkpoint.source import MAX_EXTRA_BYTES, inside
-from blr.compressor.export.checkpoint import FORMAT, Checkpoint
-from blr.compressor.finish import LAYERS, carried, structured_config
+from blr.compressor.checkpoint.hints import carried
+from blr.compressor.checkpoint.regular import inside, read_whole
+from blr.compressor.checkpoint.source import MAX_EXTRA_BYTES
+from blr.compressor.export.origin import FORMAT, Checkpoint
+from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.modeling.vendor import EXPORT_ROOTS, vendored_files
-from blr.compressor.plan import Plan
+from blr.compressor.output.files import LAYERS, structured_config
+from blr.compressor.planning.plan import Plan
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 HEAD = """---
@@ -65,8 +66,6 @@ CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graph
 def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str | None) -> dict[str, Any]:
     """config.json of the export: our model type and classes, layer table and `settings`."""
     config = structured_config(checkpoint.source.config, Plan([]))
-    module = EXPORT_ROOTS[1].rpartition(".")[2]
-    classes = {k: v.replace("modeling_blr.", f"{module}_blr.") for k, v in config["auto_map"].items()}
     config["blr"] = {
         "format": FORMAT,
         "layers": {name: spec.to_dict() for name, spec in checkpoint.specs.items()},
@@ -77,7 +76,7 @@ def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str |
     if dtype is not None:
         config = {key: value for key, value in config.items() if key != "torch_dtype"}
         config["dtype"] = dtype
-    return {**config, "auto_map": classes}
+    return {**config, "auto_map": exported_classes(config["auto_map"])}
 
 
 def small_files(
@@ -103,7 +102,7 @@ def small_files(
         **kept,
         "config.json": json.dumps(config, indent=2).encode() + b"\n",
         CARD: (head + _section(checkpoint, config, settings) + COMPILED * compiled).encode(),
-        **vendored_files(EXPORT_ROOTS),
+        **vendored_files(contents_of({s.structure for s in checkpoint.specs.values()}, settings)),
     }
 
 
@@ -114,10 +113,7 @@ def kept_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    path = inside(folder, name)
-    with open_regular(path) as file:
-        size = path.stat().st_size
-        return bytes(read_exactly(file, path, 0, min(size, MAX_EXTRA_BYTES)))
+    return bytes(read_whole(inside(folder, name), MAX_EXTRA_BYTES))
 
 
 def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings) -> str:

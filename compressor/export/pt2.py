@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.disk import sha256_file
+from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
+from blr.compressor.export.export import COMPILED
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.kernels.blast.reference import blast_linear
-from blr.kernels.kronecker.reference import kronecker_linear
-from blr.kernels.lowrank.reference import grouped_lowrank_linear, lowrank_linear
-from blr.kernels.monarch.reference import monarch_linear
+from blr.compressor.structures.registry import STRUCTURES
 
-FILE = "model.pt2"
+FILE = COMPILED
 COMPILERS = ("g++", "clang++", "c++")
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 # Loads a package and runs it: package, inputs and outputs are the arguments.
@@ -83,7 +81,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     with torch.no_grad(), plain_products(model):
         _compare(found, plain_forward(model)(**inputs))
     with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        flush(file.fileno())
     return {FILE: (path.stat().st_size, sha256_file(path))}
 
 
@@ -206,18 +204,9 @@ def plain_products(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _product(layer: Any, x: Tensor) -> Tensor:
-    structure, bias = layer.spec.structure, layer.bias
-    if structure == "ks":
-        return kronecker_linear(x, list(layer.factors), bias)
-    if structure == "blast":
-        return blast_linear(x, layer.U, layer.S, layer.V, bias)
-    U, V = layer.U, layer.V
-    if structure == "monarch":
-        return monarch_linear(x, U, V, bias)
-    if U.dim() == 3:
-        return grouped_lowrank_linear(x, U, V, bias, side=layer.spec.side)
-    return lowrank_linear(x, U, V, bias)
+def _product(layer: StructuredLinear, x: Tensor) -> Tensor:
+    factors = [layer.get_parameter(name) for name in layer.spec.shapes()]
+    return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *factors, bias=layer.bias)
 
 
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

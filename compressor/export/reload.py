@@ -12,13 +12,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
-from blr.compressor.export.checkpoint import Checkpoint
-from blr.compressor.factorize import pick_device
-from blr.compressor.finish import keep_tokenizer, misfits
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.loading.carry import keep_tokenizer
+from blr.compressor.loading.native import native_class, native_errors
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.machine.device import pick_device
 from blr.compressor.modeling.exported import model_class
-from blr.compressor.modeling.native import native_class, native_errors
-from blr.compressor.modeling.quiet import quiet_transformers
 from blr.compressor.modeling.registry import register
+from blr.compressor.output.files import misfits
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:

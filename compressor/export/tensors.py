@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blr.compressor.checkpoint.header import BITS, TensorEntry, quote, refuse
+from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.numerics import check_product
+from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
-from blr.compressor.modeling.physical import orders, stored_name
+from blr.compressor.modeling.kernel_layout import orders, stored_name
+from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.layout import Order, to_physical
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blr.compressor.export.quantizing import Quantizer
+    from blr.compressor.export.quantizer import Quantizer
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], "Tensor"]
@@ -120,6 +123,25 @@ def plan_tensors(
         if quantizer is not None and quantizer.copies(entry):
             found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
+
+
+def check_products(
+    source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
+) -> None:
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold.
+
+    Args:
+        dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
+    """
+    for module, spec in specs.items():
+        entries = {factor: source.entries[f"{module}.{factor}"] for factor in spec.shapes()}
+        stored = getattr(torch, dtype or TORCH_NAMES[next(iter(entries.values())).dtype])
+
+        def factors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
+            return {factor: source.load_tensor(entry) for factor, entry in entries.items()}
+
+        found = [norms[entry.name] for entry in entries.values()]
+        check_product(f"{source.folder}: layer {module!r}", spec, found, factors, stored)
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[bytes | bytearray]:

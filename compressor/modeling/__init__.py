@@ -1,13 +1,26 @@
 """Importing this teaches `transformers` to load structured checkpoints without remote code.
 
-After ``import blr.compressor.modeling``, ``AutoModelForCausalLM.from_pretrained(OUT)`` works.
+After ``import blr.compressor.modeling``, ``AutoModelForCausalLM.from_pretrained(OUT)`` works, and
+``save_pretrained`` writes folders that load where `blr` is not installed.
 """
 
 from __future__ import annotations
 
-from blr.compressor.families import families
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.architectures import families
+from blr.compressor.modeling.configuration_blr import ON_SAVE
 from blr.compressor.modeling.registry import register
 
+
+def _write_code(config: Any, folder: Path) -> None:
+    from blr.compressor.loading.saving import write_code
+
+    write_code(config, folder)
+
+
+ON_SAVE.append(_write_code)
 for _family in families():
     for _model_type in _family.model_types:
         register(_model_type)

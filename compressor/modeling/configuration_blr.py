@@ -12,13 +12,31 @@ filling a dense model with random weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import transformers
 
 PREFIX = "Blr"
 FORMAT = 1
+# What else is done when a configuration is saved, with it and the folder: where `blr` is installed it
+# writes the Python files that travel; a copy of this code leaves them to transformers.
+ON_SAVE: list[Callable[[Any, Path], None]] = []
 _classes: dict[str, type] = {}
+
+
+class SavedConfig:
+    """Mixin of the configurations: a folder that transformers saves says so and where from."""
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> Any:
+        """As of transformers, with ``blr["saved"]`` and the Python files in the folder."""
+        origin = Path(str(getattr(self, "_name_or_path", None) or "")).name or None
+        saved = {"by": f"transformers {transformers.__version__}", "from": origin}
+        self.blr = {**(self.blr or {}), "saved": saved}
+        for write in ON_SAVE:
+            write(self, Path(save_directory))
+        return super().save_pretrained(save_directory, *arguments, **options)
 
 
 def native_name(name: str) -> str:
@@ -38,7 +56,7 @@ def config_class(name: str) -> type:
         native: Any = getattr(transformers, native_name(name))
         _classes[name] = type(
             name,
-            (native,),
+            (SavedConfig, native),
             {
                 "__module__": __name__,
                 "__doc__": f"{native.__name__} of a model with structured layers.",

@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from blr.compressor.modeling.captured import CapturedForward
 from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.fused import FusedGeneration
+from blr.compressor.modeling.cuda_graphs import CapturedForward
+from blr.compressor.modeling.generation import FusedGeneration
+from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
 from blr.compressor.modeling.modeling_blr import module_name
-from blr.compressor.modeling.physical import to_kernel_layout
 from blr.compressor.modeling.quantized import (
     QuantizedStructured,
     dense_entry,
@@ -55,10 +55,13 @@ def model_class(name: str) -> type:
     """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
     if name not in _classes:
         structured = structured_class(name)
-        runtime = FusedGeneration if issubclass(structured, GenerationMixin) else CapturedForward
+        # transformers wraps remote code with a `generate` of its own in a class that no pickle finds,
+        # but for one that names its mixin
+        generates = issubclass(structured, GenerationMixin)
+        runtime, last = (FusedGeneration, (GenerationMixin,)) if generates else (CapturedForward, ())
         _classes[name] = type(
             name,
-            (runtime, ExportedModelMixin, structured),
+            (runtime, ExportedModelMixin, structured, *last),
             {
                 "__module__": __name__,
                 "__doc__": structured.__doc__,

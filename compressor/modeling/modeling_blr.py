@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -39,11 +40,21 @@ class StructuredModelMixin:
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
 
     @classmethod
-    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        """As of transformers; weights that were loaded onto a GPU are given their kernel layout."""
-        loaded = super().from_pretrained(*arguments, **options)
-        prepare_layers(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
+    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """As of transformers; weights that were loaded onto a GPU are given their kernel layout.
+
+        Raises ValueError when tensors are missing, left over or of another shape, which transformers
+        would replace by random numbers; who asks for the loading info judges it himself.
+        """
+        model, info = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        prepare_layers(model)
+        if output_loading_info:
+            return model, info
+        if found := misloaded(model, info):
+            raise ValueError(
+                f"{found}; expected the tensors that config.json describes, copy them again"
+            )
+        return model
 
 
 def module_name(model: Any, stored_name: str) -> str:
@@ -60,6 +71,38 @@ def module_name(model: Any, stored_name: str) -> str:
         if candidate in modules:
             return candidate
     return name
+
+
+def misloaded(model: Any, info: dict[str, Any]) -> str:
+    """The tensors that a loaded model lacks or that found no place in it; empty if there are none.
+
+    A model of another class than its configuration names may lack a head or leave one over: counted
+    are then the tensors that the named class has.
+    """
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        found = {key if isinstance(key, str) else key[0] for key in info.get(kind) or ()}
+        if found and kind != "mismatched_keys":
+            found = _accountable(model, found, kind == "missing_keys")
+        if found:
+            names = ", ".join(repr(name) for name in sorted(found)[:3])
+            return f"{kind.replace('_', ' ')} {names} ({len(found)} in all)"
+    return ""
+
+
+def _accountable(model: Any, keys: set[str], missing: bool) -> set[str]:
+    """Those of `keys` that the class which the configuration names has (if `missing`) or lacks."""
+    name = next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
+    known = hasattr(transformers, name.removeprefix(PREFIX))
+    if name == type(model).__name__ or not known:
+        return keys
+    named = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
+    with torch.device("meta"):
+        own = {_bare(named, key) for key in named(model.config).state_dict()}
+    return {key for key in keys if (_bare(named, key) in own) == missing}
+
+
+def _bare(cls: Any, key: str) -> str:
+    return key.removeprefix(f"{cls.base_model_prefix}.")
 
 
 def model_class(name: str) -> type:

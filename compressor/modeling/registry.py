@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import transformers
@@ -37,6 +39,16 @@ def auto_map(model_type: str) -> dict[str, str]:
     for auto, names in _native_classes(native).items():
         table[auto] = f"modeling_blr.{PREFIX}{names[0]}"
     return table
+
+
+def declared_keys(model_type: str) -> set[str]:
+    """Keys of config.json that the native configuration class declares, other names of them too."""
+    native = CONFIG_MAPPING[model_type]
+    names = {field.name for field in fields(native)} if is_dataclass(native) else set()
+    known = {"model_type", "tokenizer_class", "torch_dtype", *names, *native.attribute_map}
+    with suppress(Exception):  # some cannot be made from defaults
+        known |= native().to_dict().keys()
+    return known
 
 
 def _native_classes(native: Any) -> dict[str, tuple[str, ...]]:

@@ -51,7 +51,7 @@ def read_request(
     config, others = model._prepare_generation_config(config, **kwargs)
     others = {name: value for name, value in others.items() if value is not None}
     ids, mask = others.pop("input_ids", inputs), others.pop("attention_mask", None)
-    if unusual := sorted(_unusual(config) | set(others)):
+    if unusual := sorted(unusual_settings(config) | set(others)):
         return ", ".join(unusual)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.device != model.device:
         return "no input_ids [batch, tokens] on the model's device"
@@ -74,7 +74,7 @@ def _request(ids: Tensor, mask: Tensor, new_tokens: int, config: GenerationConfi
     return Request(ids, mask, length, new_tokens, stops, pad, **sampled)
 
 
-def _unusual(config: GenerationConfig) -> set[str]:
+def unusual_settings(config: GenerationConfig) -> set[str]:
     """Names of settings that differ from those of plain decoding."""
     plain = GenerationConfig()
     plain.update(**plain._get_default_generation_params(), defaults_only=True)

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.shared import share_inputs
+from blr.compressor.modeling.shared_input import share_inputs
+from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
-from blr.compressor.runtime.execute import Binder, Run
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
+from blr.compressor.runtime.memory import State, bucket_of
 from blr.compressor.runtime.modes import MODES, OPS
-from blr.compressor.runtime.persistent import PersistentToken
-from blr.compressor.runtime.plan import Phase, make_plan, supports
+from blr.compressor.runtime.phases import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks
-from blr.compressor.runtime.sampling import Sampler
-from blr.compressor.runtime.state import State, bucket_of
+from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.tables import token_mode
-from blr.kernels.persistent.program import Tuning
+
+if TYPE_CHECKING:
+    from blr.kernels.persistent.program import Tuning
 
 __all__ = ["Decoder", "supports"]
 
@@ -87,9 +88,8 @@ class Decoder:
         self._runs: dict[tuple[int, int], Run] = {}
         self.persistent = None
         if self.mode == "persistent":
-            options = {"fixed": self.fixed_splits, "tuning": tuning}
             try:
-                self.persistent = PersistentToken(self.plan, self.state, model, context, **options)
+                self.persistent = self._one_kernel(tuning)
             except UnsupportedError:
                 if mode != "auto":
                     raise
@@ -171,6 +171,7 @@ class Decoder:
         Raises:
             BatchError, ContextError: more rows or tokens than the decoder was made for.
             ValueError: sampling parameters out of range.
+            NumericsError: logits that choose no token.
         """
         sampler = Sampler(temperature, top_k, top_p)
         if max_new_tokens < 1:
@@ -190,6 +191,7 @@ class Decoder:
             collector.push(tokens)
             if collector.done:
                 break
+        check_logits(logits)  # what is not finite stays in the cache and so comes to the last
         return collector.finish()
 
     def stages(self) -> list[tuple[str, int]]:
@@ -236,6 +238,15 @@ class Decoder:
             return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
         run = partial(self.persistent.run, rows, bucket)
         return self.capture([run]) if self.persistent.tuning.captured else run
+
+    def _one_kernel(self, tuning: Tuning | None) -> Any:
+        """A token as one kernel. Raises UnsupportedError where it cannot be, or has been left out."""
+        try:
+            from blr.compressor.runtime.persistent import PersistentToken
+        except ImportError as error:
+            raise UnsupportedError(f"mode 'persistent': {error}; use mode 'graph'") from error
+        options = {"fixed": self.fixed_splits, "tuning": tuning}
+        return PersistentToken(self.plan, self.state, self.model, self.context, **options)
 
     def capture(self, runs: list[Run]) -> Run:
         """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blr.compressor.runtime.failures import ContextError
-from blr.compressor.runtime.state import bucket_of
+from blr.compressor.runtime.memory import bucket_of
 
 
 def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device, without ever waiting for it."""
+"""Chooses tokens on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from blr.compressor.errors import NumericsError
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise NumericsError for logits [B, vocab] that choose no token: NaN or +inf among them, or -inf
+    throughout. Waits for the device."""
+    if not bool(torch.isfinite(logits.amax(-1)).all()):  # of which NaN is the largest
+        raise NumericsError(
+            "the logits of the next token hold NaN or Inf, expected finite numbers; compute in --dtype "
+            "float32 or bfloat16, or repair the checkpoint"
+        )
 
 
 @dataclass(frozen=True)

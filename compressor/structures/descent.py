@@ -14,10 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blr.compressor.errors import NumericsError
+
 MEMORY = 10  # correction pairs kept
 REFRESH = 10  # rounds between two preconditioners
 BACKTRACKS = 10  # step lengths tried before the direction is given up
 SHRINK = 0.4
+FLOOR = 1e-6  # how far below zero rounding takes a loss, relative to the one before
 FIRST_STEP = 0.3  # of the first direction, whose length nothing has calibrated yet
 
 Apply = Callable[[Tensor], Tensor]
@@ -67,14 +70,21 @@ def descend(problem: Problem, theta: Tensor, rounds: int) -> tuple[Tensor, list[
 def _line_search(
     problem: Problem, theta: Tensor, loss: float, direction: Tensor
 ) -> tuple[Tensor, float, Tensor] | None:
-    """The first of ever shorter steps that lowers the loss: point, loss, negative gradient."""
+    """The first of ever shorter steps that lowers the loss: point, loss, negative gradient.
+
+    Along directions that singular inputs never show, steps can be so long that rounding is all that
+    is left of the sums: they have no eliminated factor, or a square below zero, and are too long.
+    """
     length = 1.0
     for _ in range(BACKTRACKS):
         moved = theta + length * direction
-        new, gradient = problem.evaluate(moved)
-        if new < loss:
-            return moved, new, gradient
         length *= SHRINK
+        try:
+            new, gradient = problem.evaluate(moved)
+        except NumericsError:
+            continue
+        if -FLOOR * abs(loss) <= new < loss:
+            return moved, new, gradient
     return None
 
 

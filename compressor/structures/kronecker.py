@@ -23,9 +23,15 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import balance, record_fallback, top_eigenvectors
+from blr.compressor.structures.linalg import (
+    balance,
+    orthonormal,
+    rough_cholesky,
+    solve_factored,
+    top_eigenvectors,
+)
 from blr.compressor.structures.patterns import validate_chain
-from blr.compressor.structures.specs import KroneckerSpec, MonarchSpec, Pattern
+from blr.compressor.structures.specs import KroneckerSpec, Pattern
 from blr.kernels.kronecker.reference import kronecker_factor
 
 DEFAULT_ROUNDS = 20  # with a Gram matrix; without one the hierarchical result is kept
@@ -66,31 +72,6 @@ def fit(
 def reconstruct(tensors: dict[str, Tensor], spec: KroneckerSpec) -> Tensor:
     """The dense weight [o, i]: blocks multiplied pattern by pattern, no sparse factor is formed."""
     return _dense(_product([tensors[name] for name in spec.shapes()]))
-
-
-def monarch_as_kronecker(
-    tensors: dict[str, Tensor], spec: MonarchSpec
-) -> tuple[list[Tensor], KroneckerSpec, Tensor]:
-    """A Monarch weight as the two-factor chain (1, q, b·r', b)(b, b·r', p, 1).
-
-    The blocks are the same ones. The chain counts the output rows with the block index k
-    running fastest, and the middle index with s in r' before the block.
-
-    Args:
-        tensors: U [b, q, b·r'] and V [b, p, b·r'].
-
-    Returns:
-        The factors, their spec, and `rows` [o] (int64) such that
-        ``W_monarch = W_chain[rows]``: row k·q + j of Monarch is row j·b + k of the chain.
-    """
-    b, rank = spec.blocks, spec.block_rank
-    p, q = spec.in_features // b, spec.out_features // b
-    left = tensors["U"].permute(1, 2, 0)[None]  # [1, q, (t, s), b]
-    right = tensors["V"].unflatten(-1, (b, rank)).permute(0, 3, 2, 1)  # [t, s, k, p]
-    patterns = ((1, q, b * rank, b), (b, b * rank, p, 1))
-    rows = torch.arange(spec.out_features, device=left.device).reshape(q, b).mT.flatten()
-    factors = [left.contiguous(), right.reshape(patterns[1])]
-    return factors, KroneckerSpec(spec.in_features, spec.out_features, patterns), rows
 
 
 # --- Twiddles -------------------------------------------------------------------------------
@@ -161,7 +142,7 @@ def _split(twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None) 
     columns = blocks.shape[-1]
     measured = blocks  # [a1, A, D, d, b1, columns]
     if gram is not None:
-        roots = _shifted_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
+        roots = rough_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
         measured = blocks @ roots.reshape(a1, times, 1, d, columns, columns)
     basis = _left_vectors(measured, rank)  # [a1, A, D, d, b1, r]
     rest = basis.mT @ blocks
@@ -176,26 +157,8 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     if blocks.shape[-2] <= blocks.shape[-1]:
         return top_eigenvectors(blocks @ blocks.mT, rank)
     spanned = blocks @ top_eigenvectors(blocks.mT @ blocks, rank)
-    basis = torch.linalg.qr(spanned).Q  # orthonormal also where the span is deficient
+    basis = orthonormal(spanned)
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
-
-
-def _shifted_cholesky(grams: Tensor) -> Tensor:
-    """Cholesky factors of positive semi-definite matrices [..., n, n] with a relative shift that
-    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner.
-
-    Unlike `linalg.cholesky` a zero block counts as the identity: its inverse must stay finite.
-    """
-    n = grams.shape[-1]
-    identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
-    scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    scale = torch.where(scale > 0, scale, 1.0)
-    for shift in (torch.finfo(grams.dtype).eps ** 0.5, 1e-3, 1e-1, 1.0):
-        factor, info = torch.linalg.cholesky_ex(grams + shift * scale * identity)
-        if not bool(info.any()):
-            return factor
-        record_fallback("a start or preconditioner without an exact Cholesky factor")
-    return (scale.sqrt() * identity).expand_as(grams)
 
 
 # --- Refinement in the metric H -------------------------------------------------------------
@@ -277,16 +240,16 @@ def _preconditioner(pattern: Pattern, left_gram: Tensor | None, right_gram: Tens
     a, b, c, d = pattern
     rows = None if left_gram is None else _dense(left_gram)
     roots = [
-        None if g is None else _shifted_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
+        None if g is None else rough_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
         for g, n in ((rows, b), (right_gram, c))
     ]
 
     def solve(slope: Tensor) -> Tensor:
         blocks = slope.permute(0, 3, 1, 2)  # [a, d, b, c]
         if roots[0] is not None:
-            blocks = torch.cholesky_solve(blocks, roots[0])
+            blocks = solve_factored(roots[0], blocks)
         if roots[1] is not None:
-            blocks = torch.cholesky_solve(blocks.mT, roots[1]).mT
+            blocks = solve_factored(roots[1], blocks.mT).mT
         return blocks.permute(0, 2, 3, 1)
 
     return solve

@@ -1,10 +1,16 @@
-"""Dense linear algebra that does not fail on singular input: the solvers all families share."""
+"""Dense linear algebra that does not fail on singular input: the solvers all families share.
+
+The only module that calls decompositions of the library, which on a GPU stop converging where the
+statistics of activations are singular (dead inputs behind GELU, padded vocabularies): every one is
+repeated here on the CPU in float64, in a bounded way and recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +56,8 @@ def cholesky(matrix: Tensor) -> Tensor:
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     jitter = JITTER[matrix.dtype]
     while jitter < 10:
-        factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * identity)
-        if not bool(info.any()):
+        factor = _cholesky(matrix + jitter * scale * identity)
+        if factor is not None:
             if jitter > JITTER[matrix.dtype]:
                 record_fallback(f"Cholesky succeeded with {jitter:.0e} of the mean diagonal added")
             return factor
@@ -62,10 +68,44 @@ def cholesky(matrix: Tensor) -> Tensor:
     )
 
 
+def rough_cholesky(grams: Tensor) -> Tensor:
+    """Cholesky factors of positive semi-definite matrices [..., n, n] with a relative shift that
+    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner.
+
+    Unlike in `cholesky` a zero matrix counts as the identity: its inverse must stay finite.
+    """
+    n = grams.shape[-1]
+    identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
+    scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    scale = torch.where(scale > 0, scale, 1.0)
+    for shift in (torch.finfo(grams.dtype).eps ** 0.5, 1e-3, 1e-1, 1.0):
+        factor = _cholesky(grams + shift * scale * identity)
+        if factor is not None:
+            return factor
+        record_fallback("a start or preconditioner without an exact Cholesky factor")
+    return (scale.sqrt() * identity).expand_as(grams)
+
+
+def _cholesky(matrix: Tensor) -> Tensor | None:
+    """Lower factors, or None where one of the matrices is not positive definite."""
+    found = _repeated(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
+    return None if bool(found.info.any()) else found.L.to(matrix)
+
+
+def solve_factored(root: Tensor, right: Tensor) -> Tensor:
+    """X [..., r, m] with ``L Lᵀ X = B`` for lower L [..., r, r] and B [..., r, m]."""
+    return torch.cholesky_solve(right, root)
+
+
+def solve_upper(root: Tensor, right: Tensor) -> Tensor:
+    """X [..., r, m] with ``R X = B`` for upper triangular R [..., r, r] and B [..., r, m]."""
+    return torch.linalg.solve_triangular(root, right, upper=True)
+
+
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
     [..., m, r]; jittered as in `cholesky`."""
-    return torch.cholesky_solve(right.mT, cholesky(matrix)).mT
+    return solve_factored(cholesky(matrix), right.mT).mT
 
 
 def inverse_spd(matrix: Tensor) -> Tensor:
@@ -105,32 +145,84 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
-    """All eigenvectors [..., m, m] of symmetric matrices, by rising eigenvalue.
+    """All eigenvectors [..., m, m] of symmetric matrices, by rising eigenvalue."""
+    return _of_symmetric(lambda m: torch.linalg.eigh(m).eigenvectors, matrix)
+
+
+def eigenvalues(gram: Tensor) -> Tensor:
+    """Falling eigenvalues [..., m] of positive semi-definite matrices [..., m, m], none negative."""
+    return _of_symmetric(torch.linalg.eigvalsh, gram).flip(-1).clamp_min(0)
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Orthonormal columns [..., m, min(m, n)] that span those of `matrix` [..., m, n], also where
+    these are dependent."""
+    return _repeated(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
+
+
+def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
+    """`call`, an eigendecomposition, of symmetric matrices [..., m, m].
 
     Where the library does not converge: once more on the CPU in float64, then with small distinct
     shifts of the diagonal, which separate the eigenvalues it trips over. Raises NumericsError.
     """
-    try:
-        return torch.linalg.eigh(matrix).eigenvectors
-    except RuntimeError as error:
-        if not _is_divergence(error):
-            raise
-    wide = matrix.to("cpu", torch.float64)
+    if (found := _attempted(call, matrix)) is not None:
+        return found
+    wide = check_finite(matrix).to("cpu", torch.float64)
     scale = wide.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     ramp = torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype).diag()
     for shift in (0.0, *EIGEN_SHIFTS):
-        try:
-            vectors = torch.linalg.eigh(wide + shift * scale * ramp).eigenvectors
-        except torch.linalg.LinAlgError:
-            continue
-        record_fallback(
-            "eigendecomposition repeated on the CPU" + (f", shifted by {shift:.0e}" * bool(shift))
-        )
-        return vectors.to(matrix)
+        if (found := _attempted(call, wide + shift * scale * ramp)) is not None:
+            shifted = f", shifted by {shift:.0e}" * bool(shift)
+            record_fallback(f"eigendecomposition repeated on the CPU{shifted}")
+            return found.to(matrix)
     raise NumericsError(
         f"the eigendecomposition of a {wide.shape[-1]}x{wide.shape[-1]} matrix did not converge in "
         f"{len(EIGEN_SHIFTS) + 2} attempts; --exclude the layer"
     )
+
+
+def _repeated(call: Callable[[Tensor], Any], matrix: Tensor, name: str) -> Any:
+    """`call` of a matrix, once more on the CPU in float64 where the library fails on it.
+
+    Raises NumericsError.
+    """
+    if (found := _attempted(call, matrix)) is not None:
+        return found
+    check_finite(matrix)
+    record_fallback(f"{name} repeated on the CPU")
+    if (found := _attempted(call, matrix.to("cpu", torch.float64))) is not None:
+        return found
+    raise NumericsError(f"the {name} of {list(matrix.shape)} failed twice; --exclude the layer")
+
+
+def check_finite(matrix: Tensor) -> Tensor:
+    """`matrix` itself. Raises NumericsError for NaN or Inf, which no decomposition can take."""
+    if bool(matrix.isfinite().all()):
+        return matrix
+    raise NumericsError(
+        f"a {matrix.shape[-2]}x{matrix.shape[-1]} matrix to decompose holds NaN or Inf: the weights or "
+        "the calibration statistics overflow; check text and checkpoint, or --exclude the layer"
+    )
+
+
+def _attempted(call: Callable[[Tensor], Any], matrix: Tensor) -> Any:
+    """`call` of a matrix, None where the library fails on it: says so, or says nothing and gives NaN
+    (libraries of a GPU do, for some singular matrices)."""
+    try:
+        found = call(matrix)
+    except RuntimeError as error:
+        if not _is_divergence(error):
+            raise
+        return None
+    return found if _is_sound(found) else None
+
+
+def _is_sound(found: Any) -> bool:
+    """Whether a decomposition is finite, or says itself that there is none."""
+    factor = found if isinstance(found, Tensor) else found.L
+    said = not isinstance(found, Tensor) and bool(found.info.any())
+    return said or bool(factor.isfinite().all())
 
 
 def _is_divergence(error: RuntimeError) -> bool:

@@ -18,6 +18,7 @@ from blr.compressor.structures.base import Fit, FitOptions, weighted_norm_square
 from blr.compressor.structures.linalg import (
     balance,
     cholesky,
+    orthonormal,
     solve_spd,
     top_eigenvectors,
     truncated_svd,
@@ -54,7 +55,7 @@ def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
     if o <= i or rank > i:
         return top_eigenvectors(weight @ gram @ weight.mT, rank)
     half = weight @ cholesky(gram)
-    return torch.linalg.qr(half @ top_eigenvectors(half.mT @ half, rank))[0]
+    return orthonormal(half @ top_eigenvectors(half.mT @ half, rank))
 
 
 def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:

@@ -21,12 +21,11 @@ from itertools import pairwise
 from math import cos, gcd, inf, log, pi, prod, sin, sqrt
 
 from blr.compressor.errors import UsageError
+from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Pattern
 
 Chain = tuple[Pattern, ...]
 
-# The fused kernel beats permute-GEMM-permute from these h on (the paper's sections 5 and E.9).
-FUSED_MIN_H = {"float32": 0.004, "float16": 0.02, "bfloat16": 0.02}
 TOLERANCE = 0.02  # the achieved compression factor may exceed the requested one by this much
 SNAP_TOLERANCE = 0.01  # of the budget, given up to make the rank a multiple kernels like
 RANK_STEPS = (16, 8, 4, 2)
@@ -40,9 +39,10 @@ BAND = 0.01  # chains whose predicted errors differ by less than this are equals
 # the choices are 3.9%, 1.5% and 1.1% above the best.
 PENALTIES = {"plain": (0.05, 0.05), "calibrated": (0.15, 0.02)}
 QUADRATURE = 200
+MAX_FEATURES = 2**31  # of a layer; no model comes near
 
 _ONE = r"\(\s*\d{1,9}\s*(?:,\s*\d{1,9}\s*){3}\)"
-_WRITTEN = re.compile(rf"\s*(?:{_ONE}\s*,?\s*)+")
+_WRITTEN = re.compile(rf"\s*(?:{_ONE}\s*(?:,\s*)?)+")  # one way to match: no backtracking
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,20 @@ def parse_patterns(text: str, in_features: int | None = None, out_features: int 
         return NAMED[name](in_features, out_features)
     if not _WRITTEN.fullmatch(text):
         raise UsageError(
-            f"pattern is {text!r}: expected a chain such as (1,192,48,2)(2,48,192,1) "
+            f"pattern is {quote(text)}: expected a chain such as (1,192,48,2)(2,48,192,1) "
             f"or one of {', '.join(NAMED)}"
         )
     return tuple(
         tuple(int(number) for number in re.findall(r"\d+", one)) for one in re.findall(_ONE, text)
     )
+
+
+def parse_each(text: str) -> Chain:
+    """Patterns that are no chain but each by itself. Raises UsageError as `parse_patterns`."""
+    patterns = parse_patterns(text)
+    for pattern in patterns:
+        check_pattern(_write([pattern]))
+    return patterns
 
 
 def butterfly(in_features: int, out_features: int) -> Chain:
@@ -136,6 +144,25 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
         _validate_pair(left, right)
 
 
+def check_pattern(text: str) -> None:
+    """Check a pattern by itself: that there is a layer, of whatever size, that it is a chain of.
+
+    Raises UsageError as `parse_patterns` and `validate_chain`, and for a layer beyond all sizes.
+    """
+    if text.strip().lower() in NAMED:
+        return
+    patterns = parse_patterns(text)
+    if any(min(p) < 1 for p in patterns):
+        validate_chain(patterns, 1, 1)  # which says so
+    o, i = _rows(patterns[0]), _columns(patterns[-1])
+    validate_chain(patterns, i, o)
+    if max(o, i) > MAX_FEATURES:
+        raise UsageError(
+            f"pattern chain {_write(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
+            "rows and columns; correct it"
+        )
+
+
 def _validate_pair(left: Pattern, right: Pattern) -> None:
     (a1, _, c1, d1), (a2, _, _, d2) = left, right
     pair = f"patterns {_write([left, right])}"
@@ -193,22 +220,12 @@ def two_factor_chains(in_features: int, out_features: int) -> Iterator[tuple[int
             yield d1, a2, limit, a2 * out_features + d1 * in_features
 
 
-def enumerate_chains(
-    in_features: int, out_features: int, max_parameters: int | float
-) -> Iterator[Chain]:
-    """Every two-factor chain of a dense out×in matrix with at most `max_parameters`."""
-    for d1, a2, limit, unit in two_factor_chains(in_features, out_features):
-        for rank in range(1, min(limit, int(max_parameters // unit)) + 1):
-            yield two_factor_chain(in_features, out_features, d1, a2, rank)
-
-
 def choose_patterns(
     in_features: int,
     out_features: int,
     cf: float,
     *,
     calibrated: bool = False,
-    min_h: float = 0.0,
     band: float = BAND,
     tolerance: float = TOLERANCE,
 ) -> Choice:
@@ -221,7 +238,7 @@ def choose_patterns(
        or 2 where that gives up at most 1% of the budget. The plain low rank (grid 1×1) is
        `svd`, and taken only if no other grid fits.
     2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below
-       the budget; of these the ones with h ≥ `min_h`, if any.
+       the budget.
     3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h
        wins, then the fewest blocks.
 
@@ -229,7 +246,6 @@ def choose_patterns(
         in_features, out_features: i and o.
         cf: dense over structured parameters, above 1.
         calibrated: the fit will be weighted by activations, which favours column blocks.
-        min_h: demand this h of every factor, such as `FUSED_MIN_H[dtype]`; 0 asks for nothing.
         band: in relative error.
         tolerance: on the achieved factor.
 
@@ -243,7 +259,7 @@ def choose_patterns(
         raise UsageError(_impossible(in_features, out_features, cf))
     near = _near_budget(in_features, out_features, grids, budget / (1 + tolerance))
     penalties = PENALTIES["calibrated" if calibrated else "plain"]
-    scored = _scored(in_features, out_features, near, min_h, penalties)
+    scored = _scored(in_features, out_features, near, penalties)
     best = min(score for score, _, _ in scored)
     equals = [entry for entry in scored if entry[0] <= best + band]
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
@@ -319,11 +335,9 @@ def _scored(
     i: int,
     o: int,
     grids: list[tuple[int, int, int]],
-    min_h: float,
     penalties: tuple[float, float],
 ) -> list[tuple[float, tuple[int, int, int], Chain]]:
-    scored = [(predicted_log_error(i, o, *g, penalties), g, two_factor_chain(i, o, *g)) for g in grids]
-    return [entry for entry in scored if chain_h(entry[2]) >= min_h] or scored
+    return [(predicted_log_error(i, o, *g, penalties), g, two_factor_chain(i, o, *g)) for g in grids]
 
 
 def _impossible(i: int, o: int, cf: float) -> str:

@@ -160,6 +160,8 @@ class KroneckerSpec(Spec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", tuple(tuple(p) for p in self.patterns))
+        if any(len(pattern) != 4 for pattern in self.patterns):
+            raise ValueError(f"patterns are {self.patterns}: expected four numbers (a, b, c, d) in each")
 
     def shapes(self) -> dict[str, Shape]:
         return {f"factors.{n}": pattern for n, pattern in enumerate(self.patterns)}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.gemm.launch import dot_precision
+
 
 def mix(
     z: Tensor, s: Tensor, out: Tensor | None = None, *, cores: str | None = None, **config: Any
@@ -41,7 +43,7 @@ def mix(
         *(z, s, out, tokens, ranks, blocks, z.stride(0), z.stride(1), *s.stride()),
         *(out.stride(0), out.stride(1)),
         B=max(16, 1 << (blocks - 1).bit_length()),
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION=dot_precision(),
         **config,
     )
     return out

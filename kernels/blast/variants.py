@@ -89,24 +89,6 @@ def _products(
     library_bmm(z.transpose(1, 2), U.transpose(1, 2), y, bias)
 
 
-def fused_mix(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
-) -> Tensor:
-    """The paper's kernel 4."""
-    from blr.kernels.blast.fused_mix import fused_mix as run
-
-    return run(x, U, S, V, bias, **config)
-
-
-def transposed(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
-) -> Tensor:
-    """The paper's kernel 5."""
-    from blr.kernels.blast.transposed import transposed as run
-
-    return run(x, U, S, V, bias, **config)
-
-
 def materialize(
     x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
@@ -126,6 +108,4 @@ VARIANTS = {
     "gemv": gemv,
     "bmm_mix": bmm_mix,
     "materialize": materialize,
-    "fused_mix": fused_mix,
-    "transposed": transposed,
 }

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blr.kernels.common.available import gpu_key
+from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.tuned import tuned_rules
 
 BUCKETS = tuple(1 << power for power in range(15))
@@ -32,7 +33,6 @@ DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
 DENSE = "dense"
 REFERENCE = "reference"
 _HALF = (torch.float16, torch.bfloat16)
-_ALIASES = {"svd": "lowrank", "ks": "kronecker"}  # names of specs to names of kernel folders
 
 Rule = Mapping[str, Any]
 Choice = tuple[str, dict[str, Any]]
@@ -57,7 +57,7 @@ def choose(
         device: where the tensors are, or the name of a GPU as `gpu_key` gives it.
     """
     gpu = device if isinstance(device, str) else gpu_key(device)
-    return _choose(_ALIASES.get(structure, structure), shape, bucket(n), dtype, gpu)
+    return _choose(FOLDERS.get(structure, structure), shape, bucket(n), dtype, gpu)
 
 
 def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -84,7 +84,7 @@ def prefers_dense(
     A loaded layer cannot become dense (its weight is not there): `blr export` asks, which then stores
     the dense weight. False where nothing was measured.
     """
-    name = _ALIASES.get(structure, structure)
+    name = FOLDERS.get(structure, structure)
     found = [first_match(tuned_rules(gpu), name, shape, bucket(n), dtype) for n in tokens]
     return bool(found) and all(rule is not None and rule["variant"] == DENSE for rule in found)
 

@@ -1,28 +1,28 @@
-"""Reads the measured tables: the user's own of `blr tune`, then those shipped in configs/tuned/.
+"""The measured tables that kernels are chosen by: rules from whoever reads tables, and nobody at first.
 
-A checkpoint's copy of the kernels has the shipped tables as a Python file in the place of this
-one (`compressor/modeling/vendor.py` writes it), with the same function.
+`blr.compressor` reads the user's of `blr tune` and those shipped in configs/tuned/, and says so here
+when it is imported. A checkpoint's copy of the kernels has the shipped tables as a Python file in the
+place of this one (`compressor/loading/vendor.py` writes it), with the same function.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+Rules = list[dict[str, Any]]
+
+_READERS: list[Callable[[str], Rules]] = []
+
+
+def read_rules_with(reader: Callable[[str], Rules]) -> None:
+    """Let `reader` give the rules for a GPU by its key, [] if nobody measured it."""
+    _READERS[:] = [reader]
+    tuned_rules.cache_clear()
+
 
 @cache
-def tuned_rules(gpu: str) -> list[dict[str, Any]]:
-    """Rules for a GPU by its key, the user's before the shipped ones; [] if nobody measured it.
-
-    A table of the user that cannot be read is a warning, since it is only about speed.
-    """
-    from blr.compressor.errors import BlrError
-    from blr.compressor.tuned_table import read_table, shipped_table, user_table
-
-    rules = []
-    try:
-        rules += read_table(user_table(gpu))
-    except BlrError as error:
-        warnings.warn(f"tuned kernels: {error}", stacklevel=2)
-    return rules + read_table(shipped_table(gpu))
+def tuned_rules(gpu: str) -> Rules:
+    """Rules for a GPU by its key, the first that holds counts."""
+    return [rule for reader in _READERS for rule in reader(gpu)]

@@ -46,7 +46,7 @@ def bmm(
         *(out.stride(0), out.stride(1), *column),
         BIAS=bias is not None,
         RUN=run_length(n if part is None else part),
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION=dot_precision(),
         **config,
     )
     return out
@@ -104,6 +104,11 @@ def _flat(t: Tensor) -> tuple[Tensor, int, int]:
         return torch.as_strided(t, (batch * m, k), (t.stride(1), 1), t.storage_offset()), m, 0
     width = t.stride(0) * (batch - 1) + k
     return torch.as_strided(t, (m, width), (t.stride(1), 1), t.storage_offset()), 0, t.stride(0)
+
+
+def dot_precision() -> str:
+    """The `input_precision` of products of float32: "tf32" where torch allows it."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def run_length(part: int) -> int:

@@ -9,6 +9,29 @@ except ImportError as error:
 
 
 @triton.jit
+def grouped_tile(program, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a program's tile: GROUP rows of tiles at a time, column by column, so that
+    the operands of neighbours stay in L2."""
+    per_group = GROUP * tiles_n
+    first = (program // per_group) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + (program % per_group) % height, (program % per_group) // height
+
+
+@triton.jit
+def finish(
+    sums, bias, c, batch, rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part,
+    BIAS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Add the bias to a tile of sums and store it with its columns permuted."""
+    if BIAS:
+        shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
+        sums += shift.to(tl.float32)[None, :]
+    to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
+    tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
 def bmm_kernel(
     a, b, bias, c,
     M, N, K,
@@ -18,17 +41,12 @@ def bmm_kernel(
 ):  # fmt: skip
     """``c[g, m, col(n)] = Σ_k a[g, m, k] b[g, k, n] + bias[g, n]``, sums in float32.
 
-    Column n lands at ``(n // part) * c_part + n % part`` of its row. Programs of one batch walk
-    `GROUP` row tiles for each column tile, so that their operands stay in L2.
+    Column n lands at ``(n // part) * c_part + n % part`` of its row.
     """
     batch = tl.program_id(1).to(tl.int64)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP * tiles_n)
-    first = group * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    within = tl.program_id(0) % (GROUP * tiles_n)
-    rows = ((first + within % height) * BM + tl.arange(0, BM)).to(tl.int64)
-    cols = (within // height) * BN + tl.arange(0, BN)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
+    cols = tile_n * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
     wide = cols.to(tl.int64)
     # Rows and columns beyond the edge wrap around: loads without masks; the store has one.
@@ -42,12 +60,7 @@ def bmm_kernel(
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
         at += BK * a_col
         bt += BK * b_row
-    if BIAS:
-        sums += tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
-    tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+    finish(sums, bias, c, batch, rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part, BIAS, RUN)
 
 
 @triton.jit
@@ -63,12 +76,8 @@ def bmm_tma_kernel(
     with its batch's K columns: it gives zeros beyond, so that the next batch's columns, which the
     other one gives there, do not count."""
     batch = tl.program_id(1)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * tiles_n)
-    row = (group * GROUP + within % height) * BM
-    col = (within // height) * BN
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    row, col = tile_m * BM, tile_n * BN
     sums = tl.zeros([BM, BN], tl.float32)
     for k in range(0, K, BK):
         left = a.load([batch * a_rows + row, batch * a_cols + k])
@@ -76,17 +85,8 @@ def bmm_tma_kernel(
         sums = tl.dot(left, right.T, sums)
     rows = (row + tl.arange(0, BM)).to(tl.int64)
     cols = col + tl.arange(0, BN)
-    if BIAS:
-        sums += tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    to = (
-        c
-        + batch.to(tl.int64) * c_batch
-        + rows[:, None] * c_row
-        + split(cols, part, c_part, RUN)[None, :]
-    )
-    tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+    finish(sums, bias, c, batch.to(tl.int64), rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part,
+           BIAS, RUN)  # fmt: skip
 
 
 @triton.jit

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from blr.kernels.gemv.segments import Segment, Stage, Tile, shared_input
 
 
 def tile_shape(
@@ -89,47 +93,115 @@ def gemv(
     """
     from blr.kernels.gemv.triton import gemv_kernel
 
-    tokens = x.shape[0]
-    if tokens > 16:
-        raise ValueError(f"gemv: {tokens} tokens; it takes 1 to 16")
-    blocks, rows, width = w.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if out is None:
-        out = torch.empty(tokens, blocks * rows, dtype=dtype or x.dtype, device=x.device)
-    if tokens == 0:
+    _, rows, width = w.shape
+    x, out = ready(x, w.shape[0] * rows, out, dtype)
+    if not len(x):
         return out
-    tile = tile_shape(
-        *(rows, width, tokens),
-        norm=norm_kind(x, w, gain),
-        size=w.element_size(),
-        x_size=x.element_size(),
-    )
-    config = {**tile, **config}
-    grid = (blocks * -(-rows // config["BR"]),)
-    none = x  # stands for an absent tensor: never read
-    gemv_kernel[grid](
-        *(x, x.stride(0), 0 if x.shape[1] == width else width),
-        *(none if gain is None else gain, eps),
-        *(w, w.stride(0), w.stride(1), w.stride(2)),
-        none if bias is None else bias,
-        *(none if residual is None else residual, 0 if residual is None else residual.stride(0)),
-        *(out, out.stride(0), tokens, rows, width, blocks, part or rows),
-        N=token_slots(tokens),
-        NORM=norm_kind(x, w, gain),
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
+    segment, norm = Segment(x, w, out, bias, part=part), norm_kind(x, width, gain)
+    sizes = {"size": w.element_size(), "x_size": x.element_size()}
+    config = {**tile_shape(rows, width, len(x), norm=norm, **sizes), **config}
+    tile = Tile(config.pop("BR"), config.pop("BK"), norm, bias is not None)
+    run_stage(
+        *(gemv_kernel, stage(segment), tile),
+        residual=residual,
+        gain=gain,
+        eps=eps,
+        N=token_slots(len(x)),
         ACT=activation,
-        PDL=pdl,
         **config,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )
     return out
 
 
-def norm_kind(x: Tensor, w: Tensor, gain: Tensor | None) -> int:
-    """0 without a norm, 1 if every block of `w` takes all that the norm is over, else 2."""
-    return 0 if gain is None else 1 if x.shape[1] == w.shape[2] else 2
+def ready(
+    x: Tensor, outputs: int, out: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """x with columns of stride 1, and `out`, if None a new tensor [n, outputs] of `dtype`.
+
+    Raises ValueError for more than 16 tokens.
+    """
+    if len(x) > 16:
+        raise ValueError(f"gemv: {len(x)} tokens; it takes 1 to 16")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if out is None:
+        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+    return x, out
+
+
+def stage(s: Segment) -> Stage:
+    """What kernels take of a segment."""
+    blocks, rows, width = s.w.shape
+    return Stage(
+        *(s.x, s.x.stride(0), 0 if shared_input(s.x, s.w) else width),
+        *(s.w, *s.w.stride()),
+        *(s.w if s.mix is None else s.mix, *((0, 0, 0) if s.mix is None else s.mix.stride())),
+        s.w if s.bias is None else s.bias,
+        *(s.y, s.y.stride(0), rows, width, blocks, s.part or rows),
+    )
+
+
+def run_stage(
+    kernel: Any,
+    s: Any,
+    tile: Any,
+    *,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    **constants: Any,
+) -> None:
+    """One stage by `kernel`, a `gemv_kernel`: of plain or of quantized weights, as s and tile are."""
+    kernel[(s.blocks * -(-s.rows // tile.BR),)](
+        s,
+        *(s.x if residual is None else residual, 0 if residual is None else residual.stride(0)),
+        *(s.x if gain is None else gain, eps, len(s.x)),
+        T=tile,
+        RESIDUAL=residual is not None,
+        **constants,
+    )
+
+
+def run_grouped(
+    kernel: Any,
+    stages: Sequence[Any],
+    tiles: Sequence[Any],
+    *,
+    gain: Tensor | None,
+    eps: float,
+    **constants: Any,
+) -> None:
+    """One to three stages by `kernel`, a `grouped_kernel`, as `run_stage`."""
+    blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
+    programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
+    ends = [*accumulate(programs)]
+    first, second, third = ((*tiles, *tiles[:1] * 2)[i] for i in range(3))
+    kernel[(ends[-1],)](
+        *(*stages, *stages[:1] * 2)[:3],
+        *(ends[0], ends[min(1, len(ends) - 1)]),
+        *(stages[0].x if gain is None else gain, eps, len(stages[0].x)),
+        COUNT=len(stages),
+        **{"T0": first, "T1": second, "T2": third},
+        **constants,
+    )
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """PDL of a kernel, and what its launch needs then."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def checked_tokens(segments: Sequence[Any]) -> int:
+    """Tokens of a launch. Raises ValueError for none, or more than 16."""
+    tokens = len(segments[0].x)
+    if not 1 <= tokens <= 16:
+        raise ValueError(f"grouped gemv: {tokens} tokens; it takes 1 to 16")
+    return tokens
+
+
+def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:
+    """0 without a norm, 1 if every block of `width` columns takes all that the norm is over, else 2."""
+    return 0 if gain is None else 1 if x.shape[1] == width else 2
 
 
 def power_of_two(number: int) -> int:

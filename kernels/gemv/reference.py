@@ -48,18 +48,3 @@ ACTIVATIONS = {
     "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
     "relu": torch.relu,
 }
-
-
-def gemv_mix(x: Tensor, w: Tensor, s: Tensor, *, gain: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """First stage of BLAST with its mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · norm(x)_l)``.
-
-    Args:
-        x: [n, b·K]. w: [b, r, K]. s: [b, b, r]. gain: [b·K] of an RMS norm of x.
-
-    Returns:
-        [n, b·r].
-    """
-    if gain is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
-    z = torch.einsum("lrk,nlk->nlr", w, x.unflatten(-1, (w.shape[0], -1)))
-    return torch.einsum("klr,nlr->nkr", s, z).flatten(1)

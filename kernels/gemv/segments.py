@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,44 @@ class Segment:
         if mix is None:
             return y
         return torch.einsum("klr,nlr->nkr", mix, y.unflatten(-1, mix.shape[1:])).flatten(1)
+
+
+class Stage(NamedTuple):
+    """What kernels take of a `Segment`: pointers, strides and sizes, all in elements.
+
+    x_block: from the input of a block to the next one's, 0 where all share it. Any pointer stands for
+    an absent tensor: it is never read.
+    """
+
+    x: Any
+    x_token: int
+    x_block: int
+    w: Any
+    w_block: int
+    w_row: int
+    w_col: int
+    mix: Any
+    mix_out: int
+    mix_in: int
+    mix_rank: int
+    bias: Any
+    y: Any
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+
+
+class Tile(NamedTuple):
+    """What the code for a stage is specialized by: rows BR and columns BK of a program's tile,
+    `launch.norm_kind`, whether there is a bias, and the power of two of blocks that it mixes or 0."""
+
+    BR: int
+    BK: int
+    NORM: int = 0
+    BIAS: bool = False
+    MIX: int = 0
 
 
 def grouped(segments: Sequence[Segment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:

@@ -48,36 +48,36 @@ def token_chunk(x, x_token, cols, K, token, tokens):
 
 @triton.jit
 def rows_by_fma(
-    x, x_row, x_token, width, gain, eps, w, rows, rows_ok, K, w_row, w_col,
+    s, x, width, gain, eps, w, rows, rows_ok,
     N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Products of `rows` with one or two tokens on the CUDA cores: two [BR] in float32.
 
-    x: the block's columns of the first token, of the `width` ones from `x_row`; the next token is
-    `x_token` further. w: first weight of the block. gain: [K] of an RMS norm over the width if
-    NORM, whose scale multiplies the sums: NORM = 1 if the block takes all columns, else 2.
+    x: the block's columns of the first token, of the `width` ones of a token of the stage `s`. w:
+    first weight of the block. gain: [K] of an RMS norm over the width if NORM, whose scale multiplies
+    the sums: NORM = 1 if the block takes all columns, else 2.
     """
     lane = tl.arange(0, BK)
-    tile = weight_tile(w, rows, rows_ok, lane, K, w_row, w_col)
+    tile = weight_tile(w, rows, rows_ok, lane, s.K, s.w_row, s.w_col)
     if WAIT:
         gdc_wait()
     sums = tl.zeros([BR, BK], tl.float32)
     sums2 = tl.zeros([BR, BK], tl.float32)
     square = tl.zeros([BK], tl.float32)
     square2 = tl.zeros([BK], tl.float32)
-    for start in range(0, K, BK):
+    for start in range(0, s.K, BK):
         cols = start + lane
-        following = weight_tile(w, rows, rows_ok, cols + BK, K, w_row, w_col)
-        v = input_chunk(x, cols, K)
+        following = weight_tile(w, rows, rows_ok, cols + BK, s.K, s.w_row, s.w_col)
+        v = input_chunk(x, cols, s.K)
         g = v
         if NORM > 0:
-            g = input_chunk(gain, cols, K)
+            g = input_chunk(gain, cols, s.K)
             if NORM == 1:
                 square += v * v
             v *= g
         sums += tile.to(tl.float32) * v[None, :]
         if N == 2:
-            v = input_chunk(x + x_token, cols, K)
+            v = input_chunk(x + s.x_token, cols, s.K)
             if NORM > 0:
                 if NORM == 1:
                     square2 += v * v
@@ -93,15 +93,15 @@ def rows_by_fma(
         if N == 2:
             second *= tl.rsqrt(tl.sum(square2, 0) / width + eps)
     if NORM == 2:
-        first *= row_scale(x_row, width, eps)
+        first *= row_scale(s.x, width, eps)
         if N == 2:
-            second *= row_scale(x_row + x_token, width, eps)
+            second *= row_scale(s.x + s.x_token, width, eps)
     return first, second
 
 
 @triton.jit
 def rows_by_dot(
-    x, x_row, x_token, width, tokens, gain, eps, w, rows, rows_ok, K, w_row, w_col,
+    s, x, width, tokens, gain, eps, w, rows, rows_ok,
     NP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Products of `rows` with up to NP tokens on the tensor cores: [BR, NP] in float32.
@@ -114,18 +114,18 @@ def rows_by_dot(
         gdc_wait()
     sums = tl.zeros([BR, NP], tl.float32)
     square = tl.zeros([NP], tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
+    for start in tl.range(0, s.K, BK, num_stages=STAGES):
         cols = start + lane
-        tile = weight_tile(w, rows, rows_ok, cols, K, w_row, w_col)
-        v = token_chunk(x, x_token, cols, K, token, tokens)
+        tile = weight_tile(w, rows, rows_ok, cols, s.K, s.w_row, s.w_col)
+        v = token_chunk(x, s.x_token, cols, s.K, token, tokens)
         if NORM == 1:
             square += tl.sum(v * v, 0)
         if NORM > 0:
-            v *= input_chunk(gain, cols, K)[:, None]
+            v *= input_chunk(gain, cols, s.K)[:, None]
         sums = tl.dot(tile, v.to(tile.dtype), sums, input_precision="ieee")
     if NORM == 2:
         for start in range(0, width, BK):
-            v = token_chunk(x_row, x_token, start + lane, width, token, tokens)
+            v = token_chunk(s.x, s.x_token, start + lane, width, token, tokens)
             square += tl.sum(v * v, 0)
     if NORM > 0:
         sums *= tl.rsqrt(square / width + eps)[None, :]
@@ -148,67 +148,86 @@ def activate(value, ACT: tl.constexpr):
 
 
 @triton.jit
+def tile_start(tile, s, BR: tl.constexpr):
+    """The block of tile number `tile` of a stage, and its first row there."""
+    tiles = tl.cdiv(s.rows, BR)
+    return tile // tiles, (tile % tiles) * BR
+
+
+@triton.jit
+def outputs(s, block, rows):
+    """Where the results of rows of a block are."""
+    return (rows // s.part) * (s.blocks * s.part) + block * s.part + rows % s.part
+
+
+@triton.jit
+def bias_of(s, out, ok, BIAS: tl.constexpr):
+    """[BR] of the outputs `out` in float32, zero if there is none."""
+    constant = tl.zeros([out.shape[0]], tl.float32)
+    if BIAS:
+        constant = tl.load(s.bias + out, mask=ok, other=0.0).to(tl.float32)
+    return constant
+
+
+@triton.jit
+def stage_rows(tile, s, gain, eps, tokens, N: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr):
+    """Products of tile number `tile` of a stage: (first, second, outputs, valid).
+
+    s, T: `segments.Stage` and `segments.Tile`.
+    first, second: [BR] of one or two tokens, or both the [BR, N] of more. outputs: [BR].
+    """
+    block, start = tile_start(tile, s, T.BR)
+    rows = start + tl.arange(0, T.BR)
+    ok = rows < s.rows
+    w = s.w + block.to(tl.int64) * s.w_block
+    width = s.blocks * s.x_block if T.NORM == 2 else s.K
+    x = s.x + block * s.x_block
+    gain += block * s.x_block
+    out = outputs(s, block, rows)
+    constant = bias_of(s, out, ok, T.BIAS)
+    wide = rows.to(tl.int64)
+    if N <= 2:
+        first, second = rows_by_fma(
+            s, x, width, gain, eps, w, wide, ok, N, T.BR, T.BK, T.NORM, WAIT
+        )  # fmt: skip
+        return first + constant, second + constant, out, ok
+    else:
+        sums = rows_by_dot(
+            s, x, width, tokens, gain, eps, w, wide, ok, N, T.BR, T.BK, T.NORM, WAIT
+        )  # fmt: skip
+        sums += constant[:, None]
+        return sums, sums, out, ok
+
+
+@triton.jit
+def store_rows(s, residual, residual_token, first, second, out, ok, tokens,
+               N: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
+    """Store what `stage_rows` gave, plus `residual` if RESIDUAL."""
+    if N <= 2:
+        if RESIDUAL:
+            first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
+        tl.store(s.y + out, first.to(s.y.dtype.element_ty), mask=ok)
+        if N == 2:
+            if RESIDUAL:
+                second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
+            tl.store(s.y + s.y_token + out, second.to(s.y.dtype.element_ty), mask=ok)
+    else:
+        token = tl.arange(0, N)[None, :]
+        ok = ok[:, None] & (token < tokens)
+        if RESIDUAL:
+            at = residual + token * residual_token + out[:, None]
+            first += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(s.y + token * s.y_token + out[:, None], first.to(s.y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def gemv_kernel(
-    x, x_token, x_block, gain, eps,
-    w, w_block, w_row, w_col, bias, residual, residual_token, y, y_token,
-    tokens, rows_per_block, K, blocks, part,
-    N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    s, residual, residual_token, gain, eps, tokens,
+    N: tl.constexpr, T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``y = act(W x + bias) + residual`` for one stage of a structured layer; see `launch.gemv`."""
     if PDL:
         gdc_launch_dependents()
-    tiles = tl.cdiv(rows_per_block, BR)
-    block = tl.program_id(0) // tiles
-    rows = (tl.program_id(0) % tiles) * BR + tl.arange(0, BR)
-    ok = rows < rows_per_block
-    wide = rows.to(tl.int64)
-    w += block.to(tl.int64) * w_block
-    width = blocks * x_block if NORM == 2 else K
-    here = x + block * x_block
-    gain += block * x_block
-    out = (rows // part) * (blocks * part) + block * part + rows % part
-    constant = tl.zeros([BR], tl.float32)
-    if BIAS:
-        constant = tl.load(bias + out, mask=ok, other=0.0).to(tl.float32)
-    if N <= 2:
-        first, second = rows_by_fma(
-            here, x, x_token, width, gain, eps, w, wide, ok, K, w_row, w_col, N, BR, BK, NORM, PDL
-        )
-        first = activate(first + constant, ACT)
-        if RESIDUAL:
-            first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
-        tl.store(y + out, first.to(y.dtype.element_ty), mask=ok)
-        if N == 2:
-            second = activate(second + constant, ACT)
-            if RESIDUAL:
-                second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
-            tl.store(y + y_token + out, second.to(y.dtype.element_ty), mask=ok)
-    else:
-        sums = rows_by_dot(
-            here,
-            x,
-            x_token,
-            width,
-            tokens,
-            gain,
-            eps,
-            w,
-            wide,
-            ok,
-            K,
-            w_row,
-            w_col,
-            N,
-            BR,
-            BK,
-            NORM,
-            PDL,
-        )
-        sums = activate(sums + constant[:, None], ACT)
-        token = tl.arange(0, N)
-        mask = ok[:, None] & (token < tokens)[None, :]
-        if RESIDUAL:
-            at = residual + token[None, :] * residual_token + out[:, None]
-            sums += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + token[None, :] * y_token + out[:, None], sums.to(y.dtype.element_ty), mask=mask)
+    first, second, out, ok = stage_rows(tl.program_id(0), s, gain, eps, tokens, N, T, PDL)
+    first, second = activate(first, ACT), activate(second, ACT)
+    store_rows(s, residual, residual_token, first, second, out, ok, tokens, N, RESIDUAL)

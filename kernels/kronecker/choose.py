@@ -1,20 +1,17 @@
 """Which algorithm, and with which tiles, multiplies by one Kronecker-sparse factor.
 
-By default the least cost of `cost.py` decides. The published rule is kept beside it (rule="paper"):
-the predictor h(b, c) = (b + c)/(bc) is bytes of activations for each multiplication, so the larger
-it is, the more one fused kernel gains over permute–GEMM–permute; from a threshold on the fused
-kernel is taken, below it the permutations. On an H200 cuBLAS and copies at 3.4 TB/s move the
-crossing far up: the paper's thresholds would take the fused kernel where it is up to 8 times slower.
+The least cost of `cost.py` decides. The published rule takes the fused kernel from a threshold on the
+predictor h(b, c) = (b + c)/(bc) on, bytes of activations for each multiplication, and the permutations
+below it. On an H200 cuBLAS and copies at 3.4 TB/s move the crossing far up: the paper's thresholds would
+take the fused kernel where it is up to 8 times slower.
 Source: "Fast Inference with Kronecker-Sparse Matrices", section 4 and figure 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from blr.compressor.errors import UsageError
 from blr.kernels.kronecker.cost import (
     A100,
     H200,
@@ -28,17 +25,10 @@ from blr.kernels.kronecker.cost import (
 )
 from blr.kernels.kronecker.tiles import DECODE_ROWS, Config, dense_config, fused_config
 
-__all__ = ["A100", "H200", "Choice", "Machine", "Problem", "choose", "estimates", "fused_config", "h"]
+__all__ = ["A100", "H200", "Choice", "Machine", "Problem", "choose", "estimates", "fused_config"]
 
 Choice = tuple[str, Config]
-H_THRESHOLDS: Mapping[str, float] = {"fp32": 0.004, "tf32": 0.004, "tf32x3": 0.004, "half": 0.02}
-RULES = ("cost", "paper")
 SPLIT_MARGIN = 1.1  # "split" has to be so many times faster, since it is not IEEE arithmetic
-
-
-def h(b: int, c: int) -> float:
-    """(b + c)/(bc), the published predictor of the gain of fusion."""
-    return (b + c) / (b * c)
 
 
 def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Config]]:
@@ -62,37 +52,20 @@ def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Con
     return ways
 
 
-def by_paper(p: Problem, config: Config, thresholds: Mapping[str, float]) -> Choice:
-    """The published rule: fused at or above the threshold on h, the permutations below."""
-    fused = p.d > 1 and h(p.b, p.c) >= thresholds[p.kind]
-    return ("fused", config) if fused or p.kind == "tf32x3" else ("permute", {})
-
-
 def choose(
     p: Problem,
     *,
     machine: Machine = H200,
-    rule: str = "cost",
-    thresholds: Mapping[str, float] = H_THRESHOLDS,
     decode_rows: int = DECODE_ROWS,
 ) -> Choice:
     """(variant, config) for one factor; config is {path, tiles} for "fused", else empty.
 
     Args:
-        rule: "cost", or "paper" for the published thresholds.
-        thresholds: the h from which the paper's rule fuses, by kind of arithmetic.
-        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the rule.
-
-    Raises:
-        UsageError: no such rule.
+        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the cost.
     """
-    if rule not in RULES:
-        raise UsageError(f"rule is {rule!r}; use one of {', '.join(RULES)}")
     config = fused_config(p, machine, decode_rows)
     if config["path"] == "decode":
         return "fused", config
-    if rule == "paper":
-        return by_paper(p, config, thresholds)
     ways = estimates(p, machine)
     name = min(ways, key=lambda way: ways[way][0])
     config = ways[name][1]
@@ -100,7 +73,7 @@ def choose(
 
 
 @lru_cache(maxsize=4096)
-def cached_choice(p: Problem, machine: Machine, rule: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def cached_choice(p: Problem, machine: Machine) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """`choose` once for a problem; the configuration as pairs."""
-    variant, config = choose(p, machine=machine, rule=rule)
+    variant, config = choose(p, machine=machine)
     return variant, tuple(config.items())

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import UsageError
 from blr.kernels.kronecker.choose import cached_choice
 from blr.kernels.kronecker.cost import A100, H200, Machine, Problem
 from blr.kernels.kronecker.products import (
@@ -45,11 +44,11 @@ def densify(w: Tensor, G: int) -> Tensor:
     caller keeps the result and passes it as `prepared`.
 
     Raises:
-        UsageError: G does not divide d.
+        ValueError: G does not divide d.
     """
     a, b, c, d = w.shape
     if d % G:
-        raise UsageError(f"densify: runs of {G} columns do not divide d = {d}; use a divisor of d")
+        raise ValueError(f"densify: runs of {G} columns do not divide d = {d}; use a divisor of d")
     dense = w.new_zeros(a, d // G, b, G, c, G)
     diagonal = dense.diagonal(dim1=3, dim2=5)  # [a, d/G, b, c, G]
     diagonal.copy_(w.unflatten(3, (d // G, G)).permute(0, 3, 1, 2, 4))
@@ -60,7 +59,7 @@ def precision_of(tf32: bool | None, precision: str | None) -> str:
     """The arithmetic of fp32 products: `precision`, else by `tf32`, else torch's own setting."""
     if precision is not None:
         if precision not in PRECISIONS:
-            raise UsageError(f"precision is {precision!r}; use one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"precision is {precision!r}; use one of {', '.join(PRECISIONS)}")
         return precision
     enabled = torch_tf32() if tf32 is None else tf32
     return "tf32" if enabled else "ieee"
@@ -115,12 +114,12 @@ def fused_factor(
 
 
 def check(x: Tensor, w: Tensor) -> None:
-    """Raises UsageError unless x [n, i] and w [a, b, c, d] fit together."""
+    """Raises ValueError unless x [n, i] and w [a, b, c, d] fit together."""
     if x.dim() != 2 or w.dim() != 4 or x.shape[1] != w.shape[0] * w.shape[2] * w.shape[3]:
         found = f"x {list(x.shape)}, factor {list(w.shape)}"
-        raise UsageError(f"Kronecker-sparse factor: {found}; expected x [n, a·c·d], factor [a, b, c, d]")
+        raise ValueError(f"Kronecker-sparse factor: {found}; expected x [n, a·c·d], factor [a, b, c, d]")
     if x.dtype != w.dtype:
-        raise UsageError(f"x is {x.dtype}, the factor {w.dtype}; convert one of them")
+        raise ValueError(f"x is {x.dtype}, the factor {w.dtype}; convert one of them")
 
 
 def kind_of(x: Tensor, precision: str) -> str:
@@ -130,13 +129,11 @@ def kind_of(x: Tensor, precision: str) -> str:
     return "fp32" if precision == "ieee" else precision
 
 
-def planned(
-    x: Tensor, w: Tensor, variant: str | None, rule: str, **fields: Any
-) -> tuple[str, dict[str, Any]]:
+def planned(x: Tensor, w: Tensor, variant: str | None, **fields: Any) -> tuple[str, dict[str, Any]]:
     """(variant, configuration) for a problem; both decided once and kept."""
     problem, machine = Problem(*w.shape, x.shape[0], **fields), machine_of(x.device)
     if variant is None:
-        variant, config = cached_choice(problem, machine, rule)
+        variant, config = cached_choice(problem, machine)
         return variant, dict(config)
     return variant, fused_config(problem, machine) if variant == "fused" else {}
 
@@ -151,7 +148,6 @@ def multiply(
     tf32: bool | None,
     precision: str | None,
     prepared: Tensor | None,
-    rule: str,
     config: dict[str, Any],
 ) -> Tensor:
     """One factor on a logical [n, i] view, the layout of x in its strides."""
@@ -168,7 +164,6 @@ def multiply(
         x,
         w,
         variant,
-        rule,
         kind=kind,
         batch_last=x.stride(0) == 1 and out_batch_last,
         prepared=0 if prepared is None else w.shape[3] // prepared.shape[3],
@@ -206,7 +201,6 @@ def kronecker_factor(
     precision: str | None = None,
     variant: str | None = None,
     prepared: Tensor | None = None,
-    rule: str = "cost",
     **config: Any,
 ) -> Tensor:
     """``x Kᵀ + bias`` for one factor, by the variant that `choose` expects to be fastest.
@@ -225,14 +219,13 @@ def kronecker_factor(
         variant: "fused", "permute", "blocks", "split" (in half precision the same as "permute"),
             "bmm", "reference" or None to choose.
         prepared: ``densify(w, G)``, for path "dense" with the same G, and for "blocks" if G = d.
-        rule: of the choice, "cost" or "paper" (see `choose`).
         config: tile sizes of the variant, for "fused" also `path`.
 
     Returns:
         [n, a·b·d], or [a·b·d, n] if `batch_last`.
 
     Raises:
-        UsageError: shapes, dtypes or `precision` do not fit.
+        ValueError: shapes, dtypes or `precision` do not fit.
     """
     y = multiply(
         x.t() if batch_last else x,
@@ -243,7 +236,6 @@ def kronecker_factor(
         tf32=tf32,
         precision=precision,
         prepared=prepared,
-        rule=rule,
         config=config,
     )
     return y.t() if batch_last else y
@@ -259,7 +251,6 @@ def kronecker_chain(
     precision: str | None = None,
     prepared: Sequence[Tensor | None] | None = None,
     intermediate: str = "batch_first",
-    rule: str = "cost",
     configs: Sequence[dict[str, Any]] | None = None,
     **config: Any,
 ) -> Tensor:
@@ -270,7 +261,7 @@ def kronecker_chain(
         factors: L tensors [a, b, c, d], the output side first.
         intermediate: "batch_first" or "batch_last", the layout between factors.
         prepared, configs: one entry a factor in the order of `factors`; `config` holds for all.
-        bias, variant, tf32, precision, rule: as in `kronecker_factor`.
+        bias, variant, tf32, precision: as in `kronecker_factor`.
 
     Returns:
         [n, o].
@@ -286,7 +277,6 @@ def kronecker_chain(
             tf32=tf32,
             precision=precision,
             prepared=None if prepared is None else prepared[at],
-            rule=rule,
             config={**config, **(configs[at] if configs else {})},
         )
     return x

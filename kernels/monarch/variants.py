@@ -67,13 +67,6 @@ def _second(z: Tensor, U: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(n, blocks * U.shape[1])
 
 
-def staged(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
-    """The paper's kernels 1 to 3."""
-    from blr.kernels.monarch.staged import staged as run
-
-    return run(x, U, V, bias, **config)
-
-
 def materialize(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """The dense weight, made in the call from the columns of the identity, and one dense product: for
     very many tokens, where a dense layer is the faster one. config: of `permuted_store`."""
@@ -88,5 +81,4 @@ VARIANTS = {
     "permuted_store": permuted_store,
     "bmm": bmm,
     "materialize": materialize,
-    "staged": staged,
 }

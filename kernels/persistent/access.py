@@ -6,6 +6,26 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
+from blr.kernels.persistent.fields import Product
+
+UP_W = tl.constexpr(int(Product.UP_W))
+UP_STRIDES = tl.constexpr(int(Product.UP_STRIDES))
+UP_BLOCK = tl.constexpr(int(Product.UP_BLOCK))
+GAIN = tl.constexpr(int(Product.GAIN))
+X = tl.constexpr(int(Product.X))
+X_STRIDES = tl.constexpr(int(Product.X_STRIDES))
+UP_X = tl.constexpr(int(Product.UP_X))
+UP_X_STRIDES = tl.constexpr(int(Product.UP_X_STRIDES))
+Y = tl.constexpr(int(Product.Y))
+Y_TOKEN = tl.constexpr(int(Product.Y_TOKEN))
+BIAS = tl.constexpr(int(Product.BIAS))
+UP_BIAS = tl.constexpr(int(Product.UP_BIAS))
+PARTS = tl.constexpr(int(Product.PARTS))
+NORM = tl.constexpr(int(Product.NORM))
+MIX = tl.constexpr(int(Product.MIX))
+MIX_BLOCKS = tl.constexpr(int(Product.MIX_BLOCKS))
+MIX_RANK = tl.constexpr(int(Product.MIX_RANK))
+
 
 @triton.jit
 def wait(counter, target, SYNC: tl.constexpr):
@@ -57,6 +77,14 @@ def share(head):
 
 
 @triton.jit
+def opened(ahead, like, A: tl.constexpr):
+    """(first tile, the one after the last, w, row stride, block stride, rows, K) of `fields.Ahead`."""
+    first, end = share(ahead.head)
+    w, w_row, w_block = typed(ahead.w, like, A), low(ahead.strides) * A, high(ahead.sizes) * A
+    return first, end, w, w_row, w_block, low(ahead.sizes), high(ahead.strides) * A
+
+
+@triton.jit
 def advance(t, chunk, chunks):
     """The chunk after a chunk of tile `t`, maybe of the next tile."""
     last = chunk + 1 == chunks
@@ -83,9 +111,9 @@ def weights(w, w_block, w_row, rows, K, tiles, t, end, chunk, BR: tl.constexpr, 
 @triton.jit
 def operands(d, A: tl.constexpr):
     """(x, x_token, x_block, y, y_token, bias, gain, eps, width) of a descriptor, addresses as words."""
-    of_x, norm = tl.load(d + 9), tl.load(d + 17)
-    x, y, bias, gain = tl.load(d + 8), tl.load(d + 12), tl.load(d + 14), tl.load(d + 7)
-    y_token = low(tl.load(d + 13))
+    of_x, norm = tl.load(d + X_STRIDES), tl.load(d + NORM)
+    x, y, bias, gain = tl.load(d + X), tl.load(d + Y), tl.load(d + BIAS), tl.load(d + GAIN)
+    y_token = low(tl.load(d + Y_TOKEN))
     return x, low(of_x) * A, high(of_x) * A, y, y_token, bias, gain, real(norm), high(norm)
 
 

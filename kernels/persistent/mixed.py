@@ -4,7 +4,19 @@ try:
     import triton
     import triton.language as tl
 
-    from blr.kernels.persistent.access import advance, high, low, operands, share, typed, wait
+    from blr.kernels.persistent.access import (
+        MIX,
+        MIX_BLOCKS,
+        MIX_RANK,
+        PARTS,
+        advance,
+        high,
+        low,
+        opened,
+        operands,
+        typed,
+        wait,
+    )
     from blr.kernels.persistent.rows import scales
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
@@ -46,24 +58,21 @@ def mix_sums(sums, mix, scale):
 
 
 @triton.jit
-def mixed(d, head, w, strides, sizes, like, single, counter, target,
+def mixed(d, ahead, like, single, counter, target,
           N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
           HALF: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)`` of up to L blocks in tiles of BR ranks.
 
     Arguments as of `rows.rows_whole`.
     """
-    first, end = share(head)
-    w = typed(w, like, A)
-    w_row, K = low(strides) * A, high(strides) * A
-    ranks, w_block = low(sizes), high(sizes) * A
+    first, end, w, w_row, w_block, ranks, K = opened(ahead, like, A)
     chunks = tl.cdiv(K, BK)
-    blocks = high(tl.load(d + 16))
+    blocks = high(tl.load(d + PARTS))
     tile = rank_weights(w, w_block, w_row, ranks, blocks, K, first, end, 0, L, BR, BK)
     x, x_token, _x_block, y, y_token, _bias, gain, eps, width = operands(d, A)
-    s = tl.load(d + 18).to(like.dtype)
-    of_s = tl.load(d + 19)
-    s_out, s_in, s_rank = low(of_s), high(of_s), low(tl.load(d + 20))
+    s = tl.load(d + MIX).to(like.dtype)
+    of_s = tl.load(d + MIX_BLOCKS)
+    s_out, s_in, s_rank = low(of_s), high(of_s), low(tl.load(d + MIX_RANK))
     block = tl.arange(0, L)
     lane = tl.arange(0, BK)
     there = (block < blocks)[:, None] & (block < blocks)[None, :]

@@ -6,13 +6,19 @@ try:
 
     from blr.kernels.gemv.triton import activate
     from blr.kernels.persistent.access import (
+        UP_BIAS,
+        UP_BLOCK,
+        UP_STRIDES,
+        UP_W,
+        UP_X,
+        UP_X_STRIDES,
         advance,
         high,
         inputs,
         low,
+        opened,
         operands,
         placed,
-        share,
         store,
         typed,
         wait,
@@ -26,9 +32,9 @@ except ImportError as error:
 @triton.jit
 def second(d, A: tl.constexpr, like):
     """(w, w_block, w_row, K, x, x_token, x_block, bias) of the second part of a descriptor."""
-    of_w, of_x = tl.load(d + 5), tl.load(d + 11)
-    w, w_block = typed(tl.load(d + 4), like, A), low(tl.load(d + 6)) * A
-    x, bias = tl.load(d + 10), tl.load(d + 15)
+    of_w, of_x = tl.load(d + UP_STRIDES), tl.load(d + UP_X_STRIDES)
+    w, w_block = typed(tl.load(d + UP_W), like, A), low(tl.load(d + UP_BLOCK)) * A
+    x, bias = tl.load(d + UP_X), tl.load(d + UP_BIAS)
     return w, w_block, low(of_w) * A, high(of_w) * A, x, low(of_x) * A, high(of_x) * A, bias
 
 
@@ -44,7 +50,7 @@ def both_inputs(x, z, at_x, at_z, x_K, z_K, g, like, single, cols,
 
 
 @triton.jit
-def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
+def pairs_whole(d, ahead, like, single, counter, target,
                 N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr,
                 A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr,
                 PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
@@ -52,10 +58,7 @@ def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
 
     SHARED: both have the same input. HALF: the result has the type of `like`.
     """
-    first, end = share(head)
-    a = typed(a, like, A)
-    a_row, a_K = low(strides) * A, high(strides) * A
-    rows, a_block = low(sizes), high(sizes) * A
+    first, end, a, a_row, a_block, rows, a_K = opened(ahead, like, A)
     b, b_block, b_row, b_K, z, z_token, z_block, bias_b = second(d, A, like)
     tiles = tl.cdiv(rows, BR)
     tile_a = weights(a, a_block, a_row, rows, a_K, tiles, first, end, 0, BR, BK, PLAIN)
@@ -99,15 +102,12 @@ def pairs_whole(d, head, a, strides, sizes, like, single, counter, target,
 
 
 @triton.jit
-def pairs_chunked(d, head, a, strides, sizes, like, single, counter, target,
+def pairs_chunked(d, ahead, like, single, counter, target,
                   N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr,
                   A: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr,
                   PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Pairs of rows of any number of columns, in chunks of BK; arguments as of `pairs_whole`."""
-    first, end = share(head)
-    a = typed(a, like, A)
-    a_row, a_K = low(strides) * A, high(strides) * A
-    rows, a_block = low(sizes), high(sizes) * A
+    first, end, a, a_row, a_block, rows, a_K = opened(ahead, like, A)
     b, b_block, b_row, b_K, z, z_token, z_block, bias_b = second(d, A, like)
     tiles = tl.cdiv(rows, BR)
     chunks = tl.cdiv(tl.maximum(a_K, b_K), BK)

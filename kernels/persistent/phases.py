@@ -10,6 +10,22 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
+from blr.kernels.persistent.fields import Attention, End
+
+TABLE = tl.constexpr(int(End.TABLE))
+SIZES = tl.constexpr(int(End.SIZES))
+DATA = tl.constexpr(int(End.DATA))
+DATA_ROW = tl.constexpr(int(End.DATA_ROW))
+KEYS = tl.constexpr(int(Attention.KEYS))
+VALUES = tl.constexpr(int(Attention.VALUES))
+QUERY_GAIN = tl.constexpr(int(Attention.QUERY_GAIN))
+QKV = tl.constexpr(int(Attention.QKV))
+QKV_ROW = tl.constexpr(int(Attention.QKV_ROW))
+OUT = tl.constexpr(int(Attention.OUT))
+OUT_ROW = tl.constexpr(int(Attention.OUT_ROW))
+KEY_GAIN = tl.constexpr(int(Attention.KEY_GAIN))
+HEAD_NORM = tl.constexpr(int(Attention.NORM))
+SCALE = tl.constexpr(int(Attention.SCALE))
 EMBED_BLOCK = tl.constexpr(1024)
 CHOICE_BLOCK = tl.constexpr(4096)
 
@@ -18,8 +34,8 @@ CHOICE_BLOCK = tl.constexpr(4096)
 def embed_phase(d, program, programs, tokens, like, single, counter, target, N: tl.constexpr,
                 SYNC: tl.constexpr):  # fmt: skip
     """The rows of the embedding."""
-    table, x = tl.load(d + 1).to(like.dtype), tl.load(d + 8).to(single.dtype)
-    of_table, x_row = tl.load(d + 2), low(tl.load(d + 9))
+    table, x = tl.load(d + TABLE).to(like.dtype), tl.load(d + DATA).to(single.dtype)
+    of_table, x_row = tl.load(d + SIZES), low(tl.load(d + DATA_ROW))
     table_row, width = low(of_table), high(of_table)
     wait(counter, target, SYNC)
     parts = tl.cdiv(width, EMBED_BLOCK)
@@ -31,8 +47,8 @@ def embed_phase(d, program, programs, tokens, like, single, counter, target, N: 
 def choose_phase(d, program, programs, tokens, pos, single, values, indices, counters, counter, target,
                  N: tl.constexpr, PARTS: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """The next tokens and positions."""
-    logits, vocabulary = tl.load(d + 8).to(single.dtype), high(tl.load(d + 2))
-    logits_row = low(tl.load(d + 9))
+    logits, vocabulary = tl.load(d + DATA).to(single.dtype), high(tl.load(d + SIZES))
+    logits_row = low(tl.load(d + DATA_ROW))
     wait(counter, target, SYNC)
     parts = tl.cdiv(vocabulary, CHOICE_BLOCK)
     for item in range(program, N * parts, programs):
@@ -69,11 +85,11 @@ def attention_phase(
     SPLITS: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """Every split of every head of every row; a program has the items program, program + programs…"""
-    k, v = tl.load(d + 1).to(like.dtype), tl.load(d + 4).to(like.dtype)
-    of_qkv, of_out, norm = tl.load(d + 9), tl.load(d + 13), tl.load(d + 17)
-    qkv, out = tl.load(d + 8).to(single.dtype), tl.load(d + 12).to(single.dtype)
-    q_gain, k_gain = tl.load(d + 7).to(like.dtype), tl.load(d + 14).to(like.dtype)
-    eps, window, scale = real(norm), high(norm), real(tl.load(d + 18))
+    k, v = tl.load(d + KEYS).to(like.dtype), tl.load(d + VALUES).to(like.dtype)
+    of_qkv, of_out, norm = tl.load(d + QKV_ROW), tl.load(d + OUT_ROW), tl.load(d + HEAD_NORM)
+    qkv, out = tl.load(d + QKV).to(single.dtype), tl.load(d + OUT).to(single.dtype)
+    q_gain, k_gain = tl.load(d + QUERY_GAIN).to(like.dtype), tl.load(d + KEY_GAIN).to(like.dtype)
+    eps, window, scale = real(norm), high(norm), real(tl.load(d + SCALE))
     key, value, unit, row, head, split, here, zero, begin, stop, first, last = attention_item(
         program, splits, chunk, k, v, cache_row, cache_head, kv_heads, window, pos, start, D, N, DP, BN
     )

@@ -1,7 +1,7 @@
 """The table that the persistent kernel walks: what every program does in every phase, as words.
 
 A phase is a list of pieces, each a product over tiles of one segment; programs are given to pieces
-by their bytes, tiles to the programs of a piece evenly. The words are listed in README.md.
+by their bytes, tiles to the programs of a piece evenly. The words are those of fields.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from blr.kernels.gemv.launch import power_of_two
 from blr.kernels.gemv.segments import Segment, shared_input
+from blr.kernels.persistent.fields import FIELDS, Attention, End, Kind, Product, Variant
 
-FIELDS = 24
-ROWS, PAIRS, MIXED = 0, 1, 2
-EMBED, ATTENTION, CHOOSE = 253, 254, 255
 MOST_VARIANTS = 64
 NO_WINDOW = 1 << 30
 MIX_RANKS = 4  # ranks of a tile that mixes blocks
@@ -48,33 +46,36 @@ class Tuning:
 class Piece:
     """Work of one kind: `tiles_of` rows of `blocks` blocks of K columns, and its descriptor.
 
-    kind: one of the numbers above. words: by their place. extra, halves: of a variant.
+    words: by their place. mixes: blocks, a power of two, or 0; shared, plain, x_half, y_half: of a
+    `fields.Variant`.
     """
 
-    kind: int
+    kind: Kind
     words: dict[int, int]
     rows: int = 0
     blocks: int = 1
     columns: int = 0
     bytes: int = 0
     alignment: int = 1
-    extra: int = 0
-    halves: int = 0
+    mixes: int = 0
+    shared: bool = False
+    plain: bool = False
+    x_half: bool = False
+    y_half: bool = False
 
     def tiles(self, rows: int) -> int:
         """Tiles of `rows` rows each."""
-        return (1 if self.kind == MIXED else self.blocks) * -(-self.rows // rows)
+        return (1 if self.kind == Kind.MIXED else self.blocks) * -(-self.rows // rows)
 
 
 @dataclass
 class Table:
     """words: [steps · programs, FIELDS] int64 and one row of zeros. variants: what the kernel is
-    compiled for, six numbers each: kind, BR, BK, extra, alignment, halves. starts: of each phase, the
-    number of its first step."""
+    compiled for. starts: of each phase, the number of its first step."""
 
     programs: int
     words: Tensor
-    variants: list[tuple[int, ...]] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
 
@@ -94,14 +95,15 @@ def rows_piece(s: Segment, gain: Tensor | None = None, eps: float = 0.0, add: bo
     """A stage of `kernels.gemv.segments`; `add`: to what `s.y` holds."""
     a = alignment((s,), gain)
     blocks, rows, columns = s.w.shape
-    words = {**_first(s, a), **_norm(s, gain, eps), 14: address(s.bias), 16: two(s.part or rows, blocks)}
-    words |= {12: address(s.y), 13: two(s.y.stride(0), int(add))}
-    plain = 4 * (blocks == 1)
-    piece = Piece(ROWS, words, rows, blocks, columns, s.w.nbytes, a, plain, int(_half(s.x)))
+    words = {**_first(s, a), **_norm(s, gain, eps), Product.BIAS: address(s.bias)}
+    words |= {Product.PARTS: two(s.part or rows, blocks)}
+    words |= {Product.Y: address(s.y), Product.Y_TOKEN: two(s.y.stride(0), int(add))}
+    piece = Piece(Kind.ROWS, words, rows, blocks, columns, s.w.nbytes, a, x_half=_half(s.x))
     if s.mix is None:
-        return piece
-    words |= {18: address(s.mix), 19: two(*s.mix.stride()[:2]), 20: two(s.mix.stride(2))}
-    return replace(piece, kind=MIXED, extra=power_of_two(blocks))
+        return replace(piece, plain=blocks == 1)
+    words |= {Product.MIX: address(s.mix), Product.MIX_BLOCKS: two(*s.mix.stride()[:2])}
+    words |= {Product.MIX_RANK: two(s.mix.stride(2))}
+    return replace(piece, kind=Kind.MIXED, mixes=power_of_two(blocks))
 
 
 def pairs_piece(gate: Segment, up: Segment, gain: Tensor | None = None, eps: float = 0.0) -> Piece:
@@ -110,13 +112,16 @@ def pairs_piece(gate: Segment, up: Segment, gain: Tensor | None = None, eps: flo
     blocks, rows, columns = gate.w.shape
     second = _first(up, a)
     words = {**_first(gate, a), **_norm(gate, gain, eps)}
-    words |= {4: second[1], 5: second[2], 6: two(up.w.stride(0) // a), 10: second[8], 11: second[9]}
-    words |= {12: address(up.y), 13: two(up.y.stride(0))}
-    words |= {14: address(gate.bias), 15: address(up.bias), 16: two(rows, blocks)}
+    words |= {Product.UP_W: second[Product.W], Product.UP_STRIDES: second[Product.STRIDES]}
+    words |= {Product.UP_BLOCK: two(up.w.stride(0) // a)}
+    words |= {Product.UP_X: second[Product.X], Product.UP_X_STRIDES: second[Product.X_STRIDES]}
+    words |= {Product.Y: address(up.y), Product.Y_TOKEN: two(up.y.stride(0))}
+    words |= {Product.BIAS: address(gate.bias), Product.UP_BIAS: address(up.bias)}
+    words |= {Product.PARTS: two(rows, blocks)}
     shared = gate.x.data_ptr() == up.x.data_ptr() and gate.w.shape == up.w.shape
     columns, size = max(columns, up.w.shape[2]), gate.w.nbytes + up.w.nbytes
-    extra = 2 * shared + 4 * (blocks == 1)
-    return Piece(PAIRS, words, rows, blocks, columns, size, a, extra, 2 * _half(up.y))
+    flags = {"shared": shared, "plain": blocks == 1, "y_half": _half(up.y)}
+    return Piece(Kind.PAIRS, words, rows, blocks, columns, size, a, **flags)
 
 
 def attention_piece(
@@ -124,21 +129,24 @@ def attention_piece(
     q_gain: Tensor | None, k_gain: Tensor | None, eps: float, window: int | None,
 ) -> Piece:  # fmt: skip
     """`kernels.attention.reference.decode_attention` of one layer; `scale` includes log2 e."""
-    words = {1: address(k), 4: address(v), 7: address(q_gain), 14: address(k_gain)}
-    words |= {8: address(source), 9: two(source.stride(0)), 12: address(target)}
-    words |= {13: two(target.stride(0)), 17: two(bits(eps), window or NO_WINDOW), 18: bits(scale)}
-    return Piece(ATTENTION, words)
+    words: dict[int, int] = {Attention.KEYS: address(k), Attention.VALUES: address(v)}
+    words |= {Attention.QUERY_GAIN: address(q_gain), Attention.KEY_GAIN: address(k_gain)}
+    words |= {Attention.QKV: address(source), Attention.QKV_ROW: two(source.stride(0))}
+    words |= {Attention.OUT: address(target), Attention.OUT_ROW: two(target.stride(0))}
+    words |= {Attention.NORM: two(bits(eps), window or NO_WINDOW), Attention.SCALE: bits(scale)}
+    return Piece(Kind.ATTENTION, words)
 
 
 def embed_piece(table: Tensor, x: Tensor) -> Piece:
     """x[b] = table[tokens[b]]."""
-    words = {1: address(table), 2: two(table.stride(0), x.shape[1])}
-    return Piece(EMBED, {**words, 8: address(x), 9: two(x.stride(0))})
+    words: dict[int, int] = {End.TABLE: address(table), End.SIZES: two(table.stride(0), x.shape[1])}
+    return Piece(Kind.EMBED, {**words, End.DATA: address(x), End.DATA_ROW: two(x.stride(0))})
 
 
 def choose_piece(logits: Tensor) -> Piece:
     """tokens[b] = the lowest index of the largest logit."""
-    return Piece(CHOOSE, {2: two(0, logits.shape[1]), 8: address(logits), 9: two(logits.stride(0))})
+    words: dict[int, int] = {End.SIZES: two(0, logits.shape[1]), End.DATA: address(logits)}
+    return Piece(Kind.CHOOSE, {**words, End.DATA_ROW: two(logits.stride(0))})
 
 
 def address(tensor: Tensor | None) -> int:
@@ -164,12 +172,14 @@ def _first(s: Segment, a: int) -> dict[int, int]:
     blocks, rows, columns = s.w.shape
     block = 0 if shared_input(s.x, s.w) else columns
     strides = (s.w.stride(1) if rows > 1 else columns, s.w.stride(0) if blocks > 1 else 0)
-    words = {1: address(s.w), 2: two(strides[0] // a, columns // a), 3: two(rows, strides[1] // a)}
-    return {**words, 8: address(s.x), 9: two(s.x.stride(0) // a, block // a)}
+    words: dict[int, int] = {Product.W: address(s.w), Product.X: address(s.x)}
+    words |= {Product.STRIDES: two(strides[0] // a, columns // a)}
+    words |= {Product.SIZES: two(rows, strides[1] // a)}
+    return {**words, Product.X_STRIDES: two(s.x.stride(0) // a, block // a)}
 
 
 def _norm(s: Segment, gain: Tensor | None, eps: float) -> dict[int, int]:
-    return {7: address(gain), 17: two(bits(eps), s.x.shape[1])}
+    return {Product.GAIN: address(gain), Product.NORM: two(bits(eps), s.x.shape[1])}
 
 
 def make_table(phases: Sequence[Sequence[Piece]], programs: int, tuning: Tuning) -> Table:
@@ -178,7 +188,7 @@ def make_table(phases: Sequence[Sequence[Piece]], programs: int, tuning: Tuning)
     Raises ValueError for more than `MOST_VARIANTS` variants.
     """
     table, rows = Table(programs, torch.zeros(0)), []
-    numbers: dict[tuple[int, ...], int] = {}
+    numbers: dict[Variant, int] = {}
     for phase in phases:
         table.starts.append(len(rows))
         for at in range(0, len(phase), programs):
@@ -191,22 +201,20 @@ def make_table(phases: Sequence[Sequence[Piece]], programs: int, tuning: Tuning)
     return table
 
 
-def _step(
-    pieces: Sequence[Piece], programs: int, tuning: Tuning, numbers: dict[tuple[int, ...], int]
-) -> Tensor:
+def _step(pieces: Sequence[Piece], programs: int, tuning: Tuning, numbers: dict[Variant, int]) -> Tensor:
     """[programs, FIELDS]; new variants get the next of `numbers`."""
     words = torch.zeros(programs, FIELDS, dtype=torch.int64)
     begin = 0
     for piece, count in zip(pieces, shares(tuple(p.bytes for p in pieces), programs), strict=True):
         own = words[begin : begin + count]
         own[:] = torch.tensor([piece.words.get(i, 0) for i in range(FIELDS)], dtype=torch.int64)
-        if piece.kind < EMBED:
+        if piece.kind < Kind.EMBED:
             variant = choose_variant(piece, count, tuning)
-            kind, tiles = numbers.setdefault(variant, len(numbers)), piece.tiles(variant[1])
+            kind, tiles = numbers.setdefault(variant, len(numbers)), piece.tiles(variant.rows)
             border = torch.arange(count + 1) * tiles // count
-            own[:, 0] = kind | border[:-1] << 8 | border.diff() << 36
+            own[:, Product.HEAD] = kind | border[:-1] << 8 | border.diff() << 36
         else:
-            own[:, 0] = piece.kind
+            own[:, Product.HEAD] = piece.kind
         begin += count
     return words
 
@@ -224,21 +232,23 @@ def shares(sizes: tuple[int, ...], programs: int) -> list[int]:
     return counts
 
 
-def choose_variant(piece: Piece, programs: int, tuning: Tuning) -> tuple[int, ...]:
-    """(kind, BR, BK, extra, alignment, halves): the largest tiles that divide well over `programs`."""
-    whole = piece.columns <= tuning.whole
-    extra = piece.extra + (whole if piece.kind != MIXED else 0)
+def choose_variant(piece: Piece, programs: int, tuning: Tuning) -> Variant:
+    """The largest tiles that divide well over `programs`."""
+    whole = piece.columns <= tuning.whole and piece.kind != Kind.MIXED
     columns = max(power_of_two(piece.columns), 128)
-    if piece.kind == MIXED:
+    if piece.kind == Kind.MIXED:
         most = MIX_RANKS
-        columns = min(columns, max(tuning.elements // (2 * MIX_RANKS * piece.extra), 64))
+        columns = min(columns, max(tuning.elements // (2 * MIX_RANKS * piece.mixes), 64))
     elif whole:
-        most = tuning.elements // columns // (2 if piece.kind == PAIRS else 1)
+        most = tuning.elements // columns // (2 if piece.kind == Kind.PAIRS else 1)
     else:
         columns = min(columns, tuning.wide_columns)
-        most = tuning.wide_rows // (2 if piece.kind == PAIRS else 1)
+        most = tuning.wide_rows // (2 if piece.kind == Kind.PAIRS else 1)
     most = max(min(most, 64, power_of_two(piece.rows)), 1)
     heights = [most >> i for i in range(3) if most >> i]
     busy = {rows: -(-piece.tiles(rows) // programs) * rows for rows in heights}
     rows = max(r for r in heights if busy[r] <= 1.1 * min(busy.values()))
-    return (piece.kind, rows, columns, int(extra), piece.alignment, piece.halves)
+    return Variant(
+        *(int(piece.kind), rows, columns, piece.alignment, piece.mixes),
+        *(whole, piece.shared, piece.plain, piece.x_half, piece.y_half),
+    )

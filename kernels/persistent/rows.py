@@ -10,13 +10,15 @@ try:
 
     from blr.kernels.gemv.triton import row_scale
     from blr.kernels.persistent.access import (
+        PARTS,
+        Y_TOKEN,
         advance,
         high,
         inputs,
         low,
+        opened,
         operands,
         placed,
-        share,
         store,
         typed,
         wait,
@@ -74,22 +76,20 @@ def addends(bias, y, y_token, like, single, out, ok, add, N: tl.constexpr):
 
 
 @triton.jit
-def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
+def rows_whole(d, ahead, like, single, counter, target,
                N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, A: tl.constexpr,
                HALF: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Rows of K ≤ BK columns: the input stays in registers for all tiles of a block.
 
-    d: descriptor; head, w, strides, sizes: its first four words.
+    d: descriptor; ahead: its first words, `fields.Ahead`.
     """
-    first, end = share(head)
-    w = typed(w, like, A)
-    w_row, K = low(strides) * A, high(strides) * A
-    rows, w_block = low(sizes), high(sizes) * A
+    first, end, w, w_row, w_block, rows, K = opened(ahead, like, A)
     tiles = tl.cdiv(rows, BR)
     tile = weights(w, w_block, w_row, rows, K, tiles, first, end, 0, BR, BK, PLAIN)
     lane = tl.arange(0, BK)
     x, x_token, x_block, y, y_token, bias, gain, eps, width = operands(d, A)
-    part, blocks, add = low(tl.load(d + 16)), high(tl.load(d + 16)), high(tl.load(d + 13)) != 0
+    part, blocks = low(tl.load(d + PARTS)), high(tl.load(d + PARTS))
+    add = high(tl.load(d + Y_TOKEN)) != 0
     block = 0 if PLAIN else first // tiles
     g = gains(gain, like, block * x_block, lane, K, A)
     wait(counter, target, SYNC)
@@ -119,21 +119,19 @@ def rows_whole(d, head, w, strides, sizes, like, single, counter, target,
 
 
 @triton.jit
-def rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
+def rows_chunked(d, ahead, like, single, counter, target,
                  N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, A: tl.constexpr,
                  HALF: tl.constexpr, PLAIN: tl.constexpr, SYNC: tl.constexpr):  # fmt: skip
     """Rows of any number of columns, in chunks of BK, with the inputs of the next chunk on the way
     as its weights are. Arguments as of `rows_whole`."""
-    first, end = share(head)
-    w = typed(w, like, A)
-    w_row, K = low(strides) * A, high(strides) * A
-    rows, w_block = low(sizes), high(sizes) * A
+    first, end, w, w_row, w_block, rows, K = opened(ahead, like, A)
     tiles = tl.cdiv(rows, BR)
     chunks = tl.cdiv(K, BK)
     tile = weights(w, w_block, w_row, rows, K, tiles, first, end, 0, BR, BK, PLAIN)
     lane = tl.arange(0, BK)
     x, x_token, x_block, y, y_token, bias, gain, eps, width = operands(d, A)
-    part, blocks, add = low(tl.load(d + 16)), high(tl.load(d + 16)), high(tl.load(d + 13)) != 0
+    part, blocks = low(tl.load(d + PARTS)), high(tl.load(d + PARTS))
+    add = high(tl.load(d + Y_TOKEN)) != 0
     offset = 0 if PLAIN else (first // tiles) * x_block
     g = gains(gain, like, offset, lane, K, A)
     wait(counter, target, SYNC)

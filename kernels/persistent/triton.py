@@ -15,49 +15,57 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-# Kinds of variants, as in program.py beside this file.
-ROWS = tl.constexpr(0)
-PAIRS = tl.constexpr(1)
-MIXED = tl.constexpr(2)
-# Kinds of phases that are no products, as in program.py.
-EMBED = tl.constexpr(253)
-ATTENTION = tl.constexpr(254)
-CHOOSE = tl.constexpr(255)
-FIELDS = tl.constexpr(24)  # words of a descriptor
+from blr.kernels.persistent.fields import FIELDS as WORDS
+from blr.kernels.persistent.fields import Ahead, Kind, Variant
+
+PAIRS = tl.constexpr(int(Kind.PAIRS))
+MIXED = tl.constexpr(int(Kind.MIXED))
+EMBED = tl.constexpr(int(Kind.EMBED))
+ATTENTION = tl.constexpr(int(Kind.ATTENTION))
+CHOOSE = tl.constexpr(int(Kind.CHOOSE))
+FIELDS = tl.constexpr(WORDS)
+# Places in VARIANTS.
+SIZE = tl.constexpr(len(Variant._fields))
+KIND = tl.constexpr(Variant._fields.index("kind"))
+ROWS = tl.constexpr(Variant._fields.index("rows"))
+COLUMNS = tl.constexpr(Variant._fields.index("columns"))
+ALIGNMENT = tl.constexpr(Variant._fields.index("alignment"))
+BLOCKS = tl.constexpr(Variant._fields.index("blocks"))
+WHOLE = tl.constexpr(Variant._fields.index("whole"))
+SHARED = tl.constexpr(Variant._fields.index("shared"))
+PLAIN = tl.constexpr(Variant._fields.index("plain"))
+X_HALF = tl.constexpr(Variant._fields.index("x_half"))
+Y_HALF = tl.constexpr(Variant._fields.index("y_half"))
 
 
 @triton.jit
 def product_phase(
-    d, head, w, strides, sizes, like, single, counter, target,
-    KIND: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, EXTRA: tl.constexpr, A: tl.constexpr,
-    HALVES: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, SYNC: tl.constexpr,
+    d, ahead, like, single, counter, target,
+    VARIANTS: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of one variant.
-
-    EXTRA: the number of blocks if MIXED; else 1 if a tile has whole rows, plus 2 for pairs with one
-    input, plus 4 for one block in its own order. HALVES: 1 for inputs, 2 for results of `like`.
-    """
-    WHOLE: tl.constexpr = EXTRA % 2 == 1
-    SHARED: tl.constexpr = EXTRA % 4 >= 2
-    PLAIN: tl.constexpr = EXTRA >= 4
-    X_HALF: tl.constexpr = HALVES % 2 == 1
-    Y_HALF: tl.constexpr = HALVES >= 2
-    if KIND == MIXED:
-        mixed(d, head, w, strides, sizes, like, single, counter, target,
-              N, BR, BK, EXTRA, A, X_HALF, SYNC)  # fmt: skip
-    elif KIND == PAIRS:
-        if WHOLE:
-            pairs_whole(d, head, w, strides, sizes, like, single, counter, target,
-                        N, BR, BK, SHARED, A, Y_HALF, ACT, PLAIN, SYNC)  # fmt: skip
+    """A program's tiles of the variant whose fields begin at FIRST of VARIANTS."""
+    kind: tl.constexpr = VARIANTS[FIRST + KIND]
+    BR: tl.constexpr = VARIANTS[FIRST + ROWS]
+    BK: tl.constexpr = VARIANTS[FIRST + COLUMNS]
+    A: tl.constexpr = VARIANTS[FIRST + ALIGNMENT]
+    whole: tl.constexpr = VARIANTS[FIRST + WHOLE]
+    plain: tl.constexpr = VARIANTS[FIRST + PLAIN]
+    x_half: tl.constexpr = VARIANTS[FIRST + X_HALF]
+    y_half: tl.constexpr = VARIANTS[FIRST + Y_HALF]
+    if kind == MIXED:
+        mixed(d, ahead, like, single, counter, target,
+              N, BR, BK, VARIANTS[FIRST + BLOCKS], A, x_half, SYNC)  # fmt: skip
+    elif kind == PAIRS:
+        if whole:
+            pairs_whole(d, ahead, like, single, counter, target,
+                        N, BR, BK, VARIANTS[FIRST + SHARED], A, y_half, ACT, plain, SYNC)  # fmt: skip
         else:
-            pairs_chunked(d, head, w, strides, sizes, like, single, counter, target,
-                          N, BR, BK, SHARED, A, Y_HALF, ACT, PLAIN, SYNC)  # fmt: skip
-    elif WHOLE:
-        rows_whole(d, head, w, strides, sizes, like, single, counter, target,
-                   N, BR, BK, A, X_HALF, PLAIN, SYNC)  # fmt: skip
+            pairs_chunked(d, ahead, like, single, counter, target,
+                          N, BR, BK, VARIANTS[FIRST + SHARED], A, y_half, ACT, plain, SYNC)  # fmt: skip
+    elif whole:
+        rows_whole(d, ahead, like, single, counter, target, N, BR, BK, A, x_half, plain, SYNC)
     else:
-        rows_chunked(d, head, w, strides, sizes, like, single, counter, target,
-                     N, BR, BK, A, X_HALF, PLAIN, SYNC)  # fmt: skip
+        rows_chunked(d, ahead, like, single, counter, target, N, BR, BK, A, x_half, plain, SYNC)
 
 
 @triton.jit
@@ -73,7 +81,7 @@ def token_kernel(
 
     table: [phases, programs, FIELDS] words. counter, generation: one word each, arrivals so far and
     those before this launch. like, single: pointers of the types of weights and of float32.
-    VARIANTS: COUNT times (kind, BR, BK, extra, alignment, halves).
+    VARIANTS: the fields of COUNT times `fields.Variant`.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -89,9 +97,8 @@ def token_kernel(
         for i in tl.static_range(COUNT):
             if kind == i:
                 product_phase(
-                    d, head, w, strides, sizes, like, single, counter, target,
-                    VARIANTS[6 * i], VARIANTS[6 * i + 1], VARIANTS[6 * i + 2], VARIANTS[6 * i + 3],
-                    VARIANTS[6 * i + 4], VARIANTS[6 * i + 5], N, ACT, SYNC,
+                    d, Ahead(head, w, strides, sizes), like, single, counter, target,
+                    VARIANTS, i * SIZE, N, ACT, SYNC,
                 )  # fmt: skip
         if kind == ATTENTION:
             attention_phase(

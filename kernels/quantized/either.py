@@ -22,11 +22,12 @@ def grouped(
     pdl: bool = False,
 ) -> None:
     """`segments.grouped` of either kind: one launch for neighbours of one kind and bits."""
-    from blr.kernels.gemv.grouped import grouped as dense
-    from blr.kernels.quantized.grouped import grouped as quantized
-
     for bits, found in groupby(segments, key=lambda s: getattr(s, "bits", 0)):
-        (quantized if bits else dense)(list(found), gain=gain, eps=eps, pdl=pdl)
+        if bits:
+            from blr.kernels.quantized.grouped import grouped as launch
+        else:
+            from blr.kernels.gemv.grouped import grouped as launch
+        launch(list(found), gain=gain, eps=eps, pdl=pdl)
 
 
 def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.gemv.launch import power_of_two
+from blr.kernels.gemv.launch import launch_options, norm_kind, power_of_two, ready, run_stage
 from blr.kernels.quantized.reference import packed_width
+from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {4: 128, 8: 256}
@@ -73,7 +74,7 @@ def gemv_quantized(
     pdl: bool = False,
     **config: Any,
 ) -> Tensor:
-    """`reference.gemv_quantized` as one kernel, for 1 to 16 tokens; without `mix` (see `mixed.py`).
+    """`reference.gemv_quantized` as one kernel, for 1 to 16 tokens.
 
     Args:
         x: [n, …], any float dtype.
@@ -89,52 +90,61 @@ def gemv_quantized(
     """
     from blr.kernels.quantized.triton import gemv_kernel
 
-    tokens = x.shape[0]
-    if tokens > 16:
-        raise ValueError(f"gemv_quantized: {tokens} tokens; it takes 1 to 16")
-    words, scale = as_words(packed, bits, K), scale if scale.stride(-1) == 1 else scale.contiguous()
-    blocks, rows, _ = words.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if out is None:
-        out = torch.empty(tokens, blocks * rows, dtype=dtype or x.dtype, device=x.device)
-    if tokens == 0:
+    blocks, rows, _ = packed.shape
+    x, out = ready(x, blocks * rows, out, dtype)
+    if not len(x):
         return out
-    config = {**tile_shape(rows, K, tokens, bits, blocks * rows), **config}
-    config = complete(config, config["num_warps"], tokens)
-    grid = (blocks * -(-rows // config["BR"]),)
-    none = x  # stands for an absent tensor: never read
-    gemv_kernel[grid](
-        *(x, x.stride(0), 0 if blocks == 1 else K),
-        *(none if gain is None else gain, eps),
-        *(words, words.stride(0), words.stride(1)),
-        *(scale, scale.stride(0), scale.stride(1)),
-        none if bias is None else bias,
-        *(none if residual is None else residual, 0 if residual is None else residual.stride(0)),
-        *(out, out.stride(0), tokens, rows, K, blocks, part or rows),
-        N=tokens if tokens <= 2 else 16,
-        BITS=bits,
-        NORM=gain is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
+    scale = scale if scale.stride(-1) == 1 else scale.contiguous()
+    s = QuantizedSegment(x, packed, scale, bits, K, out, bias, part=part)
+    config = {**tile_shape(rows, K, len(x), bits, blocks * rows), **config}
+    config = complete(config, config["num_warps"], len(x))
+    run_stage(
+        *(gemv_kernel, stage(s), quantized_tile(s, config, gain)),
+        residual=residual,
+        gain=gain,
+        eps=eps,
+        N=token_slots(len(x)),
         ACT=activation,
-        ONE=one_chunk(K, bits, config["BQ"]),
-        PDL=pdl,
-        **config,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=config["num_warps"],
+        **launch_options(pdl),
     )
     return out
+
+
+def stage(s: QuantizedSegment) -> QuantizedStage:
+    """What kernels take of a segment. Raises ValueError as `as_words`."""
+    words, none = as_words(s.packed, s.bits, s.K), s.x
+    blocks, rows, _ = words.shape
+    return QuantizedStage(
+        *(s.x, s.x.stride(0), 0 if s.x.shape[1] == s.K else s.K),
+        *(words, words.stride(0), words.stride(1)),
+        *(s.scale, s.scale.stride(0), s.scale.stride(1)),
+        *(none if s.mix is None else s.mix, *((0, 0, 0) if s.mix is None else s.mix.stride())),
+        none if s.bias is None else s.bias,
+        *(s.y, s.y.stride(0), rows, s.K, blocks, s.part or rows),
+    )
+
+
+def quantized_tile(s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None) -> QuantizedTile:
+    """The tile of a shape that is `complete`."""
+    return QuantizedTile(
+        *(s.bits, shape["BR"], shape["BQ"], shape["T"]),
+        ONE=packed_width(s.K, s.bits) <= 16 * shape["BQ"],
+        NORM=norm_kind(s.x, s.K, gain),
+        BIAS=s.bias is not None,
+        MIX=0 if s.mix is None else power_of_two(len(s.mix)),
+    )
+
+
+def token_slots(tokens: int) -> int:
+    """The number of tokens that the kernel for `tokens` is compiled for: 1, 2 or 16."""
+    return tokens if tokens <= 2 else 16
 
 
 def complete(tile: dict[str, int], num_warps: int, tokens: int) -> dict[str, int]:
     """A tile with T, the rows that lie side by side in the lanes of `num_warps`, and no fewer rows."""
     beside = 1 if tokens > 2 else max(32 * num_warps // tile["BQ"], 1)
     return {**tile, "BR": max(tile["BR"], beside), "T": beside, "num_warps": num_warps}
-
-
-def one_chunk(K: int, bits: int, BQ: int) -> bool:
-    """Whether a row of K columns is no more than BQ quads of 16 bytes."""
-    return packed_width(K, bits) <= 16 * BQ
 
 
 def as_words(packed: Tensor, bits: int, K: int) -> Tensor:

@@ -8,11 +8,6 @@ quads of all blocks in one axis. S is in full precision.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
 try:
     import triton
     import triton.language as tl
@@ -64,68 +59,37 @@ def mixed_places(
 
 @triton.jit
 def mixed_segment(
-    tile, seg, x_token, y_token, gain, eps, tokens,
-    L: tl.constexpr, BITS: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr,
-    WAIT: tl.constexpr,
+    tile, s, gain, eps, tokens, L: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
-    """Tile number `tile` of a segment (see `triton.stage_products`), for all tokens one by one."""
-    (
-        x, _x_block, w, w_block, w_row, scale, scale_block, scale_row, s, s_out, s_in, s_rank, _bias, y,
-        ranks, K, blocks, _part,
-    ) = seg  # fmt: skip
+    """Tile number `tile` of a stage of up to L blocks, for all tokens one by one."""
+    BR: tl.constexpr = T.BR
+    BQ: tl.constexpr = T.BQ
+    BITS: tl.constexpr = T.BITS
     LANES: tl.constexpr = L * BQ
+    K, ranks, blocks = s.K, s.rows, s.blocks
     index = tl.arange(0, BR * LANES * 4)
-    at, quad, left = mixed_places(index // 4, tile * BR, ranks, w_row, w_block, K, blocks, L, BQ, BITS)
-    words = w + (at + quad * 4 + index % 4), left
     at, quad, left = mixed_places(
-        tl.arange(0, BR * LANES), tile * BR, ranks, scale_row, scale_block, K, blocks, L, BQ, BITS
+        index // 4, tile * BR, ranks, s.w_row, s.w_block, K, blocks, L, BQ, BITS
     )
-    scales = scale + (at + quad // BITS), left
+    words = s.w + (at + quad * 4 + index % 4), left
+    at, quad, left = mixed_places(
+        tl.arange(0, BR * LANES), tile * BR, ranks, s.scale_row, s.scale_block, K, blocks, L, BQ, BITS
+    )
+    scales = s.scale + (at + quad // BITS), left
     first = load_chunk(words, scales, 0, LANES, BITS)
     rank = tile * BR + tl.arange(0, BR)
     rank_ok = rank < ranks
     block = tl.arange(0, L)
     ok = rank_ok[:, None] & (block < blocks)[None, :]
-    at_s = rank[:, None, None] * s_rank + block[None, :, None] * s_out + block[None, None, :] * s_in
-    s_ok = ok[:, :, None] & (block < blocks)[None, None, :]
-    s_tile = tl.load(s + at_s, mask=s_ok, other=0.0).to(tl.float32)
+    at_mix = rank[:, None, None] * s.mix_rank + block[None, :, None] * s.mix_out
+    at_mix += block[None, None, :] * s.mix_in
+    mix_ok = ok[:, :, None] & (block < blocks)[None, None, :]
+    mix = tl.load(s.mix + at_mix, mask=mix_ok, other=0.0).to(tl.float32)
     if WAIT:
         gdc_wait()
     for token in range(tokens):
         mixed = mixed_rows(
-            first, words, scales, x + token * x_token, gain, eps, s_tile, K, blocks, L, BQ, BITS, NORM
+            first, words, scales, s.x + token * s.x_token, gain, eps, mix, K, blocks, L, BQ, BITS, T.NORM
         )  # fmt: skip
-        to = y + token * y_token + block[None, :] * ranks + rank[:, None]
-        tl.store(to, mixed.to(y.dtype.element_ty), mask=ok)
-
-
-def gemv_mix_quantized(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    bits: int,
-    K: int,
-    s: Tensor,
-    *,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    out: Tensor | None = None,
-    pdl: bool = False,
-    **config: Any,
-) -> Tensor:
-    """`reference.gemv_mix_quantized` as one kernel, for 1 to 16 tokens.
-
-    Args:
-        x: [n, b·K]. packed, scale: of weights [b, r, K], as `launch.gemv_quantized`. s: [b, b, r].
-        out: [n, b·r]. pdl, config (BR, BQ, num_warps): as there.
-    """
-    from blr.kernels.quantized.grouped import grouped
-    from blr.kernels.quantized.segments import QuantizedSegment
-
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if out is None:
-        shape = (x.shape[0], packed.shape[0] * packed.shape[1])
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    segment = QuantizedSegment(x, packed, scale, bits, K, out, mix=s)
-    grouped([segment], gain=gain, eps=eps, pdl=pdl, config=[config])
-    return out
+        to = s.y + token * s.y_token + block[None, :] * ranks + rank[:, None]
+        tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)

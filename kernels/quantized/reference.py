@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.gemv.reference import gemv, gemv_mix
+from blr.kernels.gemv.reference import gemv
 
 GROUP = 128
 BITS = (4, 8)
@@ -90,13 +90,6 @@ def gemv_quantized(
         epilogue: bias, gain, eps, part, residual, activation, as there.
     """
     return gemv(x, dequantize(packed, scale, bits, K, x.dtype), **epilogue)
-
-
-def gemv_mix_quantized(
-    x: Tensor, packed: Tensor, scale: Tensor, bits: int, K: int, s: Tensor, **norm: Any
-) -> Tensor:
-    """`blr.kernels.gemv.reference.gemv_mix` with weights dequantized to the dtype of `x`."""
-    return gemv_mix(x, dequantize(packed, scale, bits, K, x.dtype), s, **norm)
 
 
 def _quantize_groups(w: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

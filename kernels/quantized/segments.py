@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,47 @@ class QuantizedSegment:
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
         """[n, B·R] in the dtype of `x`."""
         return self.dense().product(gain, eps)
+
+
+class QuantizedStage(NamedTuple):
+    """What kernels take of a `QuantizedSegment`, as `blr.kernels.gemv.segments.Stage`; w and its
+    strides count words of 4 bytes."""
+
+    x: Any
+    x_token: int
+    x_block: int
+    w: Any
+    w_block: int
+    w_row: int
+    scale: Any
+    scale_block: int
+    scale_row: int
+    mix: Any
+    mix_out: int
+    mix_in: int
+    mix_rank: int
+    bias: Any
+    y: Any
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+
+
+class QuantizedTile(NamedTuple):
+    """What the code for a stage is specialized by: BITS of a weight, rows BR and quads BQ of a
+    program's tile, its rows T that lie side by side, whether a row has ONE chunk; NORM, BIAS and MIX
+    as of `blr.kernels.gemv.segments.Tile`."""
+
+    BITS: int
+    BR: int
+    BQ: int
+    T: int
+    ONE: bool
+    NORM: int = 0
+    BIAS: bool = False
+    MIX: int = 0
 
 
 def grouped(

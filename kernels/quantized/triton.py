@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.gemv.triton import activate
+from blr.kernels.gemv.triton import activate, bias_of, outputs, store_rows, tile_start
 from blr.kernels.quantized.words import (
     chunk_inputs,
     field_columns,
@@ -163,86 +163,69 @@ def rows_by_dot(
 
 
 @triton.jit
-def stage_start(
-    tile, seg, BR: tl.constexpr, BQ: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """What does not depend on the inputs of tile number `tile` of a segment (see `stage_products`):
+def stage_start(tile, s, T: tl.constexpr):
+    """What does not depend on the inputs of tile number `tile` of a stage (see `stage_products`):
     (first chunk, words, scales, block, rows [BR], valid)."""
-    w, w_block, w_row, scale, scale_block, scale_row = seg[2], seg[3], seg[4], seg[5], seg[6], seg[7]
-    rows_per_block, K = seg[14], seg[15]
-    tiles = tl.cdiv(rows_per_block, BR)
-    block = tile // tiles
-    start = (tile % tiles) * BR
+    block, start = tile_start(tile, s, T.BR)
     # Pointers to the first row of the tile; within a tile, offsets of 32 bits do.
-    w += block.to(tl.int64) * w_block + start.to(tl.int64) * w_row
-    scale += block.to(tl.int64) * scale_block + start.to(tl.int64) * scale_row
-    rows = rows_per_block - start
-    words, scales = tile_places(w, w_row, scale, scale_row, rows, K, BR // T, T, BQ, BITS)
-    chunk = load_chunk(words, scales, 0, T * BQ, BITS)
-    row = tl.arange(0, BR)
+    w = s.w + (block.to(tl.int64) * s.w_block + start.to(tl.int64) * s.w_row)
+    scale = s.scale + (block.to(tl.int64) * s.scale_block + start.to(tl.int64) * s.scale_row)
+    rows = s.rows - start
+    words, scales = tile_places(
+        w, s.w_row, scale, s.scale_row, rows, s.K, T.BR // T.T, T.T, T.BQ, T.BITS
+    )  # fmt: skip
+    chunk = load_chunk(words, scales, 0, T.T * T.BQ, T.BITS)
+    row = tl.arange(0, T.BR)
     return chunk, words, scales, block, start + row, row < rows
 
 
 @triton.jit
-def stage_products(
-    started, seg, x_token, gain, tokens,
-    N: tl.constexpr, BITS: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
+def stage_products(started, s, gain, tokens, N: tl.constexpr, T: tl.constexpr):
     """Products of the tile that `stage_start` started, for `stage_rows`.
 
-    seg: (x, x_block, w, w_block, w_row, scale, scale_block, scale_row, s, s_out, s_in, s_rank,
-    bias, y, rows, K, blocks, part); w and its strides count words of 4 bytes.
-    NORM: 1 for an RMS norm of inputs that all blocks share, 2 of inputs that they split.
-    ONE: a row has one chunk.
+    s, T: `segments.QuantizedStage` and `segments.QuantizedTile`.
     """
     chunk, words, scales, block, _rows, _ok = started
-    x = seg[0] + block * seg[1]
-    if NORM == 2:
-        gain += block * seg[1]
+    x = s.x + block * s.x_block
+    if T.NORM == 2:
+        gain += block * s.x_block
     if N <= 2:
         lanes: tl.constexpr = chunk[0].shape[1]
-        at = field_columns(lanes, BQ, BITS)
-        inputs = x + at, x + (x_token + at), gain + at, at - seg[15]
-        end = tl.cdiv(seg[15], 128) * BITS
-        return rows_by_fma(chunk, words, scales, inputs, end, N, BQ, BITS, NORM, ONE)
+        at = field_columns(lanes, T.BQ, T.BITS)
+        inputs = x + at, x + (s.x_token + at), gain + at, at - s.K
+        end = tl.cdiv(s.K, 128) * T.BITS
+        return rows_by_fma(chunk, words, scales, inputs, end, N, T.BQ, T.BITS, T.NORM, T.ONE)
     else:
-        return rows_by_dot(chunk, words, scales, x, x_token, tokens, gain, seg[15], N, BQ, BITS, NORM)
+        return rows_by_dot(
+            chunk, words, scales, x, s.x_token, tokens, gain, s.K, N, T.BQ, T.BITS, T.NORM
+        )  # fmt: skip
 
 
 @triton.jit
-def stage_rows(
-    products, started, seg, x_token, eps, tokens,
-    N: tl.constexpr, BQ: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """What `stage_products` gave as (first, second, outputs, valid).
-
-    first, second: [BR] of one or two tokens, or both the [BR, N] of more. outputs: [BR].
-    """
+def stage_rows(products, started, s, eps, tokens, N: tl.constexpr, T: tl.constexpr):
+    """What `stage_products` gave as (first, second, outputs, valid), as `gemv.triton.stage_rows`."""
     block, rows, ok = started[3], started[4], started[5]
-    K, blocks, part = seg[15], seg[16], seg[17]
-    out = (rows // part) * (blocks * part) + block * part + rows % part
-    constant = tl.zeros([rows.shape[0]], tl.float32)
-    if BIAS:
-        constant = tl.load(seg[12] + out, mask=ok, other=0.0).to(tl.float32)
+    out = outputs(s, block, rows)
+    constant = bias_of(s, out, ok, T.BIAS)
     if N <= 2:
-        first = normed_sums(products[0], products[2], K, eps, BQ, NORM)
-        if NORM == 2:
+        first = normed_sums(products[0], products[2], s.K, eps, T.BQ, T.NORM)
+        if T.NORM == 2:
             one = tl.arange(0, 1)
-            first *= inverse_rms(seg[0], x_token, one, one < tokens, blocks * K, eps, 1024)
+            first *= inverse_rms(s.x, s.x_token, one, one < tokens, s.blocks * s.K, eps, 1024)
         second = first
         if N == 2:
-            second = normed_sums(products[1], products[3], K, eps, BQ, NORM)
-            if NORM == 2:
+            second = normed_sums(products[1], products[3], s.K, eps, T.BQ, T.NORM)
+            if T.NORM == 2:
                 two = tl.arange(0, 1) + 1
-                second *= inverse_rms(seg[0], x_token, two, two < tokens, blocks * K, eps, 1024)
+                second *= inverse_rms(s.x, s.x_token, two, two < tokens, s.blocks * s.K, eps, 1024)
         return first + constant, second + constant, out, ok
     else:
         sums, square = products
-        if NORM == 1:
-            sums *= tl.rsqrt(square / K + eps)[None, :]
-        if NORM == 2:
+        if T.NORM == 1:
+            sums *= tl.rsqrt(square / s.K + eps)[None, :]
+        if T.NORM == 2:
             token = tl.arange(0, N)
-            norm = inverse_rms(seg[0], x_token, token, token < tokens, blocks * K, eps, 128)
+            norm = inverse_rms(s.x, s.x_token, token, token < tokens, s.blocks * s.K, eps, 128)
             sums *= norm[None, :]
         sums += constant[:, None]
         return sums, sums, out, ok
@@ -250,39 +233,16 @@ def stage_rows(
 
 @triton.jit
 def gemv_kernel(
-    x, x_token, x_block, gain, eps, w, w_block, w_row, scale, scale_block, scale_row,
-    bias, residual, residual_token, y, y_token,
-    tokens, rows_per_block, K, blocks, part,
-    N: tl.constexpr, BR: tl.constexpr, BQ: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    s, residual, residual_token, gain, eps, tokens,
+    N: tl.constexpr, T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``y = act(W x + bias) + residual`` for one stage with quantized weights; see `launch`."""
     if PDL:
         gdc_launch_dependents()
-    seg = (
-        x, x_block, w, w_block, w_row, scale, scale_block, scale_row, x, 0, 0, 0, bias, y,
-        rows_per_block, K, blocks, part,
-    )  # fmt: skip
-    started = stage_start(tl.program_id(0), seg, BR, BQ, T, BITS)
+    started = stage_start(tl.program_id(0), s, T)
     if PDL:
         gdc_wait()
-    products = stage_products(started, seg, x_token, gain, tokens, N, BITS, BQ, NORM, ONE)
-    first, second, out, ok = stage_rows(products, started, seg, x_token, eps, tokens, N, BQ, NORM, BIAS)
-    first = activate(first, ACT)
-    if N <= 2:
-        if RESIDUAL:
-            first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
-        tl.store(y + out, first.to(y.dtype.element_ty), mask=ok)
-        if N == 2:
-            second = activate(second, ACT)
-            if RESIDUAL:
-                second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
-            tl.store(y + y_token + out, second.to(y.dtype.element_ty), mask=ok)
-    else:
-        token = tl.arange(0, N)
-        mask = ok[:, None] & (token < tokens)[None, :]
-        if RESIDUAL:
-            at = residual + token[None, :] * residual_token + out[:, None]
-            first += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + token[None, :] * y_token + out[:, None], first.to(y.dtype.element_ty), mask=mask)
+    products = stage_products(started, s, gain, tokens, N, T)
+    first, second, out, ok = stage_rows(products, started, s, eps, tokens, N, T)
+    first, second = activate(first, ACT), activate(second, ACT)
+    store_rows(s, residual, residual_token, first, second, out, ok, tokens, N, RESIDUAL)

@@ -9,7 +9,10 @@ from tolerances import TOLERANCES
 from blr.compressor.bench.kronecker import Algorithms
 from blr.kernels.kronecker.reference import kronecker_factor
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta")
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta"),
+]
 PATTERNS = [(2, 48, 64, 3), (1, 16, 64, 4), (3, 64, 16, 1), (3, 6, 5, 2)]
 
 

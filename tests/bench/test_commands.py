@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from patience import PATIENCE
+from running import Run
 
 from blr.compressor.bench.stopping import SIGNALS, Stopped, stoppable
 
@@ -83,11 +84,10 @@ def test_a_stopped_run_keeps_finished_cases(tmp_path: Path) -> None:
         [*command, "--peer", "slow.py", "--repeats", "1", "--output", "out"],
         **{"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
     )
-    until = time.monotonic() + 60
-    while not (tmp_path / "second").exists() and running.poll() is None and time.monotonic() < until:
+    while not (tmp_path / "second").exists() and running.poll() is None:
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    stdout, stderr = running.communicate(timeout=30)
+    stdout, stderr = running.communicate(timeout=PATIENCE)
     assert running.returncode == 130, stderr
     assert stderr.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
     saved = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -145,5 +145,5 @@ def test_refusals_come_before_torch_is_loaded() -> None:
         "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "bench", "layers", "--dtype", "int4"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=PATIENCE)
     assert done.stderr.splitlines()[-1] == "False"

@@ -13,6 +13,8 @@ from blr.compressor.bench.gate import ROWS, WrongResult, check, expect, poisoned
 from blr.compressor.bench.precision import PRECISIONS, computing_in, find_precision
 from blr.compressor.errors import UsageError
 
+pytestmark = pytest.mark.fast
+
 linear = torch.nn.functional.linear
 ROWS_IN, INPUTS, OUTPUTS = 70, 512, 256
 

@@ -16,6 +16,8 @@ from blr.compressor.bench.results import Row
 from blr.compressor.bench.runner import Arm, Runner
 from blr.compressor.bench.timing import Rotation
 
+pytestmark = pytest.mark.fast
+
 FLOAT32 = PRECISIONS["float32"]
 linear = torch.nn.functional.linear
 

@@ -8,6 +8,8 @@ import pytest
 
 from blr.compressor.bench.patterns import BATCH, LIMIT, grid, largest, sample, stratum
 
+pytestmark = pytest.mark.fast
+
 
 def test_grid_of_the_paper() -> None:
     """Figure 7: its rules give 627 patterns (the percentages of table 6 are multiples of 1/627)."""

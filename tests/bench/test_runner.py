@@ -18,9 +18,11 @@ from blr.compressor.bench.runner import Case, Runner
 from blr.compressor.bench.shapes import find_layers, specs_for
 from blr.compressor.bench.subjects import dense_kernel, our_variant
 from blr.compressor.bench.summary import layers_summary, patterns_summary
+from blr.compressor.planning.roofline import find_gpu, kernels, layer_time
 from blr.compressor.progress import Progress
-from blr.compressor.roofline import find_gpu, kernels, layer_time
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec
+
+pytestmark = pytest.mark.fast
 
 FLOAT32 = PRECISIONS["float32"]
 LAYER = find_layers(["vit-b"])[0]
@@ -151,7 +153,7 @@ def test_the_variant_named_is_the_one_dispatched(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(available, "kernel_device", lambda tensor: True)
     monkeypatch.setattr(tables, "gpu_key", lambda device: "fake")
-    rule = {"structure": "blast", "blocks": [4, 4], "n": [512, 1024], "variant": "fused_mix"}
+    rule = {"structure": "blast", "blocks": [4, 4], "n": [512, 1024], "variant": "materialize"}
     monkeypatch.setattr(tables, "tuned_rules", lambda gpu: [rule])
     tables._choose.cache_clear()
     bfloat16 = PRECISIONS["bfloat16"]
@@ -161,5 +163,5 @@ def test_the_variant_named_is_the_one_dispatched(monkeypatch: pytest.MonkeyPatch
         factors = our_variant(chain, 1, bfloat16, CPU)
     finally:
         tables._choose.cache_clear()
-    assert found == ["fused_mix", "gemv"]
+    assert found == ["materialize", "gemv"]
     assert factors == "fused:decode fused:decode"

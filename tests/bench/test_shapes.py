@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from blr.compressor.bench.shapes import STRUCTURES, find_layers, known_models, specs_for
+from blr.compressor.bench.shapes import find_layers, known_models, specs_for
 from blr.compressor.errors import UsageError
 from blr.compressor.structures.patterns import validate_chain
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec
+
+pytestmark = pytest.mark.fast
 
 QKVO, GATE, DOWN = find_layers(["llama-7b"])
 

@@ -17,6 +17,8 @@ from blr.compressor.bench.timing import (
     spread,
 )
 
+pytestmark = pytest.mark.fast
+
 
 class Clock:
     """Seconds that pass only when told to."""

@@ -12,6 +12,8 @@ from blr.compressor.checkpoint.shapes import check_against_config, evaluate
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError
 
+pytestmark = pytest.mark.fast
+
 GPT2 = {
     "*wte.weight": ["vocab_size", "n_embd"],
     "*h.*.attn.c_attn.weight": ["n_embd", "3*n_embd"],

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from patience import PATIENCE
 from pico import save_pico
+from running import Run
 from safetensors.torch import load_file, save_file
 
 
@@ -35,7 +36,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     folder = tmp_path_factory.mktemp("compressed") / "out"
     command = [Path(sys.executable).with_name("blr"), "compress", tiny, "-o", folder]
     options = ["--method", "blast", "--cf", "1.25", "--rounds", "5"]
-    subprocess.run([*map(str, command), *options], check=True, capture_output=True, timeout=300)
+    subprocess.run([*map(str, command), *options], check=True, capture_output=True, timeout=PATIENCE)
     return folder
 
 
@@ -129,7 +130,8 @@ def test_pattern_and_dtype_options(tmp_path: Path, blr: Run) -> None:
     ("arguments", "code", "fragments"),
     [
         (["no/such/folder"], 4, ["no/such/folder", "no such folder"]),
-        (["."], 4, ["config.json"]),
+        (["."], 5, ["inside .", "choose another --output"]),  # where the default would be written
+        (["full", "-o", "out"], 4, ["config.json"]),
         (["TINY", "--method", "magic"], 2, ["method", "magic", "svd"]),
         (["TINY", "--cf", "1"], 2, ["cf", "greater than 1"]),
         (["TINY", "--cf", "1e6"], 2, ["at most cf"]),

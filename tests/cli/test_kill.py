@@ -220,6 +220,17 @@ def test_a_run_after_a_kill_says_what_changed(killer: Killer, dense: Path, tmp_p
     assert restarted.code == 0 and restarted.fits == LAYERS
 
 
+def test_another_number_of_threads_is_told(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    """Results depend on it in their last bits: finished layers are not computed again in silence."""
+    case = Case(killer, dense, tmp_path / "case")
+    assert case.run(die_at=40).code == KILLED
+    more = killer.run(*case.arguments, "--threads", "2", cwd=case.folder)
+    assert more.code == 5 and more.fits == 0
+    assert "threads was 1, now 2" in more.stderr and "--restart" in more.stderr
+    same = killer.run(*case.arguments, "--threads", "1", cwd=case.folder)
+    assert same.code == 0 and same.fits < LAYERS
+
+
 def test_weights_changed_after_a_kill_at_the_last_rename(
     killer: Killer, dense: Path, whole: tuple, tmp_path: Path
 ) -> None:
@@ -266,12 +277,16 @@ def test_damaged_journal_entry_is_computed_again(
 
 
 def test_damaged_run_file_is_refused(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
+    """It is the mark by which the folder is ours: without it, the user has to remove it."""
     case = Case(killer, dense, tmp_path / "case")
     assert case.run(die_at=40).code == KILLED
-    (case.folder / "out.blr-partial" / "run.json").write_text('{"recipe"')
-    refused = case.run()
-    assert refused.code == 5 and "run.json: damaged" in refused.stderr
-    assert killer.run(*case.arguments, "--restart", cwd=case.folder).code == 0
+    partial = case.folder / "out.blr-partial"
+    (partial / "run.json").write_text('{"recipe"')
+    for refused in (case.run(), killer.run(*case.arguments, "--restart", cwd=case.folder)):
+        assert refused.code == 5 and "run.json: in the way" in refused.stderr
+        assert "damaged" in refused.stderr and any(partial.glob("journal/*.safetensors"))
+    shutil.rmtree(partial)
+    assert case.run().code == 0
     assert case.files() == whole[1]
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from killer import Killer, Outcome
+from patience import PATIENCE
 from pico import save_pico
 
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-SECONDS = 5
 LAYERS = 14
 # One layer, fitted for some seconds in calls that each last long
 LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "600")
@@ -73,11 +75,11 @@ def middle(events: list[str], state: str) -> int:
 def test_stopped_while_busy_with_the_disk(
     number: int, state: str, killer: Killer, dense: Path, whole: tuple, tmp_path: Path
 ) -> None:
-    """The main thread hangs in a call that takes a minute, as over a slow network disk."""
+    """The main thread hangs in a call that does not return, as over a network disk that is gone."""
     at = middle(whole[0].events, state)
     command = ("compress", dense, "--restart", "-o", "an output", "-q")
     stopped = killer.run(*command, cwd=tmp_path, stop_at=at, stop=number)
-    assert stopped.code == 128 + number and stopped.seconds < SECONDS
+    assert stopped.code == 128 + number
     assert os.listdir(tmp_path) == ["an output.blr-partial"]
     assert f"kept in {tmp_path / 'an output.blr-partial'}" in stopped.stderr
     arguments = resume(stopped.stderr)
@@ -95,10 +97,18 @@ def test_stopped_in_a_long_factorization(killer: Killer, tiny: Path, tmp_path: P
     fit = whole.events.index("fit")
     for number in SIGNALS:
         stopped = killer.run(*command, "out", cwd=tmp_path, stop_at=fit, stop=number)
-        assert stopped.code == 128 + number and stopped.seconds < SECONDS
+        assert stopped.code == 128 + number and "store" not in stopped.events
         assert sorted(os.listdir(tmp_path)) == ["out.blr-partial", "whole"]
     assert killer.run(*resume(stopped.stderr), cwd=tmp_path).code == 0
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_suspended_and_continued(killer: Killer, tiny: Path, tmp_path: Path) -> None:
+    """As by Ctrl-Z and fg, or by a batch system; longer than any wait for a signal might last."""
+    command = ("compress", tiny, *LONG, "-q", "-o", "out")
+    done = killer.run(*command, cwd=tmp_path, stop_at=0, suspended=1.5)
+    assert (done.code, done.stderr) == (0, "")
+    assert files(tmp_path / "out") and os.listdir(tmp_path) == ["out"]
 
 
 def test_json_tells_the_stop(killer: Killer, dense: Path, tmp_path: Path) -> None:
@@ -112,13 +122,12 @@ def start(dense: Path, folder: Path, **options: object) -> subprocess.Popen[str]
     """The real command, caught as it has taken its lock and begins to import torch."""
     command = [str(BLR), "compress", str(dense), "-o", "out", "-q"]
     run = subprocess.Popen(command, cwd=folder, text=True, stderr=subprocess.PIPE, **options)
-    wait_for(folder / "out.blr-lock")
+    wait_for(folder / "out.blr-lock", run)
     return run
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
+def wait_for(path: Path, run: subprocess.Popen[str]) -> None:
+    while not path.exists() and run.poll() is None:
         time.sleep(0.005)
 
 
@@ -127,9 +136,8 @@ def test_stopped_while_importing_torch(number: int, dense: Path, tmp_path: Path)
     run = start(dense, tmp_path)
     time.sleep(0.3)
     run.send_signal(number)
-    sent = time.monotonic()
-    stderr = run.communicate(timeout=60)[1]
-    assert run.returncode == 128 + number and time.monotonic() - sent < SECONDS
+    stderr = run.communicate(timeout=PATIENCE)[1]
+    assert run.returncode == 128 + number
     assert resume(stderr)[:2] == ["compress", str(dense)]
     assert not (tmp_path / "out.blr-lock").exists()
 
@@ -141,9 +149,9 @@ def test_background_job_of_a_shell(number: int, dense: Path, tmp_path: Path) -> 
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     shell = subprocess.Popen(["sh", "-c", script], cwd=tmp_path, **streams)
     job = int(shell.stdout.readline())
-    wait_for(tmp_path / "out.blr-lock")
+    wait_for(tmp_path / "out.blr-lock", shell)
     os.kill(job, number)
-    _, stderr = shell.communicate(timeout=60)
+    _, stderr = shell.communicate(timeout=PATIENCE)
     assert shell.returncode == 128 + number
     assert resume(stderr)
     assert not (tmp_path / "out.blr-lock").exists()
@@ -154,7 +162,7 @@ def test_terminal_that_is_gone(dense: Path, tmp_path: Path) -> None:
     run = start(dense, tmp_path)
     run.stderr.close()
     run.send_signal(signal.SIGHUP)
-    assert run.wait(SECONDS) == 129
+    assert run.wait(PATIENCE) == 129
     assert not (tmp_path / "out.blr-lock").exists()
 
 
@@ -169,9 +177,9 @@ def test_reader_that_is_stuck(dense: Path, tmp_path: Path) -> None:
         os.set_blocking(writer, True)
     command = [str(BLR), "compress", str(dense), "-o", "out", "-q"]
     run = subprocess.Popen(command, cwd=tmp_path, stderr=writer)
-    wait_for(tmp_path / "out.blr-lock")
+    wait_for(tmp_path / "out.blr-lock", run)
     run.send_signal(signal.SIGTERM)
-    assert run.wait(SECONDS) == 143
+    assert run.wait(PATIENCE) == 143
     os.close(reader)
     os.close(writer)
 
@@ -188,14 +196,89 @@ def test_a_stopped_export_says_that_it_starts_over(killer: Killer, dense: Path, 
     assert not list(tmp_path.glob("*.blr-*"))
 
 
-def test_handlers_and_mask_are_restored() -> None:
+# Stops in the middle of the imports, told from a hook that tells which import it is.
+EARLY = """
+import os, sys, time
+module, number = sys.argv[1], int(sys.argv[2])
+del sys.argv[1:3]
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+sys.meta_path.insert(0, Hook())
+from blr.compressor.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("module", ["typer", "blr.compressor.cli.signals"])
+def test_stopped_before_the_command_has_begun(number: int, module: str) -> None:
+    """While the command line itself is imported: the code of later, one line, no traceback."""
+    command = [sys.executable, "-c", EARLY, module, str(int(number)), "compress", "/x", "--format=json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    message = f"stopped by {signal.Signals(number).name}"
+    assert (done.returncode, done.stderr) == (128 + number, f"blr: {message}\n")
+    assert json.loads(done.stdout) == {"error": message, "exit_code": 128 + number}
+
+
+def test_handlers_are_restored() -> None:
     from blr.compressor.cli.signals import stop_on_signals
 
     before = [signal.getsignal(number) for number in SIGNALS]
     with stop_on_signals():
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(SIGNALS)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(SIGNALS)
+        assert all(callable(signal.getsignal(number)) for number in SIGNALS)
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not [each for each in threading.enumerate() if "_watch" in each.name]
+
+
+# A stop while the lock is being taken: its file is there, but not yet known as ours.
+REGISTERING = """
+import os, sys, time
+from blr.compressor.checkpoint import lock, workspace
+from blr.compressor.cli import signals
+class Slow(set):
+    def add(self, path):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        time.sleep(0.3)
+        super().add(path)
+lock.HELD_LOCKS = signals.HELD_LOCKS = Slow()
+with signals.stop_on_signals(), workspace.Workspace("out"):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_stopped_while_taking_the_lock(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REGISTERING, str(int(number))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 128 + number, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_nohup_is_respected(dense: Path, tmp_path: Path) -> None:
+    script = f"trap '' HUP; exec {shlex.quote(str(BLR))} compress {shlex.quote(str(dense))} -o out -q"
+    run = subprocess.Popen(["sh", "-c", script], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "out.blr-lock", run)
+    run.send_signal(signal.SIGHUP)
+    stderr = run.communicate(timeout=PATIENCE)[1]
+    assert (run.returncode, stderr) == (0, "")
+
+
+def test_a_forked_helper_is_ended_as_usual() -> None:
+    """Ending a child that a library has forked must not end the run."""
+    from blr.compressor.cli.signals import stop_on_signals
+
+    with stop_on_signals():
+        child = os.fork()
+        if child == 0:
+            time.sleep(PATIENCE)
+            os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
 def test_outcome_counts_fits() -> None:

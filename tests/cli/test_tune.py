@@ -15,11 +15,12 @@ import typer
 from blr.compressor import tune
 from blr.compressor.bench.precision import PRECISIONS
 from blr.compressor.bench.runner import Runner
-from blr.compressor.bench.shapes import STRUCTURES, Layer
+from blr.compressor.bench.shapes import Layer
 from blr.compressor.bench.stopping import Stopped
-from blr.compressor.cli import tuning as command
-from blr.compressor.cli.commands import Format
+from blr.compressor.cli import tune as command
+from blr.compressor.cli.options import Format
 from blr.compressor.progress import Progress
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.tune import Candidate, Point, Tuning, rules_of
 from blr.compressor.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.kernels.blast.reference import blast_linear
@@ -179,9 +180,9 @@ def test_a_second_run_adds_to_the_table(on_cpu: Path, capsys: pytest.CaptureFixt
     write_table(path, table_text("mine", "a test", [other]))
     run(output=path, format=Format.text)
     assert other in read_table(path)
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, head, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{path}: ")
-    assert len(lines) == 6
+    assert head.split()[:2] == ["structure", "shape"] and len(lines) == 6
 
 
 def test_no_time_writes_nothing_new(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:

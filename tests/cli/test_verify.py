@@ -13,26 +13,12 @@ import pytest
 from pico import save_pico
 
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
-from blr.compressor.cli import main
 from blr.compressor.compress import Settings, compress
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
+from blr.compressor.recipe.schema import make_recipe
 
 SHARD = "model.safetensors"
 Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs ``blr`` in this process: exit code, standard output and error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["blr", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +134,10 @@ MANIFESTS: dict[str, Any] = {
     "digest too short": {"format": 1, "files": {"a": {**_GOOD, "sha256": "0"}}},
     "listing as text": {"format": 1, "files": {"a": "x"}},
     "files as list": {"format": 1, "files": ["a"]},
-    "other format": {"format": 2, "files": {}},
-    "no format": {"files": {}},
+    "other format": {"format": 3, "files": {"a": _GOOD}},
+    "no files": {"format": 1, "files": {}},
+    "header digest as number": {"format": 1, "files": {"a": {**_GOOD, "header_sha256": 3}}},
+    "no format": {"files": {"a": _GOOD}},
     "list": [],
     "text": "x",
 }
@@ -238,7 +226,7 @@ def test_a_bug_is_one_line_too(tmp_path: Path, invoke: Invoke, monkeypatch: pyte
     def fail(folder: Path) -> None:
         raise RuntimeError("first line\nsecond \x1b[31m line")
 
-    monkeypatch.setattr("blr.compressor.checkpoint.manifest.read_manifest", fail)
+    monkeypatch.setattr("blr.compressor.verify.verify_manifest", fail)
     code, _, err = invoke("verify", tmp_path)
     assert code == 1
     assert err.startswith("blr: error: RuntimeError: first line second \\x1b[31m line; this is a bug")
@@ -249,6 +237,6 @@ def test_out_of_memory(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.Monke
     def fail(folder: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("blr.compressor.checkpoint.manifest.read_manifest", fail)
+    monkeypatch.setattr("blr.compressor.verify.verify_manifest", fail)
     code, _, err = invoke("verify", tmp_path)
-    assert code == 9 and err.startswith("blr: error: out of memory")
+    assert code == 9 and err.startswith("blr: error: this machine has too little memory")

@@ -15,8 +15,11 @@ from pico import inputs_for, save_pico
 from transformers import AutoModel
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.modeling import captured, settings
-from blr.compressor.modeling.captured import MAX_GRAPHS, ForwardGraphs
+from blr.compressor.modeling import cuda_graphs as captured
+from blr.compressor.modeling import settings
+from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
+
+pytestmark = pytest.mark.fast
 
 
 class Graphs:

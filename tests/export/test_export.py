@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 import blr.compressor.modeling
-from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_files
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.export import checkpoint
+from blr.compressor.export import origin as checkpoint
+from blr.compressor.loading.vendor import Contents, vendored_files
 from blr.compressor.modeling import configuration_blr
-from blr.compressor.modeling.physical import KernelLayout, orders, stored_name
+from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
 from blr.compressor.modeling.settings import LAYOUT
-from blr.compressor.modeling.vendor import EXPORT_ROOTS, vendored_files
-from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.structures.specs import SPECS, spec_from_dict
 
 WEIGHTS = "model.safetensors"
 STRUCTURES = ["svd", "monarch", "blast", "ks"]
@@ -80,7 +80,8 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     }
     assert config["auto_map"]["AutoModelForCausalLM"] == "exported_blr.BlrLlamaForCausalLM"
     files = {path.name: path.read_bytes() for path in folder.glob("*.py")}
-    assert files == vendored_files(EXPORT_ROOTS) and "runtime_decoder_blr.py" in files
+    assert files == vendored_files(Contents(frozenset({"svd"}), "h200", False, True))
+    assert "runtime_blr.py" in files
     for name in ("tokenizer.json", "generation_config.json", "recipe.yaml", "blr_layers.json"):
         assert (folder / name).read_bytes() == (sources["svd"] / name).read_bytes()
     card = (folder / "README.md").read_text()
@@ -186,6 +187,7 @@ def test_damaged_and_foreign_checkpoints(
     def changed(name: str, **entries: object) -> Path:
         copy = shutil.copytree(sources["svd"], tmp_path / name)
         (copy / "config.json").write_text(json.dumps({**config, **entries}))
+        (copy / MANIFEST).unlink()  # which would tell that it changed, and no more
         return copy
 
     layers = dict(config["blr"]["layers"])
@@ -215,7 +217,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = vendored_files(EXPORT_ROOTS)
+    files = vendored_files(Contents(frozenset(SPECS), "h200", True, True))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.modeling import fused
+from blr.compressor.export.pack import PRODUCT, quantize_head, quantize_model
+from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedLowRankLinear
-from blr.compressor.quantize import PRODUCT, quantize_head, quantize_model
 from blr.compressor.runtime.decoder import Decoder
 
 COMBINATIONS = [(None, "int8"), (None, "int4"), ("int8", "int4"), ("int4", "int8")]

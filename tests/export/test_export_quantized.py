@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.quantize import PRODUCT, quantize_model
+from blr.compressor.export.pack import PRODUCT, quantize_model
 
 
 def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import blr.compressor.modeling
-from blr.compressor.modeling import fused, settings
+from blr.compressor.modeling import generation as fused
+from blr.compressor.modeling import settings
 from blr.compressor.modeling.requests import Request, read_request
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

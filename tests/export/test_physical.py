@@ -7,7 +7,9 @@ import torch
 from kernel_layers import SPECS, pair
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.physical import KernelLayout, orders, stored_name
+from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
+
+pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -17,10 +17,12 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_name
-from blr.compressor.plan import make_plan
+from blr.compressor.planning.plan import make_plan
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
-from blr.compressor.structures import family
+from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.structures.registry import STRUCTURES
+
+pytestmark = pytest.mark.fast
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
 AUTO = {"CausalLM": "AutoModelForCausalLM", "MaskedLM": "AutoModelForMaskedLM"}
@@ -49,7 +51,7 @@ def rebuilt(name: str, source: Path, output: Path, recipe: Any) -> Any:
         for planned in make_plan(open_source(source), recipe).layers:
             spec, module = planned.spec, planned.layer.module
             factors = {s: stored.get_tensor(f"{module}.{s}").double() for s in spec.shapes()}
-            weight = family(spec.structure).reconstruct(factors, spec).float()
+            weight = STRUCTURES[spec.structure].factorizer().reconstruct(factors, spec).float()
             target = modules[module_name(model, module)].weight
             target.copy_(weight.T if planned.layer.transposed else weight)
     return model.eval()

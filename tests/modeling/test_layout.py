@@ -24,7 +24,7 @@ from blr.compressor.modeling.layers import (
     structured_linear,
 )
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
+from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,
@@ -40,6 +40,8 @@ from blr.kernels.common.layout import (
     relaid,
     to_physical,
 )
+
+pytestmark = pytest.mark.fast
 
 SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 10, 3),

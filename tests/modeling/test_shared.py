@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blr.compressor.modeling import shared
+from blr.compressor.export.pack import quantize_layer
+from blr.compressor.modeling import shared_input as shared
+from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, structured_linear
-from blr.compressor.modeling.physical import to_kernel_layout
-from blr.compressor.modeling.shared import SharedInput, pack_shared_input
-from blr.compressor.quantize import quantize_layer
+from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 from blr.kernels.lowrank.op import lowrank_group, packed
+
+pytestmark = pytest.mark.fast
 
 OUTPUTS_AND_RANKS = ((10, 3), (4, 1), (4, 2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from pico import save_pico
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor.bundling.module import BundleError
+from blr.compressor.bundling.scopes import bound_names
 from blr.compressor.compress import Settings, compress
-from blr.compressor.modeling.vendor import EXPORT_ROOTS, ROOTS, flatten, vendored_files
+from blr.compressor.loading import vendor
+from blr.compressor.loading.vendor import ROOTS, Contents, read_modules, vendored_files
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
+from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.structures.specs import SPECS
 from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 
 # An import hook that refuses packages; the first argument names them.
@@ -62,7 +68,8 @@ for name in sys.argv[3:]:
 """
 )
 IDS = torch.arange(2, 26).view(2, 12)
-each_root = pytest.mark.parametrize("roots", [ROOTS, EXPORT_ROOTS], ids=["checkpoint", "export"])
+EVERYTHING = Contents(frozenset(SPECS), "h200", quantized=True, generates=True)
+each_kind = pytest.mark.parametrize("contents", [None, EVERYTHING], ids=["checkpoint", "export"])
 METHODS = ["svd", "monarch", "blast", "ks"]
 # Environment id -> packages that are not there, settings, whether kernels run.
 ENVIRONMENTS: dict[str, tuple[str, dict[str, str], bool]] = {
@@ -77,9 +84,14 @@ def run_python(code: str, *arguments: str, **settings: str) -> subprocess.Comple
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=PATIENCE,
         env={"PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **settings},
     )
+
+
+def ruff(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ruff", arguments[0], "--isolated", *arguments[1:]]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +134,13 @@ def test_loads_without_blr_and_agrees(
         torch.testing.assert_close(torch.tensor(found["logits"]), model(IDS).logits)
     tokens = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert found["tokens"] == tokens.tolist()
-    assert any(name.endswith("variants_blr") for name in found["ran"]) == kernels
+    assert any(name.endswith("kernels_blr") for name in found["ran"]) == kernels
 
 
-@each_root
-def test_files_are_python_that_imports_only_siblings_and_dependencies(roots: tuple[str, ...]) -> None:
+@each_kind
+def test_files_are_python_that_imports_only_siblings_and_dependencies(contents: Contents | None) -> None:
     """Triton is optional: imported in `try` alone, where transformers does not insist on it."""
-    files = vendored_files(roots)
+    files = vendored_files(contents)
     for name, data in files.items():
         tree = ast.parse(data, name)
         tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)}
@@ -143,45 +155,106 @@ def test_files_are_python_that_imports_only_siblings_and_dependencies(roots: tup
                 assert top in known | sys.stdlib_module_names, (name, module)
 
 
-@each_root
-def test_every_file_can_be_imported_from_its_folder(roots: tuple[str, ...], tmp_path: Path) -> None:
-    """Names that modules import from each other exist, also those imported inside functions."""
+@each_kind
+def test_every_file_can_be_imported_from_its_folder(contents: Contents | None, tmp_path: Path) -> None:
+    """Names that files import from each other at their top exist."""
     pytest.importorskip("triton")
     (tmp_path / "flat").mkdir()
-    for name, data in vendored_files(roots).items():
+    for name, data in vendored_files(contents).items():
         (tmp_path / "flat" / name).write_bytes(data)
-    modules = [name.removesuffix(".py") for name in vendored_files(roots)]
+    modules = [name.removesuffix(".py") for name in vendored_files(contents)]
     done = run_python(IMPORT_ALL, "blr", str(tmp_path), *modules)
     assert done.returncode == 0, done.stderr
 
 
-def test_kernels_of_every_structure_are_shipped() -> None:
+@each_kind
+def test_every_name_is_defined(contents: Contents | None, tmp_path: Path) -> None:
+    """In functions too, which no import runs; and what they import from other files is there.
+
+    But for what is left out: its import says so.
+    """
+    trees = {name: ast.parse(data) for name, data in vendored_files(contents).items()}
+    defined = {name: set(bound_names(tree.body)) for name, tree in trees.items()}
+    for name, tree in trees.items():
+        (tmp_path / name).write_text(ast.unparse(tree))
+        siblings = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+        for node in siblings:
+            asked = {alias.name for alias in node.names}
+            assert asked <= defined[f"{node.module}.py"], (name, node.module)
+    found = ruff("check", "--select", "F811,F82,E9", "--output-format", "json", tmp_path)
+    left_out = {"Undefined name `Tuning`", "Undefined name `PersistentToken`"}
+    undefined = {row["message"] for row in json.loads(found.stdout)}
+    assert undefined <= (left_out if contents else set())
+
+
+def test_a_linter_leaves_the_files_alone(tmp_path: Path) -> None:
+    """With every rule there is but that against leaving files alone, and as a formatter."""
+    for name, data in vendored_files().items():
+        (tmp_path / name).write_bytes(data)
+    for command in (["check", "--select", "ALL", "--ignore", "PGH004"], ["format", "--check"]):
+        done = ruff(*command, "--quiet", tmp_path)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# Contents of an export -> its files, and modules that are and are not in them.
+EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
+    "everything": (
+        *(EVERYTHING, 6, {"kronecker.variants", "blast.variants", "quantized.launch"}),
+        {"persistent.triton"},
+    ),
+    "one structure": (
+        Contents(frozenset({"blast"}), "h200", quantized=False, generates=True),
+        *(6, {"blast.variants", "attention.triton"}),
+        {"kronecker.triton", "monarch.variants", "quantized.triton", "persistent.triton"},
+    ),
+    "encoder": (
+        Contents(frozenset({"svd"}), "unheard-of", quantized=False, generates=False),
+        *(5, {"lowrank.variants", "gemv.triton"}),
+        {"blast.triton", "attention.triton", "gemv.grouped"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("contents", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)
+def test_an_export_carries_only_the_kernels_it_runs(
+    contents: Contents, count: int, there: set[str], absent: set[str]
+) -> None:
+    files = vendored_files(contents)
+    assert len(files) == count
+    held = set(re.findall(r"^    blr\.kernels\.(\S+)$", files["kernels_blr.py"].decode(), re.MULTILINE))
+    assert there <= held and not absent & held
+
+
+def test_a_token_in_one_kernel_travels_where_the_table_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = {"structure": "token", "variant": "persistent"}
+    vendor._made.cache_clear()
+    monkeypatch.setattr(vendor, "read_table", lambda path: [rule])
+    files = vendored_files(EVERYTHING)
+    vendor._made.cache_clear()
+    assert len(files) == 6
+    assert "token_kernel" in bound_names(ast.parse(files["kernels_blr.py"]).body)
+    assert "PersistentToken" in bound_names(ast.parse(files["runtime_blr.py"]).body)
+
+
+def test_a_checkpoint_has_four_files_with_the_kernels_of_every_structure() -> None:
     files = vendored_files()
-    for structure in ("lowrank", "monarch", "blast", "kronecker"):
-        for module in ("op", "reference", "variants"):
-            assert f"{structure}_{module}_blr.py" in files
+    assert list(files) == ["configuration_blr.py", "kernels_blr.py", "layers_blr.py", "modeling_blr.py"]
+    defined = set(bound_names(ast.parse(files["kernels_blr.py"]).body))
+    assert {"BLAST_VARIANTS", "KRONECKER_VARIANTS", "LOWRANK_VARIANTS", "MONARCH_VARIANTS"} <= defined
 
 
-def test_imports_keep_their_indentation() -> None:
-    text = (
-        "def f():\n    from blr.kernels.blast.triton import mix\n\nfrom blr.kernels.gemv.op import (\n"
-    )
-    assert flatten(text) == (
-        "def f():\n    from .blast_triton_blr import mix\n\nfrom .gemv_op_blr import (\n"
-    )
-
-
-@pytest.mark.parametrize("module", ["blr.compressor.recipe", "blr.kernels.common"])
-def test_what_is_not_a_shipped_module_is_refused(module: str) -> None:
-    """Packages too: there are none beside a checkpoint."""
-    with pytest.raises(KeyError, match=f"{module}, which is not shipped"):
-        flatten(f"    from {module} import name\n")
+@pytest.mark.parametrize("left_out", ["blr.kernels.blast.op", "blr.kernels"])
+def test_what_is_needed_at_the_top_cannot_be_left_out(left_out: str) -> None:
+    with pytest.raises(BundleError, match="at its top, which is to be left out"):
+        read_modules(ROOTS.values(), frozenset({left_out}))
 
 
 def test_tuned_tables_travel_with_the_code() -> None:
     """The copy beside a checkpoint chooses as the installed package does."""
     copied: dict[str, Any] = {}
-    exec(vendored_files()["common_tuned_blr.py"], copied)
+    exec(read_modules(ROOTS.values())["blr.kernels.common.tuned"].text, copied)
     assert shipped_gpus()
     for gpu in shipped_gpus():
         assert copied["tuned_rules"](gpu) == read_table(shipped_table(gpu))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 import pytest
 import torch
@@ -19,10 +16,10 @@ import blr.compressor.modeling  # noqa: F401  (registers the structured model ty
 from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling.layers import replace_layers
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
+from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
-from blr.compressor.runtime.plan import make_plan
+from blr.compressor.runtime.phases import make_plan
 from blr.kernels.common.available import has_triton
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}

@@ -3,17 +3,13 @@ do several programs, one phase at a time, and the table gives every tile to exac
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
-
 import pytest
 import torch
 import transformers
-from compiling import compile_for
 from pico import VOCAB, save_pico
 from tolerances import TOLERANCES
 from torch import Tensor, nn
@@ -27,12 +23,10 @@ from blr.compressor.runtime.persistent import PersistentToken
 from blr.kernels.common.available import has_triton
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.persistent import program
+from blr.kernels.persistent.fields import Kind, Product
 from blr.kernels.persistent.program import (
-    PAIRS,
-    ROWS,
     Piece,
     Tuning,
-    choose_variant,
     make_table,
     rows_piece,
     shares,
@@ -236,7 +230,7 @@ def piece(number: int, rows: int, blocks: int, columns: int) -> Piece:
     """A piece that is known by the `number` in place of its weights' address."""
     w, x = torch.zeros(blocks, rows, columns), torch.zeros(1, blocks * columns)
     made = rows_piece(Segment(x, w, torch.zeros(1, blocks * rows)))
-    return replace(made, words={**made.words, 1: number})
+    return replace(made, words={**made.words, Product.W: number})
 
 
 @pytest.mark.parametrize("programs", [2, 7, 132])
@@ -247,12 +241,13 @@ def test_every_tile_has_one_program(programs: int) -> None:
     assert len(table.words) == table.starts[-1] * programs + 1
     done: dict[int, list[range]] = {}
     for words in table.words[:-1].tolist():
-        kind, first, count = words[0] & 255, words[0] >> 8 & 0xFFFFFFF, words[0] >> 36
-        done.setdefault(words[1], []).extend((t, kind) for t in range(first, first + count))
+        head = words[Product.HEAD]
+        kind, first, count = head & 255, head >> 8 & 0xFFFFFFF, head >> 36
+        done.setdefault(words[Product.W], []).extend((t, kind) for t in range(first, first + count))
     for own in (p for phase in phases for p in phase):
-        tiles = done[own.words[1]]
+        tiles = done[own.words[Product.W]]
         kind, rows = table.variants[tiles[0][1]][:2]
-        assert kind == ROWS
+        assert kind == Kind.ROWS
         assert sorted(t for t, _ in tiles) == list(range(own.tiles(rows)))
 
 
@@ -262,46 +257,3 @@ def test_programs_go_where_the_bytes_are() -> None:
     assert shares((1, 1000), 3) == [1, 2]
     with pytest.raises(ValueError, match="1 programs"):
         shares((1, 1), 1)
-
-
-# Products of a 7B model of low rank, and what the kernel's arguments are.
-PIECES = [
-    Piece(ROWS, {}, 1024, 1, 4096, 1, 8, 4, 0),
-    Piece(ROWS, {}, 4096, 1, 1024, 1, 8, 4, 0),
-    Piece(PAIRS, {}, 11008, 1, 1488, 1, 8, 4, 2),
-    Piece(ROWS, {}, 1488, 1, 11008, 1, 8, 4, 1),
-    Piece(ROWS, {}, 4096, 1, 1488, 1, 8, 4, 0),
-]
-# With 4 warps the phases beside the products take all 255 registers and spill 12 bytes (sm_90) whatever
-# the variant, so a few values that outlive a phase are spilled as well; 8 warps spill nothing.
-TUNINGS = [(Tuning(), 512), (Tuning(programs=1, warps=8, elements=16384), 0)]
-SIGNATURE = {
-    **dict.fromkeys(("table", "counter", "generation", "tokens", "pos", "start"), "*i64"),
-    **dict.fromkeys(("single", "cos", "sin", "partial", "state", "values"), "*fp32"),
-    **dict.fromkeys(("counters", "indices", "choices"), "*i32"),
-    **{"like": "*bf16", "begin": "i32", "end": "i32"},
-    **dict.fromkeys(("table_row", "splits", "chunk", "cache_row", "cache_head"), "i32"),
-    **dict.fromkeys(("kv_heads", "D", "R"), "i32"),
-}
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("tuning", "spills"), TUNINGS, ids=["default", "1x8"])
-def test_weights_are_loaded_in_16_bytes_and_registers_hold_them(
-    tuning: Tuning, spills: int, capability: int
-) -> None:
-    """`spills`: bytes a thread stores and loads at most."""
-    variants = list(dict.fromkeys(choose_variant(p, 132 * tuning.programs, tuning) for p in PIECES))
-    constants = {"N": 1, "VARIANTS": [n for v in variants for n in v], "COUNT": len(variants)}
-    constants |= {"ACT": "silu", "G": 1, "GP": 1, "DP": 128, "BN": 32, "SPLITS": 8, "NORM": False}
-    constants |= {"DOT": False, "PARTS": 8, "SYNC": True}
-    made = compile_for(
-        "blr.kernels.persistent.triton", "token_kernel", SIGNATURE, constants, capability,
-        divisible=tuple(n for n, t in SIGNATURE.items() if t.startswith("*")),
-        num_warps=tuning.warps, num_stages=1, maxnreg=255, launch_cooperative_grid=True,
-    )  # fmt: skip
-    streamed = [line for line in made["asm"]["ptx"].splitlines() if "ld.global.cg" in line]
-    weights = [line for line in streamed if "b16" in line or "v4.b32" in line]
-    assert weights and all("v4.b32" in line for line in weights)
-    assert made["spills"] <= spills

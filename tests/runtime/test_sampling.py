@@ -9,6 +9,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.sampling import Sampler
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("top_k", [None, 1, 7, 500])
 @pytest.mark.parametrize("top_p", [None, 0.3, 0.95, 1.0])

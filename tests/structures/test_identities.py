@@ -8,6 +8,8 @@ import torch
 from blr.compressor.structures import blast, lowrank, monarch
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec
 
+pytestmark = pytest.mark.fast
+
 
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)

@@ -9,10 +9,10 @@ import torch
 import transformers
 from pico import MODELS, VOCAB, save_pico
 
-from blr.compressor.calibration.blocks import BlockModel
-from blr.compressor.calibration.text import Calibration
+from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.families import find_family
+from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.text.reading import Calibration
 
 TEXT_MODELS = [name for name in MODELS if name not in ("vit", "opt")]
 CPU = torch.device("cpu")

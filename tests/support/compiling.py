@@ -8,28 +8,44 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from typing import Any
 
-# Reads the request from standard input, answers with one JSON object on the last line.
+from patience import PATIENCE
+
+# Reads the request, pickled, from standard input, answers with one JSON object on the last line.
 _CHILD = """
-import importlib, json, re, subprocess, sys, tempfile
+import importlib, json, pickle, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-ask = json.load(sys.stdin)
+ask = pickle.load(sys.stdin.buffer)
 kernel = getattr(importlib.import_module(ask["module"]), ask["kernel"])
 while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):
     kernel = kernel.fn  # a heuristics or autotune wrapper
 unknown = set(ask["signature"]) ^ set(kernel.arg_names)
 if unknown:
     sys.exit(f"signature and arguments of {ask['kernel']} differ in {sorted(unknown)}")
-signature = {name: ask["signature"][name] for name in kernel.arg_names}
-attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in ask["divisible"]}
-source = ASTSource(fn=kernel, signature=signature, constexprs=ask["constexprs"], attrs=attrs)
+constexprs, attrs = dict(ask["constexprs"]), {}
+
+def typed(path, name, given):
+    if isinstance(given, tuple):
+        leaves = enumerate(zip(given._fields, given))
+        return type(given)(*(typed((*path, i), f"{name}.{field}", leaf) for i, (field, leaf) in leaves))
+    if given == 1:
+        constexprs[path] = 1
+        return "constexpr"
+    known = name in ask["divisible"] if ask["divisible"] else given[0] == "*" or given in ("i32", "i64")
+    if known:
+        attrs[path] = [["tt.divisibility", 16]]
+    return given
+
+signature = {n: typed((i,), n, ask["signature"][n]) for i, n in enumerate(kernel.arg_names)}
+source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
 target = GPUTarget("cuda", ask["capability"], 32)
 compiled = triton.compile(source, target=target, options=ask["options"])
 asm = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
@@ -65,12 +81,13 @@ def compile_for(
         module: where the kernel is, as "blr.kernels.blast.triton".
         kernel: its name there.
         signature: every runtime argument to its type, as "*bf16", "i32", "fp32" or
-            "tensordesc<bf16[64,64]>"; arguments named in `constexprs` may be left out.
-        constexprs: every `tl.constexpr` argument to its value (JSON values only). An integer
+            "tensordesc<bf16[64,64]>", or to a named tuple of types, with 1 for a field that is 1;
+            arguments named in `constexprs` may be left out.
+        constexprs: every `tl.constexpr` argument to its value. An integer
             argument that is 1, as a unit stride, belongs here too: Triton specializes on it.
         capability: 80 or 90.
         divisible: arguments known to be multiples of 16 (pointers: aligned), without which loads
-            are not vectorized; by default all pointers and integers.
+            are not vectorized; by default all pointers and integers. Of fields as "s.x".
         options: num_warps, num_stages and the like.
 
     Returns:
@@ -81,18 +98,15 @@ def compile_for(
         AssertionError: it does not compile, with what the compiler said.
     """
     signature = {**signature, **dict.fromkeys(constexprs, "constexpr")}
-    if divisible is None:
-        divisible = tuple(n for n, t in signature.items() if t.startswith("*") or t in ("i32", "i64"))
     ask = {"module": module, "kernel": kernel, "signature": signature, "constexprs": constexprs}
     ask |= {"capability": capability, "divisible": divisible, "options": options}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
-        input=json.dumps(ask),
+        input=pickle.dumps(ask),
         capture_output=True,
-        text=True,
         env=environment,
-        timeout=300,
+        timeout=PATIENCE,
     )
-    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-2000:].decode()}"
     return json.loads(done.stdout.splitlines()[-1])

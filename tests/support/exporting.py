@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from patience import PATIENCE
+
 from blr.compressor.compress import Settings, compress
-from blr.compressor.export.run import ExportOptions, export
+from blr.compressor.export.export import ExportOptions, export
 from blr.compressor.progress import Progress
-from blr.compressor.recipe import make_recipe
+from blr.compressor.recipe.schema import make_recipe
 
 # Loads exports where blr cannot be imported and prints the tokens that each generates;
 # arguments: the prompt's tokens as JSON, then folders.
@@ -55,7 +57,7 @@ def tokens_without_blr(
         text=True,
         cwd=scratch,
         stdin=subprocess.DEVNULL,
-        timeout=300,
+        timeout=PATIENCE,
         env={
             **{"PATH": "", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"},
             "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
-from blr.compressor.modeling.physical import to_kernel_layout
 
 SPECS: dict[str, dict[str, Any]] = {
     "svd": {"structure": "svd", "in_features": 20, "out_features": 12, "rank": 3},

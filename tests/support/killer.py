@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 BOUNDARIES = ("fsync", "rename", "unlink", "rmdir")  # a mkdir shows at the next of these
 NOBODY = 65534
-PAUSE = 60.0
+PAUSE = 600.0  # seconds a job hangs where a signal must end it
 
 
 @dataclass(frozen=True)
@@ -35,28 +37,32 @@ class Fate:
             file loses half of its bytes first, as a power failure would.
         after: killed from outside after so many seconds.
         stop_at, stop: signal number `stop` is sent 0.2 s after the boundary `stop_at`, which
-            takes a minute to return unless it is the start of a factorization.
+            does not return unless it is the start of a factorization.
+        suspended: in place of `stop`, SIGSTOP, and SIGCONT after so many seconds.
         file_limit: no file may grow beyond so many bytes (RLIMIT_FSIZE).
         blind: the check for free space sees none missing, as if the disk filled up later.
         umask, nobody: of the process; `nobody` runs without the rights of root.
+        stdout, stderr: "closed", "full" (a device without room) or "left" (a pipe that its reader
+            left), in place of what `Outcome` holds.
     """
 
     die_at: int | None = None
     after: float | None = None
     stop_at: int | None = None
     stop: int = 0
+    suspended: float | None = None
     file_limit: int | None = None
     blind: bool = False
     umask: int | None = None
     nobody: bool = False
+    stdout: str | None = None
+    stderr: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: `code` is negative for a signal; `events` are the boundaries it reached.
-
-    `seconds` count from the signal if it was sent one.
-    """
+    """How a job ended: `code` is negative for a signal; `events` are the boundaries it reached;
+    `seconds` is how long it took."""
 
     code: int
     events: list[str]
@@ -82,7 +88,7 @@ class Killer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.communicate(timeout=60)
+        self.server.communicate(timeout=PATIENCE)
 
     def run(self, *arguments: object, cwd: Path, **fate: Any) -> Outcome:
         """Run ``blr *arguments`` in `cwd`; `fate` as in `Fate`."""
@@ -106,15 +112,14 @@ def _warm_up() -> None:
     """Import all that a command imports, one that fails included."""
     import torch
 
-    from blr.compressor import factorize, finish, scan  # noqa: F401
-    from blr.compressor.cli import commands
+    from blr.compressor.cli.compress import compress
     from blr.compressor.errors import InputError
     from blr.compressor.modeling.registry import register
 
     torch.set_num_threads(1)
     register("llama")
     try:
-        commands.compress("/nowhere", output=Path("/tmp/nowhere"))
+        compress("/nowhere", output=Path("/tmp/nowhere"))
     except InputError:
         return
     raise AssertionError("compressed nothing")
@@ -131,7 +136,7 @@ def _answer(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> dict[str, A
         finally:
             os._exit(99)
     if fate.stop_at is not None:
-        started = _stop(child, fate, scratch / "events")
+        _stop(child, fate, scratch / "events")
     status = _wait(child, fate.after)
     events, out, err = ((scratch / name).read_text() for name in ("events", "out", "err"))
     return {
@@ -140,14 +145,16 @@ def _answer(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> dict[str, A
     }
 
 
-def _stop(child: int, fate: Fate, events: Path) -> float:
-    """Send the signal once the job is at its boundary; returns when that was."""
-    deadline = time.monotonic() + PAUSE
-    while len(events.read_text().split()) <= fate.stop_at and time.monotonic() < deadline:
+def _stop(child: int, fate: Fate, events: Path) -> None:
+    """Send the signal once the job is at its boundary, or has ended before."""
+    ended = os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while len(events.read_text().split()) <= fate.stop_at and os.waitid(*ended) is None:
         time.sleep(0.005)
     time.sleep(0.2)
-    os.kill(child, fate.stop)
-    return time.monotonic()
+    os.kill(child, fate.stop if fate.suspended is None else signal.SIGSTOP)
+    if fate.suspended is not None:
+        time.sleep(fate.suspended)
+        os.kill(child, signal.SIGCONT)
 
 
 def _wait(child: int, after: float | None) -> int:
@@ -174,14 +181,34 @@ def _child(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> None:
     os.chdir(cwd)
     _limit(fate)
     sys.argv = ["blr", *argv]
+    for descriptor, kind in ((1, fate.stdout), (2, fate.stderr)):
+        _spoil(descriptor, kind)  # last: the next file to be opened gets the number of a closed one
     code = 0
     try:
         main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(code)
+
+
+def _spoil(descriptor: int, kind: str | None) -> None:
+    """Make of a standard stream one that takes nothing, and let Python find it as when it starts."""
+    if kind is None:
+        return
+    if kind == "closed":
+        os.close(descriptor)
+    elif kind == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+    else:
+        reader, writer = os.pipe()
+        os.dup2(writer, descriptor)
+        os.close(reader)
+        os.close(writer)
+    stream = None if kind == "closed" else open(descriptor, "w", closefd=False)  # noqa: SIM115
+    for name in {1: ("stdout", "__stdout__"), 2: ("stderr", "__stderr__")}[descriptor]:
+        setattr(sys, name, stream)
 
 
 def _limit(fate: Fate) -> None:
@@ -199,8 +226,8 @@ def _limit(fate: Fate) -> None:
 
 def _instrument(log: int, fate: Fate) -> None:
     """Count every boundary in `log`, and do at each what `fate` says."""
-    from blr.compressor import factorize
     from blr.compressor.checkpoint.journal import Journal
+    from blr.compressor.fitting import factorize
 
     count = 0
 
@@ -212,7 +239,7 @@ def _instrument(log: int, fate: Fate) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         os.write(log, f"{event}\n".encode())
         count += 1
-        if count - 1 == fate.stop_at and event != "fit":
+        if count - 1 == fate.stop_at and event != "fit" and fate.suspended is None:
             time.sleep(PAUSE)
 
     def wrapped(event: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,24 @@ def save_pico(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) ->
     return folder
 
 
+def save_rank_deficient(folder: Path, alive: int = 8) -> Path:
+    """Save a pico GPT-2 whose units behind GELU are dead, one half, or copies of `alive` others.
+
+    The second moments of what enters `mlp.c_proj` are singular then, as in real models of this type.
+    """
+    save_pico("gpt2", folder)
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            weight, bias = block.mlp.c_fc.weight, block.mlp.c_fc.bias  # [d, units], [units]
+            half = len(bias) // 2
+            bias[:half] = -100.0  # GELU is zero there, exactly
+            weight[:, half:] = weight[:, :alive].repeat(1, half // alive)
+            bias[half:] = bias[half : half + alive].repeat(half // alive)
+    model.save_pretrained(folder)
+    return folder
+
+
 def inputs_for(model: Any) -> dict[str, torch.Tensor]:
     """A batch that the model accepts."""
     torch.manual_seed(1)

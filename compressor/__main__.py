@@ -1,0 +1,42 @@
+"""The `blr` command, also as ``python -m blr.compressor``: its first moments.
+
+Until a command has something to keep, a stopping signal ends it at once with the code that it has
+later, too. Nothing heavy is imported before that holds: a KeyboardInterrupt within the imports
+would be a traceback, or be taken for a missing package.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from itertools import pairwise
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+    from blr.compressor.cli import main as command
+
+    command()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Say so and end the process, from whichever import or call the signal has interrupted."""
+    message, code = f"stopped by {signal.Signals(number).name}", 128 + number
+    arguments = sys.argv[1:]
+    try:
+        if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
+            os.write(1, f'{{"error": "{message}", "exit_code": {code}}}\n'.encode())
+        os.write(2, f"blr: {message}\n".encode())
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

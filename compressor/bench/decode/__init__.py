@@ -1,0 +1,1 @@
+"""`blr bench decode`: whole models beside transformers."""

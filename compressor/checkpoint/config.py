@@ -1,0 +1,106 @@
+"""config.json, read as hostile input: plain JSON whose counts and sizes some model could have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
+from blr.compressor.quoting import quote
+
+REMEDY = "take the config.json of the model's own repository"
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+MAX_LAYERS = 4096
+# Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
+# Without these bounds building it, even without weights, takes all of the time or memory there is.
+_TYPE = re.compile(r"(blr_)?(?!blr_)[a-z0-9_.-]{1,64}")
+_LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?)$")
+_EXPERTS = re.compile(r"(^|_)experts?$")
+_SIZES = re.compile(r"(^|_)(dim|size|width|positions|position_embeddings|ctx)$")
+LIMITS = ((_LAYERS, MAX_LAYERS), (_EXPERTS, 2**16), (_SIZES, 2**24))
+# What a checkpoint of few tensors may announce all the same: thresholds are named like counts, and
+# the defaults of a family like a model that is larger
+FEW_LAYERS, FEW_EXPERTS = 128, 1024
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, checked.
+
+    Raises InputError: unreadable, hostile, no model type, counts that no model has.
+    """
+    path = inside(folder, "config.json")
+    config = parse_json(read_whole(path, MAX_BYTES), path, constants=True)
+    if depth(config) > MAX_DEPTH:
+        refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
+    _check_names(config, path)
+    _check_implementations(config, path)
+    for key, value in _integers(config):
+        for pattern, limit in LIMITS:
+            if value > limit and pattern.search(key):
+                refuse(path, f"{quote(key, 40)[1:-1]} {quote(value)}", f"at most {limit}", REMEDY)
+    return config
+
+
+def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
+    """Refuses a config that announces more layers than there are tensors, or countless experts.
+
+    Raises InputError.
+    """
+    limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
+    for key, value in _integers(config):
+        for pattern, limit in limits:
+            if value > limit and pattern.search(key):
+                found = f"{quote(key, 40)[1:-1]} {quote(value)} with {tensors} tensors"
+                remedy = "take config.json and weights from the same model"
+                refuse(folder / "config.json", found, f"at most {limit}", remedy)
+
+
+def depth(value: Any) -> int:
+    """Nesting depth of parsed JSON, without recursion."""
+    level, found = [value], 0
+    while level:
+        found += 1
+        children = (item.values() if type(item) is dict else item for item in level)
+        level = [item for group in children for item in group if type(item) in (dict, list)]
+    return found
+
+
+def _check_names(config: dict[str, Any], path: Path) -> None:
+    kind = config.get("model_type")
+    if type(kind) is not str or not _TYPE.fullmatch(kind):
+        found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
+        refuse(path, found, "a short name of a-z 0-9 _ . - (blr_ once at most)", REMEDY)
+    names = config.get("architectures")
+    if names is not None and not _are_identifiers(names):
+        refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
+
+
+def _check_implementations(config: dict[str, Any], path: Path) -> None:
+    """Refuse an attention that is a repository of the hub: building the model would run its code."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_implementations(value, path)
+        elif isinstance(value, str) and "implementation" in key and not value.isidentifier():
+            found = f"{quote(key, 40)[1:-1]} {quote(value, 60)}, code of another repository"
+            refuse(path, found, "a name like 'sdpa', or none", "remove the key")
+
+
+def _are_identifiers(names: Any) -> bool:
+    return type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
+
+
+def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every integer of a parsed configuration, those in lists too, with the key it is under."""
+    level: list[tuple[str, Any]] = list(config.items())
+    while level:
+        yield from ((key, value) for key, value in level if type(value) is int)
+        inner: list[tuple[str, Any]] = []
+        for key, value in level:
+            if type(value) is dict:
+                inner += value.items()
+            elif type(value) is list:
+                inner += ((key, item) for item in value)
+        level = inner

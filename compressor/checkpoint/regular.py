@@ -1,0 +1,209 @@
+"""The one way to open what somebody else wrote: regular files only, of bounded size.
+
+Whatever is read before work starts goes through here: configurations, headers, tokenizer files,
+recipes, texts, tables, journals. A FIFO, a device or a link to one is refused instead of waited
+on, and nothing is read that is larger than its kind can sensibly be.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from blr.compressor.checkpoint.remedies import shortage
+from blr.compressor.errors import InputError
+from blr.compressor.quoting import quote
+
+DAMAGED = "download the file again or save it anew with safetensors"
+
+
+def refuse(path: Path, found: str, expected: str, remedy: str = DAMAGED) -> NoReturn:
+    """Raises `InputError`: `path`, what was found there, what was expected, what to do."""
+    raise InputError(f"{quote(path, 160)[1:-1]}: found {found}; expected {expected}; {remedy}")
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device.
+
+    Raises:
+        InputError: it does not exist, cannot be read, or is not a regular file.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            refuse(path, "a folder, FIFO or device", "a regular file", "replace it by the file")
+        # O_NONBLOCK: the path may have become a FIFO since it was looked at
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and (lacking := shortage(error, path)):
+            raise lacking from error
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse(path, f"no readable file ({reason})", "a regular file", "check name and permissions")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        refuse(path, "a FIFO or device", "a regular file", "replace it by the file")
+    return file
+
+
+def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
+    """`count` bytes at offset `start`; `path` names the file in errors.
+
+    Raises:
+        InputError: the file ends early or cannot be read.
+    """
+    buffer = bytearray(count)
+    view, done = memoryview(buffer), 0
+    try:
+        file.seek(start)
+        while done < count:
+            got = file.readinto(view[done:])
+            if not got:
+                refuse(path, f"the end of the file at byte {start + done}", f"{count} bytes more")
+            done += got
+    except OSError as error:
+        refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
+    return buffer
+
+
+def check_size(path: Path, file: io.FileIO, limit: int) -> int:
+    """The size of an open file in bytes. Raises InputError where it is over `limit`."""
+    size = os.fstat(file.fileno()).st_size
+    if size > limit:
+        refuse(path, f"{size} bytes", f"at most {limit}", "take a smaller file")
+    return size
+
+
+def read_whole(path: Path, limit: int) -> bytearray:
+    """The bytes of the regular file `path`, of at most `limit` bytes.
+
+    Raises InputError: as `open_regular`, or a larger file.
+    """
+    with open_regular(path) as file:
+        size = check_size(path, file, limit)
+        return read_exactly(file, path, 0, size)
+
+
+def read_start(path: Path, count: int = 1 << 15) -> str:
+    """The first `count` bytes of a text file, what is no UTF-8 replaced. Raises InputError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return read_exactly(file, path, 0, min(size, count)).decode("utf-8", "replace")
+
+
+def read_text(path: Path, limit: int) -> str:
+    """`read_whole` as text, its line ends as "\\n". Raises InputError, also for what is no UTF-8."""
+    data = read_whole(path, limit)
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        found = f"bytes that are no UTF-8 (at byte {error.start})"
+        refuse(path, found, "a text file in UTF-8", "save it as UTF-8")
+
+
+def read_pieces(path: Path, limit: int, piece: int = 1 << 22) -> Iterator[bytearray]:
+    """The bytes of the regular file `path`, a piece at a time. Raises InputError as `read_whole`."""
+    with open_regular(path) as file:
+        size = check_size(path, file, limit)
+        for start in range(0, size, piece):
+            yield read_exactly(file, path, start, min(piece, size - start))
+
+
+def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
+    """The lines of a text file with their ends, read as they are asked for.
+
+    Args:
+        limit: bytes of the file at most. longest: characters of a line at most.
+
+    Raises:
+        InputError: as `read_text`, before the first line or at the one that is too long.
+    """
+    with open_regular(path) as raw:
+        check_size(path, raw, limit)
+        with io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig") as file:
+            yield from _lines(file, path, longest)
+
+
+def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
+    try:
+        while line := file.readline(longest + 1):
+            if len(line) > longest:
+                refuse(path, f"a line of over {longest} characters", "shorter lines", "break it up")
+            yield from line.splitlines(keepends=True)
+    except UnicodeDecodeError:
+        refuse(path, "bytes that are no UTF-8", "a text file in UTF-8", "save it as UTF-8")
+    except OSError as error:
+        refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
+
+    Raises:
+        InputError: missing, a dangling or endless link, or one that leads elsewhere.
+    """
+    path, root = folder / name, Path(os.path.realpath(folder))
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse(path, f"no file ({reason})", "a file of the checkpoint", DAMAGED)
+    if not real.is_relative_to(root) and real.parent != _cache_blobs(root):
+        expected = "a file inside it (or in the blobs of its hub cache)"
+        remedy = "put the file itself in place of the link"
+        refuse(path, f"a link that leaves the folder, to {quote(real)}", expected, remedy)
+    return path
+
+
+def _cache_blobs(root: Path) -> Path | None:
+    """The blobs folder if `root` lies in a hub cache, models--NAME/snapshots/REVISION."""
+    for parent in root.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return parent.parent / "blobs"
+    return None
+
+
+def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in `data`; `path` names the file in errors.
+
+    `constants` lets NaN and Infinity pass, which Python writes into some model configs.
+
+    Raises:
+        InputError: invalid UTF-8 or JSON, a key twice in one object, nesting beyond the parser's
+            depth, or anything but an object.
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=float if constants else _no_constant,
+        )
+    except RecursionError:
+        refuse(path, "deeply nested JSON", "a few levels at most")
+    except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
+        refuse(path, f"invalid JSON ({_reason(error)})", "one JSON object with unique keys")
+    if type(value) is not dict:
+        refuse(path, f"JSON of type {type(value).__name__}", "an object")
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {quote(key)}")
+            seen.add(key)
+    return fields
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _reason(error: ValueError) -> str:
+    return quote(error, 160)[1:-1]

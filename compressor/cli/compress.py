@@ -1,0 +1,157 @@
+"""`blr compress`: a checkpoint with structured layers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blr.compressor.cli.options import (
+    AllowPickle,
+    Blocks,
+    Cf,
+    Device,
+    Exclude,
+    Format,
+    FormatOption,
+    Heads,
+    Include,
+    MaxShardSize,
+    Method,
+    Model,
+    Offline,
+    Overwrite,
+    Pattern,
+    Quiet,
+    Rank,
+    RecipeOption,
+    Restart,
+    Revision,
+    Threads,
+    print_result,
+)
+
+
+def compress(
+    model: Model,
+    method: Method = None,
+    cf: Cf = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write.", show_default="NAME-METHOD-cfCF here"),
+    ] = None,
+    rank: Rank = None,
+    blocks: Blocks = None,
+    pattern: Pattern = None,
+    heads: Heads = None,
+    solver: Annotated[
+        str | None, typer.Option(help="BLAST: varpro or precgd.", show_default="varpro")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds or steps of the solver.", show_default="the solver's")
+    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Stored dtype of the factors.", show_default="the weight's own"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of solvers that start at random.", show_default="0")
+    ] = None,
+    recipe: RecipeOption = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Text file, .jsonl, data set, or self (the model's own text): fit to its activations."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Calibration windows or sentences at most.", show_default="256"),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens a calibration window.", show_default="512")
+    ] = None,
+    mix: Annotated[
+        float | None,
+        typer.Option(help="Share of the calibration that is the model's own text.", show_default="none"),
+    ] = None,
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="uniform, or sensitivity, which needs --calibration.",
+            show_default="sensitivity if it can be",
+        ),
+    ] = None,
+    refit: Annotated[
+        int | None,
+        typer.Option(
+            help="Epochs of the joint refit of each block.", show_default="2 on a GPU, 0 on a CPU"
+        ),
+    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    max_shard_size: MaxShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    allow_pickle: AllowPickle = False,
+    offline: Offline = False,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Replace the linear layers of a checkpoint by structured ones."""
+    from blr.compressor.cli.signals import stop_on_signals
+
+    given = {
+        **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
+        **{"heads": heads, "solver": solver, "rounds": rounds, "include": include or None},
+        **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
+        **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation, "refit": refit},
+    }
+    with stop_on_signals() as running:
+        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.compress import Settings
+        from blr.compressor.compress import compress as run
+        from blr.compressor.loading.resolve import default_output, resolve_model
+        from blr.compressor.progress import Progress
+        from blr.compressor.recipe.shipped import load_recipe
+
+        resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
+        shard_bytes = parse_size(max_shard_size)
+        running.output = output = output or default_output(model, resolved)
+        check_output(output, overwrite)
+        found = resolve_model(model, revision=revision, offline=offline)
+        settings = Settings(
+            source_name=found.name,
+            revision=found.revision,
+            device=device,
+            threads=threads,
+            max_shard_size=shard_bytes,
+            overwrite=overwrite,
+            restart=restart,
+            allow_pickle=allow_pickle,
+            calibration=calibration,
+            offline=offline,
+        )
+        summary = run(found.folder, resolved, output, settings, Progress(quiet))
+    print_result(asdict(summary), _compress_text, format)
+
+
+def _compress_text(summary: dict[str, Any]) -> str:
+    before, after = summary["parameters_before"], summary["parameters_after"]
+    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+    return "\n".join(
+        (
+            f"output: {summary['output']}",
+            f"layers: {summary['layers']} replaced by {summary['method']}, cf {summary['cf']:.3f}",
+            f"parameters: {before:,} -> {after:,}",
+            f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
+            f"error by layer type: {errors}",
+            f"time: {summary['seconds']:.1f} s",
+        )
+    )

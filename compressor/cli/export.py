@@ -1,0 +1,142 @@
+"""`blr export`: a checkpoint with its tensors as the kernels read them, and the decoding runtime."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.options import (
+    AllowPickle,
+    Format,
+    MaxShardSize,
+    Offline,
+    Overwrite,
+    Quiet,
+    Restart,
+    Revision,
+    Threads,
+    print_result,
+)
+
+
+class ExportFormat(StrEnum):
+    """What is written, and how the result is printed."""
+
+    folder = "folder"
+    pt2 = "pt2"
+    text = "text"
+    json = "json"
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="A folder, dense or compressed by blr, a hub id or a short name."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
+    batch: Annotated[
+        int, typer.Option(callback=values.count, help="Sequences decoded at once, at most: 1 to 8.")
+    ] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            callback=values.count,
+            help="Tokens of prompt and answer.",
+            show_default="the model's maximum, 8192 at most",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="as stored")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="int8 or int4: weights in groups of 128, activations as before.")
+    ] = None,
+    quantize_head: Annotated[
+        str,
+        typer.Option(
+            help="int8, int4 or none: the output head of a causal language model, with or without "
+            "--quantize; a head tied to the embedding gets weights of its own."
+        ),
+    ] = "none",
+    threads: Threads = None,
+    max_shard_size: MaxShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    allow_pickle: AllowPickle = False,
+    offline: Offline = False,
+    quiet: Quiet = False,
+    format: Annotated[
+        list[ExportFormat] | None,
+        typer.Option(
+            "--format",
+            help="folder, or pt2 for a compiled forward pass beside it; repeat it with json for the "
+            "result as one JSON object.",
+            show_default="folder",
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint in the layout of the kernels, with the fused decoding runtime."""
+    from blr.compressor.cli.signals import stop_on_signals
+
+    formats = format or []
+    with stop_on_signals() as running:
+        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.export.export import ExportOptions, check_options
+        from blr.compressor.export.export import export as run
+        from blr.compressor.loading.resolve import resolve_model
+        from blr.compressor.machine.threads import use_threads
+        from blr.compressor.progress import Progress
+
+        use_threads(threads)
+        options = ExportOptions(
+            source_name=checkpoint,
+            gpu=gpu,
+            batch=batch,
+            context=context,
+            dtype=dtype,
+            quantize=quantize,
+            quantize_head=quantize_head,
+            kind="pt2" if ExportFormat.pt2 in formats else "folder",
+            max_shard_size=parse_size(max_shard_size),
+            overwrite=overwrite,
+            restart=restart,
+            allow_pickle=allow_pickle,
+        )
+        check_options(options)
+        running.output, running.resumes = output, False
+        check_output(output, overwrite)
+        found = resolve_model(checkpoint, revision=revision, offline=offline)
+        summary = run(found.folder, output, options.named(found.name, found.revision), Progress(quiet))
+    printed = Format.json if ExportFormat.json in formats else Format.text
+    print_result(asdict(summary), _export_text, printed)
+
+
+def _export_text(summary: dict[str, Any]) -> str:
+    batch, context = summary["batch"], summary["context"]
+    use = f", batch {batch}, context {context} tokens" if context is not None else ""
+    lines = [
+        f"output: {summary['output']}",
+        f"for: {summary['gpu']}{use}",
+        f"layers: {summary['layers']} structured, in kernel layout",
+        f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
+        f"time: {summary['seconds']:.1f} s",
+    ]
+    if summary["densified"]:
+        lines[2] += f"; {summary['densified']} dense, faster so by the table of this GPU"
+    if summary["untied_bytes"]:
+        added = f"output head: {summary['untied_bytes']:,} bytes beside the embedding it was tied to"
+        lines.insert(-1, added)
+    if summary["errors"]:
+        head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
+        kinds = " and ".join(filter(None, (summary["quantize"], head)))
+        errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+        lines.insert(-1, f"{kinds} error by layer type: {errors}")
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""`blr generate`: continues a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.options import (
+    Checkpoint,
+    Device,
+    Format,
+    FormatOption,
+    Offline,
+    Threads,
+    Trust,
+    Verify,
+)
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Tokens to generate.")
+    ] = 64,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, callback=values.temperature, help="0 is greedy; above 0 samples."),
+    ] = 0.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=1, callback=values.count, help="Sample among the K likeliest."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(callback=values.probability, help="Sample within this probability, above 0 to 1."),
+    ] = None,
+    seed: Annotated[int, typer.Option(callback=values.seed, help="Seed of sampling.")] = 0,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Time the stages of the fused runtime, on standard error."),
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            callback=values.dtype,
+            help="Dtype to compute in.",
+            show_default="float32; of exports on a GPU: as stored",
+        ),
+    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    verify: Verify = True,
+    offline: Offline = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Continue a prompt with a decoder, streaming to standard output."""
+    from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.machine.threads import use_threads
+
+    use_threads(threads)
+    folder = resolve_model(checkpoint, offline=offline).folder
+    from blr.compressor import generate as library
+    from blr.compressor.loading.load import load_model, load_tokenizer
+
+    if profile:
+        library.check_profile(device)
+    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=prompt)
+    dtype = dtype or library.default_dtype(folder, device)
+    options = {"dtype": dtype, "device": device, "trust": trust_remote_code, "verify": verify}
+    model = load_model(folder, "AutoModelForCausalLM", **options)
+    sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    stream = sys.stdout if format is Format.text else None
+    result = library.generate(model, tokenizer, prompt, sampling, stream)
+    found = library.profile(model, tokenizer, prompt) if profile else None
+    if format is Format.json:
+        print(json.dumps({**asdict(result), **({"profile": asdict(found)} if found else {})}))
+    elif found is not None:
+        print(library.profile_text(found), file=sys.stderr)

@@ -1,0 +1,178 @@
+"""`blr heal`: a compressed checkpoint trained to answer as the dense one does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.options import (
+    AllowPickle,
+    Device,
+    Format,
+    FormatOption,
+    MaxShardSize,
+    Offline,
+    Overwrite,
+    Quiet,
+    Restart,
+    Revision,
+    Threads,
+    print_result,
+)
+from blr.compressor.heal.settings import KINDS, HealOptions, check_options
+
+
+def heal(
+    checkpoint: Annotated[str, typer.Argument(help="A folder written by blr compress, or a hub id.")],
+    teacher: Annotated[
+        str, typer.Option(help="The dense model it came from: folder, hub id or short name.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text, .jsonl or data set, repeatable; self: the teacher's own text.",
+            show_default="self",
+        ),
+    ] = None,
+    mix: Annotated[
+        float | None,
+        typer.Option(help="Share of the teacher's own text beside yours.", show_default="0.67"),
+    ] = None,
+    own_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            callback=values.count,
+            help="Tokens of own text to write.",
+            show_default="4194304 on a GPU, 65536 on a CPU",
+        ),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes of training.", show_default="3")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the text instead.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps instead.")] = None,
+    lr: Annotated[
+        float, typer.Option(help="Rate a step, relative to the root mean square of each tensor.")
+    ] = 0.003,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            callback=values.count,
+            help="Tokens a step, of all processes.",
+            show_default="64 windows on a GPU, 8 on a CPU",
+        ),
+    ] = None,
+    window: Annotated[int, typer.Option(min=8, callback=values.count, help="Tokens a window.")] = 512,
+    loss: Annotated[
+        str, typer.Option(help="kl: distance from the teacher's answers; lm: loss on the text.")
+    ] = "kl",
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            callback=values.count,
+            help="Compare only the teacher's K likeliest tokens.",
+            show_default="all",
+        ),
+    ] = None,
+    hidden: Annotated[
+        float,
+        typer.Option(
+            min=0.0, callback=values.number, help="Weight of the distance between the blocks' outputs."
+        ),
+    ] = 0.0,
+    train: Annotated[str, typer.Option(help=f"Some of {', '.join(KINDS)}.")] = ",".join(KINDS[:3]),
+    warmup: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=0.9, callback=values.number, help="Share of the run in which the rate rises."
+        ),
+    ] = 0.05,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1, callback=values.count, help="Stop after so many tenths of the run without a new best."
+        ),
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Less memory: keep only the inputs of the blocks.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile blocks and loss.")] = False,
+    save_minutes: Annotated[
+        float, typer.Option(min=0.0, callback=values.number, help="Minutes between saved states.")
+    ] = 5.0,
+    seed: Annotated[
+        int, typer.Option(callback=values.seed, help="Seed of own text and of the order of windows.")
+    ] = 0,
+    device: Device = "auto",
+    threads: Threads = None,
+    max_shard_size: MaxShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    allow_pickle: AllowPickle = False,
+    offline: Offline = False,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Train a compressed checkpoint for minutes to answer as the dense one does."""
+    from blr.compressor.cli.signals import stop_on_signals
+
+    with stop_on_signals() as running:
+        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.loading.resolve import resolve_model
+        from blr.compressor.machine.threads import use_threads
+        from blr.compressor.progress import Progress
+
+        use_threads(threads)
+        options = HealOptions(
+            source_name=checkpoint,
+            teacher_name=teacher,
+            revision=revision,
+            data=tuple(data or ()),
+            **{"mix": mix, "own_tokens": own_tokens, "loss": loss, "top_k": top_k, "hidden": hidden},
+            train=tuple(part.strip() for part in train.split(",") if part.strip()),
+            **{"minutes": minutes, "epochs": epochs, "steps": steps, "rate": lr, "warmup": warmup},
+            **{"clip": clip, "batch": batch, "window": window, "patience": patience},
+            **{"checkpointing": checkpointing, "compile": compile, "seed": seed, "device": device},
+            **{"save_minutes": save_minutes, "max_shard_size": parse_size(max_shard_size)},
+            **{"overwrite": overwrite, "restart": restart},
+            **{"allow_pickle": allow_pickle, "offline": offline},
+        )
+        options = check_options(options)
+        running.output, running.kept = output, "the state that was saved last is"
+        check_output(output, overwrite)
+        found = resolve_model(checkpoint, revision=revision, offline=offline)
+        dense = resolve_model(teacher, offline=offline)
+        from blr.compressor.heal.run import heal as run
+
+        named = options.named(found.name, found.revision, dense.name)
+        summary = run(found.folder, dense.folder, output, named, Progress(quiet))
+    if summary is not None:  # None in all processes but the first
+        print_result(asdict(summary), _heal_text, format)
+
+
+def _heal_text(summary: dict[str, Any]) -> str:
+    lines = [f"output: {summary['output']}"]
+    if summary["steps"]:
+        speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
+        lines.append(
+            f"trained: {summary['parameters']:,} parameters, {summary['steps']:,} steps, "
+            f"{summary['tokens']:,} tokens, {speed:,.0f} a second; "
+            f"best after step {summary['best_step']:,}"
+        )
+    for name, before in summary["before"].items():
+        after = summary["after"][name]
+        lines.append(
+            f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
+            f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "
+            f"(dense {before['teacher']:.4f})"
+        )
+    return "\n".join([*lines, f"time: {summary['seconds']:.1f} s"])

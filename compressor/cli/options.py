@@ -1,0 +1,112 @@
+"""Options that several commands share, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.quoting import printable
+
+
+class Format(StrEnum):
+    """How results are printed."""
+
+    text = "text"
+    json = "json"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A checkpoint folder, a hub id (owner/name) or a short name (llama-7b)."),
+]
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="text, or one JSON object.")]
+Device = Annotated[str, typer.Option(callback=values.device, help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1024,
+        help="CPU threads to compute with.",
+        show_default="OMP_NUM_THREADS, or the cores that affinity and quota leave",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify/--no-verify", help="Hash what is read of an output of blr, against its manifest."
+    ),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never open a socket.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run modeling code found in the checkpoint.")
+]
+
+MaxShardSize = Annotated[str, typer.Option(help="Largest shard, as 500MB or 5GB.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default="main")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that blr wrote.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run left.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
+]
+# What recipes say as well; one that is given wins.
+RecipeOption = Annotated[
+    str | None, typer.Option("--recipe", "-r", help="Shipped name or YAML file; options win.")
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        *("--method", "-m"),
+        help="svd, monarch, blast, ks (Kronecker-sparse), auto.",
+        show_default="svd",
+    ),
+]
+Cf = Annotated[
+    float | None,
+    typer.Option(help="Compression factor of the replaced layers, over 1.", show_default="2"),
+]
+Rank = Annotated[int | None, typer.Option(help="Fixed rank in place of --cf.")]
+Blocks = Annotated[
+    int | None,
+    typer.Option(help="Blocks b of Monarch and BLAST.", show_default="4 for Monarch, 16 for BLAST"),
+]
+Pattern = Annotated[
+    str | None,
+    typer.Option(
+        help="Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly.",
+        show_default="the least predicted error",
+    ),
+]
+Heads = Annotated[
+    str | None,
+    typer.Option(help="Attention by svd: whole, grouped:G, per-head or auto.", show_default="whole"),
+]
+Include = Annotated[list[str] | None, typer.Option(help="Only modules matching this glob; repeatable.")]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="Not the modules matching this glob; repeatable.")
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="GPU that times are predicted for, as configs/gpus.yaml.", show_default="h200"),
+]
+
+
+def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
+    """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
+    print(json.dumps(result) if format is Format.json else text(_printable(result)))
+
+
+def _printable(value: Any) -> Any:
+    """A result of plain data with every text in it printable."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value

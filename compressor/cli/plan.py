@@ -1,0 +1,72 @@
+"""`blr plan`: what compress would do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from blr.compressor.cli.options import (
+    Blocks,
+    Cf,
+    Exclude,
+    Format,
+    FormatOption,
+    Gpu,
+    Heads,
+    Include,
+    Method,
+    Offline,
+    Pattern,
+    Rank,
+    RecipeOption,
+    print_result,
+)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="A checkpoint folder (config.json is enough), a hub id or a short name."),
+    ],
+    recipe: RecipeOption = None,
+    method: Method = None,
+    cf: Cf = None,
+    rank: Rank = None,
+    blocks: Blocks = None,
+    pattern: Pattern = None,
+    heads: Heads = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Stored dtype of the factors.", show_default="the weight's own"),
+    ] = None,
+    gpu: Gpu = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Plan for fits weighted by activations.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
+    offline: Offline = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """What compress would do to every layer, with sizes and predicted times, from headers alone."""
+    from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.planning.outline import open_or_outline
+    from blr.compressor.planning.plan import make_plan
+    from blr.compressor.planning.roofline import find_gpu
+    from blr.compressor.planning.table import plan_result, plan_text
+    from blr.compressor.recipe.shipped import load_recipe
+
+    given = {
+        **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
+        **{"heads": heads, "include": include or None, "exclude": exclude or None},
+        **{"dtype": dtype, "gpu": gpu},
+    }
+    resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
+    card = find_gpu(resolved.gpu)
+    found = resolve_model(model, offline=offline, weights=False)
+    source, outlined = open_or_outline(found.folder)
+    made = make_plan(source, resolved, calibrated=calibrated)
+    result = plan_result(made, resolved, card, found.name, outlined)
+    print_result(result, lambda r: plan_text(r, every), format)

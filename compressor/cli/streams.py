@@ -1,0 +1,129 @@
+"""Standard output and error of a command, which may be closed, full, or a pipe that nobody reads.
+
+Results that cannot be written are never lost in silence; talk that nobody hears stops nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from blr.compressor.errors import StorageError
+
+KEPT = 1 << 20  # characters of results that are repeated on standard error at most
+
+
+class ReaderGone(Exception):
+    """Whoever read standard output has left, as `head` does: no error, but nothing more to do."""
+
+
+class Results:
+    """Standard output. What it does not take is written to standard error; from then on it fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self._unread = stream, ""
+        self._failure: Exception | None = None
+
+    def write(self, text: str) -> int:
+        """Write as a stream does. Raises ReaderGone, or StorageError when it fails otherwise."""
+        if not text:
+            return self.stream.write(text) if isinstance(text, bytes) else 0
+        self._unread = (self._unread + text)[-KEPT:]
+        self._do(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as a stream does. Raises as `write`."""
+        self._do(self.stream.flush)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it no longer takes anything."""
+        return self._failure is not None
+
+    def _do(self, act: Callable[[], object]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            act()
+        except OSError as error:
+            self._failure = self._failed(error)
+            raise self._failure from error
+
+    def _failed(self, error: OSError) -> Exception:
+        silence_results()
+        if error.errno == errno.EPIPE:
+            return ReaderGone()
+        sys.stderr.write(self._unread.rstrip("\n") + "\n")
+        return StorageError(
+            f"standard output: {os.strerror(error.errno or 0).lower()}; the results are on standard "
+            "error, above: give standard output a file with room or a pipe that is read"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class Talk:
+    """Standard error, which may fail: what is said there is worth no failure."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write as a stream does, or nothing."""
+        with suppress(OSError, ValueError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as a stream does, or not."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def prepare() -> None:
+    """Guard the standard streams of this process; those of a test that replaced them stay.
+
+    Raises StorageError for a closed standard output, before there are results that it would lose.
+    """
+    closed = [number for number in range(3) if not _is_open(number)]
+    for _ in closed:
+        os.open(os.devnull, os.O_RDWR)  # the lowest number: no file of ours may get one of these
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if 1 in closed:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise StorageError("standard output: closed, results would be lost; give it a file or a pipe")
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = Talk(sys.stderr)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = Results(sys.stdout)
+
+
+def let_go() -> None:
+    """A standard output that failed has been told of: what else is written there goes nowhere, and the
+    interpreter's last flush of it succeeds."""
+    if isinstance(sys.stdout, Results) and sys.stdout.failed:
+        sys.stdout = sys.stdout.stream
+
+
+def silence_results() -> None:
+    """Send standard output nowhere."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

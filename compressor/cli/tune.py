@@ -1,0 +1,129 @@
+"""`blr tune`: which kernel variants are the fastest on this GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.bench_options import words
+from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
+from blr.compressor.errors import BlrError, UsageError
+from blr.compressor.machine.dtypes import DTYPES
+from blr.compressor.quoting import printable
+
+if TYPE_CHECKING:
+    from blr.compressor.tune import Tuning
+
+
+def tune(
+    shapes: Annotated[
+        str, typer.Option(help="Models of configs/bench-shapes.yaml, comma-separated.")
+    ] = "llama-7b",
+    structures: Annotated[
+        str, typer.Option(help="Some of svd,monarch,blast,ks.")
+    ] = "svd,monarch,blast,ks",
+    dtype: Annotated[str, typer.Option(help="Some of bfloat16,float16,float32.")] = "bfloat16",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Four numbers of tokens in place of ten, fewer samples.")
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, callback=values.number, help="Measure nothing new after this many seconds."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-name",
+            callback=values.gpu_name,
+            help="Name to keep the table under.",
+            show_default="the GPU's own",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            *("--output", "-o"),
+            help="YAML file.",
+            show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
+        ),
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Time every kernel variant on this GPU and write the table that layers choose by."""
+    from blr.compressor.bench.precision import find_precision
+    from blr.compressor.bench.shapes import check_structures, find_layers
+    from blr.compressor.bench.stopping import Stopped
+    from blr.compressor.tuned_table import check_table, user_table
+
+    wanted, dtypes = words(structures), words(dtype)
+    check_structures(wanted)
+    if wrong := next((name for name in dtypes if name not in DTYPES), None):
+        raise UsageError(f"dtype {wrong!r}: expected some of {', '.join(DTYPES)}")
+    layers = find_layers(words(shapes))
+    if gpu is not None and not re.fullmatch(r"\w[\w.-]{0,63}", gpu):
+        raise UsageError(f"--gpu-name {gpu!r}: expected letters, digits, '_', '.' and '-'")
+    if output is not None:
+        check_table(output)
+    from blr.compressor import tune as library
+    from blr.compressor.bench.runner import Runner
+    from blr.compressor.progress import Progress
+    from blr.kernels.common.available import gpu_key
+
+    target, progress = library.tuning_device(device), Progress(quiet)
+    gpu = gpu or gpu_key(target)
+    path = output or user_table(gpu)
+    check_table(path)
+    runner = Runner(target, rounds=5 if quick else 10)
+    tokens = library.QUICK if quick else library.FULL
+    tuning = library.Tuning(runner, [find_precision(name) for name in dtypes], wanted, tokens)
+    try:
+        stopped = library.measure(tuning, layers, seconds, progress)
+    except Stopped as stop:
+        done = f"{len(tuning.points)} cases were timed, nothing was written"
+        print(f"blr: stopped by {stop.name}; {done}", file=sys.stderr)
+        raise typer.Exit(128 + stop.number) from None
+    try:
+        result = library.write_rules(tuning, path, gpu, target)
+    except BlrError:
+        print(_winners(library.winners_table(tuning.points)))
+        raise
+    _show({**result, "stopped": stopped}, tuning, progress, format)
+
+
+HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
+
+
+def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
+    from blr.compressor.tune import winners_table
+
+    progress.notes(tuning.refused)
+    if result["stopped"]:
+        progress.notes([result["stopped"]])
+    winners = winners_table(tuning.points)
+    if format is Format.json:
+        print(json.dumps({**result, "winners": winners, "refused": tuning.refused}))
+        return
+    print(f"{printable(result['output'])}: {result['rules']} rules for {result['gpu']}")
+    print(_winners(winners))
+
+
+def _winners(rows: list[dict[str, Any]]) -> str:
+    from blr.compressor.tables import aligned
+
+    return aligned([HEAD, *map(_cells, rows)], numbers=(3, 5, 6))
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    shape = f"{row['inputs']}→{row['outputs']} b={row['blocks']} r={row['rank']}"
+    times = [f"{row[key]:.4f}" if row[key] is not None else "-" for key in ("ms", "dense_ms")]
+    return row["structure"], shape, row["dtype"], str(row["n"]), row["variant"] or "none", *times

@@ -1,0 +1,322 @@
+"""The export of one checkpoint: check, re-lay every tensor as it is written, check again, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.disk import check_space
+from blr.compressor.checkpoint.fingerprint import headers_digest, versions
+from blr.compressor.checkpoint.journal import canonical_json
+from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.errors import CapabilityError, OutputError, UsageError
+from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.machine.dtypes import DTYPES
+from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.progress import Progress
+
+if TYPE_CHECKING:
+    from blr.compressor.export.quantizer import Head, Quantizer
+    from blr.compressor.export.tensors import Tensors
+    from blr.compressor.modeling.settings import ExportSettings
+
+QUANTIZED = ("int8", "int4")
+NONE = "none"
+COMPILED = "model.pt2"
+MAX_BATCH = 8
+DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the command line says; `source_name` and `revision` are recorded in the output.
+
+    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
+    the output head, which has a kind of its own.
+    """
+
+    source_name: str
+    revision: str | None = None
+    gpu: str = "h200"
+    batch: int = 1
+    context: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    quantize_head: str | None = None
+    kind: str = "folder"
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+
+    def named(self, name: str, revision: str | None) -> ExportOptions:
+        """The same for a checkpoint found under another name."""
+        return replace(self, source_name=name, revision=revision)
+
+
+@dataclass
+class ExportSummary:
+    """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
+    the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
+    is stored as well; `errors` maps layer type to the mean relative error that quantization adds;
+    `seconds` is the wall time."""
+
+    output: str
+    kind: str
+    gpu: str
+    batch: int
+    context: int | None
+    layers: int
+    densified: int
+    bytes_before: int
+    bytes_after: int
+    dtype: str | None
+    quantize: str | None
+    quantize_head: str | None
+    untied_bytes: int
+    seconds: float
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def check_options(options: ExportOptions) -> ExportOptions:
+    """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
+
+    Raises UsageError; CapabilityError for more sequences than the kernels take.
+    """
+    if not 1 <= options.batch <= MAX_BATCH:
+        refusal = UsageError if options.batch < 1 else CapabilityError
+        raise refusal(
+            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences; export for "
+            "fewer, larger batches generate with transformers"
+        )
+    if options.context is not None and options.context < 1:
+        raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")
+    for name, value, known in (
+        ("dtype", options.dtype, DTYPES),
+        ("quantize", options.quantize, QUANTIZED),
+        ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
+        ("format", options.kind, ("folder", "pt2")),
+    ):
+        if value is not None and value not in known:
+            raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
+    head = None if options.quantize_head == NONE else options.quantize_head
+    return replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
+
+
+def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
+    """Write the checkpoint in `folder`, dense or compressed, to `output` in kernel layout.
+
+    Everything that headers tell is checked first; `output` is absent until it is complete. No more
+    than a few tensors are in memory at a time.
+
+    Raises:
+        BlrError: any of its kinds.
+    """
+    started = monotonic()
+    options = check_options(options)
+    check_apart(output, folder)
+    with Workspace(output, overwrite=options.overwrite, restart=options.restart) as workspace:
+        if options.allow_pickle:
+            workspace.claim()
+        checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
+        job = Job(checkpoint, options, workspace, progress)
+        job.run()
+    before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
+    return ExportSummary(
+        output=str(workspace.output),
+        kind=options.kind,
+        gpu=options.gpu,
+        batch=options.batch,
+        context=job.settings.context,
+        layers=len(job.checkpoint.specs),
+        densified=len(job.densified),
+        bytes_before=before,
+        bytes_after=job.tensors.nbytes,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        quantize_head=options.quantize_head,
+        untied_bytes=job.untied_bytes,
+        seconds=monotonic() - started,
+        errors=job.errors(),
+    )
+
+
+class Job:
+    """One export. `settings`, `config` and `tensors` are what it will write, known from headers."""
+
+    settings: ExportSettings
+    tensors: Tensors
+    quantizer: Quantizer | None
+    densified: list[str]
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
+    ) -> None:
+        from blr.compressor.export.densify import slower_layers
+        from blr.compressor.export.files import export_config
+        from blr.compressor.export.reload import check_fits, export_context
+        from blr.compressor.export.tensors import plan_tensors
+        from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+
+        asked = (options.gpu, options.batch, options.dtype)
+        head = self._find_head(checkpoint, options)
+        densified = {} if options.quantize else slower_layers(checkpoint, *asked)
+        if head is not None:
+            densified.pop(head.module, None)
+        kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
+        self.densified, self.stored_specs = sorted(densified), checkpoint.specs
+        self.checkpoint, self.options = replace(checkpoint, specs=kept), options
+        self.workspace, self.progress = workspace, progress
+        context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
+        if options.kind == "pt2":
+            from blr.compressor.export.pt2 import check_pt2
+
+            check_pt2(checkpoint.source.model_type, generates=context is not None)
+        self.quantizer = self._make_quantizer(head)
+        packed = {} if self.quantizer is None else self.quantizer.settings()
+        self.settings = ExportSettings(
+            LAYOUT, options.gpu, options.batch, __version__, context, **packed
+        )
+        chosen = (options.dtype, self.quantizer, densified)
+        self.tensors = plan_tensors(checkpoint.source, kept, *chosen)
+        self.config = export_config(self.checkpoint, self.settings, options.dtype)
+        check_fits(checkpoint.source, self.config, self.tensors.shapes)
+
+    @staticmethod
+    def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+        if options.quantize_head is None:
+            return None
+        from blr.compressor.export.quantizer import find_head
+
+        return find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+
+    def _make_quantizer(self, head: Head | None) -> Quantizer | None:
+        if self.options.quantize is None and head is None:
+            return None
+        from blr.compressor.export.quantizer import make_quantizer
+        from blr.compressor.export.tensors import STORED
+
+        dtype = STORED[self.options.dtype] if self.options.dtype else None
+        source, specs = self.checkpoint.source, self.checkpoint.specs
+        return make_quantizer(source, specs, self.options.quantize, dtype, head)
+
+    @property
+    def untied_bytes(self) -> int:
+        """Of a packed head that was the embedding."""
+        head = self.quantizer.head if self.quantizer is not None else None
+        if head is None or not head.tied:
+            return 0
+        mine = [slot for slot in self.tensors.slots if slot.name.startswith(f"{head.module}.weight_")]
+        return sum(slot.origin.nbytes for slot in mine)
+
+    def errors(self) -> dict[str, float]:
+        """What quantization added to the relative error of the weights, by layer type."""
+        return read_manifest(self.workspace.output).get("quantization_errors", {})
+
+    def run(self) -> None:
+        """Write, check and commit, or finish what a killed run had all but committed."""
+        from blr.compressor.loading.carry import check_carried
+
+        workspace = self.workspace
+        needed = self._estimate()
+        with storage_errors(workspace.output.parent, needed, workspace.output):
+            check_space(workspace.output.parent, needed - workspace.used_bytes())
+            workspace.open(self._fingerprint())
+            check_carried(self.checkpoint.source, self.config)
+            read = self._digest()
+            if workspace.finished(read):
+                return
+            self._produce(read)
+
+    def _produce(self, read: str) -> None:
+        from blr.compressor.checkpoint.shards import assign_shards
+        from blr.compressor.export.files import small_files
+        from blr.compressor.export.tensors import in_order, read_tensor
+        from blr.compressor.output.produce import Contents, produce
+
+        source, slots = self.checkpoint.source, self.tensors.slots
+        shards = assign_shards(slots, self.options.max_shard_size)
+        shards = {name: in_order(group, slots) for name, group in shards.items()}
+        name, compiled = self.options.source_name, self.options.kind == "pt2"
+        files = small_files(self.checkpoint, self.config, self.settings, name, compiled)
+        contents = Contents(
+            shards, lambda entry: read_tensor(source, self.tensors, entry), files, later=(COMPILED,)
+        )
+        facts = partial(self._facts, read)
+        produce(self.workspace, contents, self._check, facts, self.progress)
+
+    def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
+        """Load what was written; with it the compiled forward pass, if that is asked for."""
+        from blr.compressor.export.reload import check_reload, load_export
+
+        written = check_reload(self.checkpoint.source, partial, self.config)
+        if self.options.kind != "pt2":
+            return written
+        from blr.compressor.export.pt2 import write_pt2
+
+        self.progress.stage("compiling")
+        return {**written, **write_pt2(load_export(partial, self.config), partial)}
+
+    def _estimate(self) -> int:
+        """Upper estimate of the bytes of the output."""
+        source = self.checkpoint.source
+        extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
+        compiled = self.tensors.nbytes if self.options.kind == "pt2" else 0
+        return self.tensors.nbytes + compiled + extra + (4 << 20)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What a run that finishes another's work must agree on."""
+        options = self.options
+        return {
+            "source": headers_digest(self.checkpoint.source),
+            "revision": options.revision,
+            "export": {**self.config["blr"]["export"], "dtype": options.dtype, "kind": options.kind},
+            "densified": self.densified,
+            "max_shard_size": options.max_shard_size,
+            "versions": versions(),
+        }
+
+    def _digest(self) -> str:
+        """SHA-256 over everything that is read, which is compared with its manifest as it is.
+
+        Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
+        """
+        from blr.compressor.checkpoint.disk import sha256_file
+        from blr.compressor.checkpoint.scan import scan_source
+        from blr.compressor.export.files import kept_files
+        from blr.compressor.export.tensors import check_products
+
+        source = self.checkpoint.source
+        kept = {name: sha256_file(source.folder / name) for name in kept_files(self.checkpoint)}
+        floats = {entry.name for entry in source.entries.values() if entry.is_float}
+        scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
+        check_products(source, self.stored_specs, self.options.dtype, scan.norms)
+        return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
+
+    def _facts(self, read: str) -> dict[str, Any]:
+        """The manifest's account of where the export came from."""
+        facts: dict[str, Any] = {
+            "source": {"name": self.options.source_name, "revision": self.options.revision},
+            "run": self.workspace.fingerprint,
+            "input_sha256": read,
+        }
+        if self.quantizer is not None:
+            facts["quantization_errors"] = self.quantizer.mean_errors()
+        if self.untied_bytes:
+            facts["untied_bytes"] = self.untied_bytes
+        if self.checkpoint.saved:
+            facts["saved"] = self.checkpoint.saved
+        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
+            facts["compressed_from"] = read_manifest(self.checkpoint.source.folder).get("source")
+        return json.loads(canonical_json(facts))

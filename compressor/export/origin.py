@@ -1,0 +1,99 @@
+"""Opens what is to be exported, a dense checkpoint or an output of `blr compress`, and checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.manifest import saved_by
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.trust import check_listed
+from blr.compressor.errors import InputError
+from blr.compressor.loading.checked import check_unquantized, open_checked
+from blr.compressor.quoting import quote
+from blr.compressor.structures.specs import Spec, spec_from_dict
+
+FORMAT = 1  # of config.blr, as in modeling/configuration_blr.py, which imports transformers
+OUR_TYPE, OUR_CLASS = "blr_", "Blr"
+AGAIN = "compress the model again with this version of blr"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is exported: `source` with the native configuration, `specs` by structured module.
+
+    `compressed` says that it has structured layers; `saved` by whom and from what it was saved, if
+    not by `blr compress`.
+    """
+
+    source: Source
+    specs: Mapping[str, Spec]
+    compressed: bool
+    saved: str | None = None
+
+
+def open_checkpoint(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Checkpoint:
+    """The checkpoint in `folder`, its headers checked against its configuration.
+
+    Small files are compared with the manifest of an output; shards are as they are read.
+
+    Raises InputError: malformed, other than its manifest says, quantized, or exported already.
+    """
+    check_listed(folder, "small")
+    source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
+    if not source.model_type.startswith(OUR_TYPE):
+        return Checkpoint(open_checked(folder, allow_pickle, scratch), {}, compressed=False)
+    check_unquantized(source)
+    specs = _specs(source)
+    native = replace(source, config=native_config(source))
+    return Checkpoint(native, specs, compressed=True, saved=_saved(source))
+
+
+def _specs(source: Source) -> dict[str, Spec]:
+    """Spec by module from config.blr. Raises InputError for anything malformed."""
+    path = source.folder / "config.json"
+    table = source.config.get("blr")
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        refuse(path, "no blr table of a format this version reads", f"format {FORMAT}", AGAIN)
+    if "export" in table:
+        raise InputError(
+            f"{source.folder}: an export already, its tensors are in kernel layout; "
+            "give the checkpoint it was exported from"
+        )
+    layers = table.get("layers")
+    if not isinstance(layers, dict):
+        refuse(path, "no blr.layers", "a table of structured layers", AGAIN)
+    return {module: _spec(path, module, fields) for module, fields in layers.items()}
+
+
+def _spec(path: Path, module: str, fields: Any) -> Spec:
+    try:
+        spec = spec_from_dict(fields)
+        sizes = [size for shape in spec.shapes().values() for size in shape]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError("sizes that are no positive integers")
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        found = f"a layer {quote(module)} that is none ({quote(error, 120)[1:-1]})"
+        refuse(path, found, "structure and sizes", AGAIN)
+    return spec
+
+
+def _saved(source: Source) -> str | None:
+    try:
+        return saved_by(source.config)
+    except TypeError as error:
+        refuse(source.folder / "config.json", str(error), "who saved the model", AGAIN)
+
+
+def native_config(source: Source) -> dict[str, Any]:
+    """The configuration of the dense model that an output of ours came from."""
+    names = source.config.get("architectures") or []
+    config = {key: value for key, value in source.config.items() if key not in ("blr", "auto_map")}
+    return {
+        **config,
+        "model_type": source.model_type.removeprefix(OUR_TYPE),
+        "architectures": [name.removeprefix(OUR_CLASS) for name in names],
+    }

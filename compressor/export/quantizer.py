@@ -1,0 +1,250 @@
+"""Packs the layers of an export to int8 or int4, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import torch
+
+from blr.compressor.architectures import Family, find_family
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.errors import InputError, NumericsError, UsageError
+from blr.compressor.export.pack import PRODUCT, Quantized, parse_kind, quantize_dense, quantize_factors
+from blr.compressor.modeling.quantized import dense_entry, is_quantized, matrix_shape, stored_names
+from blr.compressor.structures.specs import Spec
+from blr.kernels.quantized.reference import GROUP, packed_width
+
+Parts = dict[str, tuple[str, tuple[int, ...]]]  # name in the module -> safetensors dtype and shape
+PACKED_DTYPES = {8: "I8", 4: "U8"}
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A dense weight that is quantized: `entry` is [in, out] if `transposed`, else [out, in]."""
+
+    entry: TensorEntry
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        rows, columns = self.entry.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head, packed to a `kind` of its own.
+
+    `weight` is None for a structured head, and the embedding's for a `tied` one, which is stored as
+    a copy.
+    """
+
+    module: str
+    kind: str
+    weight: TensorEntry | None
+    tied: bool
+
+
+@dataclass
+class Quantizer:
+    """What is packed of `source`, and the packed tensors of the layer that was asked for last.
+
+    Attributes:
+        specs, dense: by module, the structured and the dense layers, the head among them.
+        kind: of all but the head; None if the head alone is packed.
+        dtype: safetensors' name of the scales' dtype, None for that of each weight.
+        errors: relative error of the weight that quantization adds, by module, as they are packed.
+    """
+
+    source: Source
+    specs: Mapping[str, Spec]
+    dense: Mapping[str, DenseLayer]
+    kind: str | None
+    dtype: str | None = None
+    head: Head | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    _last: tuple[str, Quantized] | None = None
+
+    def bits(self, module: str) -> int:
+        """8 or 4."""
+        return parse_kind(self.head.kind if self._is_head(module) else self.kind)
+
+    def settings(self) -> dict[str, Any]:
+        """What `ExportSettings` says of packed layers."""
+        dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
+        if self.head is None:
+            return {"quantize": self.kind, "dense": dense}
+        return {"quantize": self.kind, "dense": dense, "head": {self.head.module: self._head_entry()}}
+
+    def copies(self, entry: TensorEntry) -> bool:
+        """Whether `entry` is an embedding that the head is made from and is itself stored too."""
+        return self.head is not None and self.head.tied and self.head.weight is entry
+
+    def _is_head(self, module: str) -> bool:
+        return self.head is not None and self.head.module == module
+
+    def _head_entry(self) -> dict[str, Any]:
+        module, bits = self.head.module, self.bits(self.head.module)
+        if module in self.specs:
+            return {**self.specs[module].to_dict(), "bits": bits}
+        return dense_entry(*self.dense[module].shape, bits)
+
+    def parts(self, module: str, factor: str, dtype: str) -> Parts:
+        """What is stored of one factor of a structured layer, or of a dense "weight", with scales of
+        `dtype`; scales first, which are wider."""
+        if module in self.dense:
+            shape: tuple[int, ...] = self.dense[module].shape
+        else:
+            spec = self.specs[module]
+            if not is_quantized(spec, factor):
+                return {factor: (dtype, spec.shapes()[factor])}
+            shape = matrix_shape(spec, factor)
+        *rows, width = shape
+        (packed, scale), bits = stored_names(factor), self.bits(module)
+        return {
+            scale: (dtype, (*rows, -(-width // GROUP))),
+            packed: (PACKED_DTYPES[bits], (*rows, packed_width(width, bits))),
+        }
+
+    def tensor(self, module: str, part: str) -> torch.Tensor:
+        """One stored tensor of a layer. Raises NumericsError when scales are not finite."""
+        if self._last is None or self._last[0] != module:
+            self._last = None  # the layer before goes first
+            try:
+                self._last = module, self._quantize(module)
+            except NumericsError as error:
+                raise NumericsError(f"{self.source.folder}: {module}: {error}") from error
+            self.errors[module] = self._last[1].errors[PRODUCT]
+        return self._last[1].tensors[part]
+
+    def mean_errors(self) -> dict[str, float]:
+        """Layer type to the mean of its errors."""
+        family, found = find_family(self.source.model_type), {}
+        for module, error in self.errors.items():
+            kind = family.layer_type(module) if family else None
+            found.setdefault(kind or module.rpartition(".")[2], []).append(error)
+        return {kind: mean(values) for kind, values in found.items()}
+
+    def _quantize(self, module: str) -> Quantized:
+        bits = self.bits(module)
+        if module in self.dense:
+            layer = self.dense[module]
+            weight = self._load(layer.entry)
+            return quantize_dense(weight.mT if layer.transposed else weight, bits, self._scales())
+        spec = self.specs[module]
+        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in spec.shapes()}
+        return quantize_factors(spec, factors, bits, self._scales())
+
+    def _load(self, entry: TensorEntry) -> torch.Tensor:
+        return self.source.load_tensor(entry)
+
+    def _scales(self) -> torch.dtype | None:
+        return getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None
+
+
+def make_quantizer(
+    source: Source,
+    specs: Mapping[str, Spec],
+    kind: str | None,
+    dtype: str | None,
+    head: Head | None = None,
+) -> Quantizer:
+    """For all linear layers of `source`, the structured ones and the dense ones of its family, or for
+    `head` alone if `kind` is None.
+
+    Raises InputError when there are none.
+    """
+    packed = dict(specs) if kind else {}
+    dense = _dense_layers(source, packed) if kind else {}
+    if head is not None and head.weight is None:
+        packed[head.module] = specs[head.module]
+    elif head is not None:
+        dense[head.module] = DenseLayer(head.weight, transposed=False)
+    return Quantizer(source, packed, dense, kind, dtype, head)
+
+
+def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
+    """The output head of a causal language model, from headers, to be packed to `kind`.
+
+    Args:
+        specs: the structured modules, which the head may be one of.
+
+    Raises:
+        UsageError: no such model, or none whose head is a linear layer.
+        InputError: no weight of floating-point numbers to make it from.
+    """
+    from blr.compressor.loading.discover import meta_model
+    from blr.compressor.modeling.modeling_blr import module_name
+
+    model = meta_model(source)
+    name = _head_module(model, kind)
+    structured = next((module for module in specs if module_name(model, module) == name), None)
+    if structured is not None:
+        return Head(structured, kind, None, tied=False)
+    shape = tuple(model.get_submodule(name).weight.shape)
+    stored = {
+        module_name(model, entry.name.removesuffix(".weight")): entry
+        for entry in source.entries.values()
+        if entry.name.endswith(".weight") and entry.shape == shape and entry.is_float
+    }
+    if own := stored.get(name):
+        return Head(own.name.removesuffix(".weight"), kind, own, tied=False)
+    giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")
+    if giving not in stored:
+        raise InputError(
+            f"{source.folder}: no floating-point weight {list(shape)} of {name}, expected one to "
+            "quantize; leave --quantize-head out"
+        )
+    return Head(name, kind, stored[giving], tied=True)
+
+
+def _head_module(model: Any, kind: str) -> str:
+    """Name of the output head in a model on the meta device. Raises UsageError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    name = next((n for n, module in model.named_modules() if module is head), "")
+    others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
+    reason = "ties more than the weights of its head" if others else ""
+    if type(head) is not torch.nn.Linear:
+        reason = "has no output head that is a linear layer"
+    if not any(type(model).__name__ in ((n,) if isinstance(n, str) else n) for n in known):
+        reason = "is no causal language model"
+    if reason:
+        raise UsageError(
+            f"--quantize-head {kind}: {type(model).__name__} {reason}; leave the option out"
+        )
+    return name
+
+
+def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
+    """Dense layers of the family. Raises InputError when there is no layer at all."""
+    family = find_family(source.model_type)
+    if family is None:
+        from blr.compressor.loading.discover import discover_family
+
+        family = discover_family(source)
+    dense = {m: DenseLayer(e, family.transposed) for m, e in _weights(source, family).items()}
+    if not specs and not dense:
+        raise InputError(
+            f"{source.folder}: no linear layer of floating-point weights to quantize; "
+            "leave --quantize out"
+        )
+    return dense
+
+
+def _weights(source: Source, family: Family) -> dict[str, TensorEntry]:
+    """Dense weights by module: matrices of layers that the family lists, so not of heads."""
+    return {
+        entry.name.removesuffix(".weight"): entry
+        for entry in source.entries.values()
+        if entry.name.endswith(".weight")
+        and len(entry.shape) == 2
+        and entry.is_float
+        and family.layer_type(entry.name.removesuffix(".weight"))
+    }

@@ -1,0 +1,191 @@
+"""Runs a model one block at a time: only one block's weights are resident.
+
+The model is built without weights; what lies before its first block (embeddings, position tables)
+is loaded and run once, then each block is loaded, used and dropped. Works for any architecture
+whose blocks are called with hidden states first, which `configs/*.yaml` names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.architectures import Family
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import CapabilityError
+from blr.compressor.loading.discover import meta_model
+from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.text.reading import Calibration
+
+
+@dataclass
+class Batch:
+    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of a block
+    and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
+    compressed one. Both are kept on the CPU."""
+
+    hidden: Tensor
+    student: Tensor
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    mask: Tensor
+
+
+class _Reached(Exception):
+    """Thrown to stop a forward pass once a module's input is known."""
+
+
+class BlockModel:
+    """A checkpoint whose blocks are loaded one at a time in float32 on `device`.
+
+    Raises CapabilityError for a family that `configs/` gives no blocks for.
+    """
+
+    def __init__(self, source: Source, family: Family | None, device: torch.device) -> None:
+        if family is None or family.blocks is None:
+            raise CapabilityError(
+                f"{source.folder}: calibration needs the blocks of model type {source.model_type!r} in "
+                "configs/; compress it without --calibration"
+            )
+        self.source, self.family, self.device = source, family, device
+        self.model = meta_model(source, buffers=True).eval()
+        self.names = self._loaded_names()  # name in the model -> stored tensor
+        self.path = module_name(self.model, family.blocks)
+        self.blocks: nn.ModuleList = self.model.get_submodule(self.path)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def load_block(self, index: int) -> nn.Module:
+        """Block `index` with its weights, a copy of its own."""
+        return self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
+
+    def load_rest(self) -> None:
+        """Load everything but the blocks into the model."""
+        for name in [name for name, _ in self.model.named_parameters()]:
+            if name.startswith(f"{self.path}."):
+                continue
+            parent, _, leaf = name.rpartition(".")
+            value = nn.Parameter(self._tensor(name), requires_grad=False)
+            setattr(self.model.get_submodule(parent), leaf, value)
+        self.model.tie_weights()
+        for module in self.model.children():
+            move_buffers(module, self.device)
+
+    @torch.no_grad()
+    def start(self, calibration: Calibration) -> list[Batch]:
+        """The hidden states that enter the first block."""
+        first, batches = self.blocks[0], []
+        for ids, mask in zip(calibration.ids, calibration.masks, strict=True):
+            arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
+            if not bool(mask.all()):
+                arguments["attention_mask"] = mask.to(self.device)
+            hidden, rest = self._entering(first, arguments)
+            batches.append(Batch(hidden.cpu(), hidden.cpu(), rest, mask.bool()))
+        return batches
+
+    def _entering(self, block: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, Any]:
+        kept: list[Any] = []
+
+        def catch(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            kept.append((positional, named))
+            raise _Reached
+
+        handle = block.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            self.model(**arguments, **_without_cache(self.model))
+        except _Reached:
+            pass
+        finally:
+            handle.remove()
+        positional, named = kept[0]
+        if positional:
+            return positional[0], (positional[1:], named)
+        named = dict(named)
+        return named.pop("hidden_states"), ((), named)
+
+    def stored_module(self, name: str) -> str:
+        """Name on disk of the module called `name` in the model."""
+        return self.names[f"{name}.weight"].rpartition(".")[0]
+
+    def _loaded_names(self) -> dict[str, str]:
+        stored = {}
+        for name in self.source.entries:
+            module, _, leaf = name.rpartition(".")
+            stored[f"{module_name(self.model, module)}.{leaf}"] = name
+        return stored
+
+    def _load(self, module: nn.Module, prefix: str) -> nn.Module:
+        state = {name: self._tensor(prefix + name) for name, _ in module.named_parameters()}
+        module.load_state_dict(state, strict=False, assign=True)
+        return move_buffers(module, self.device).requires_grad_(False)
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self.names.get(name)
+        if stored is None:  # tied to a tensor that is stored
+            stored = self.names.get(self.model.all_tied_weights_keys.get(name, ""))
+        if stored is None:
+            return torch.zeros(self.model.get_parameter(name).shape, device=self.device)
+        tensor = self.source.load_tensor(self.source.entries[stored])
+        return tensor.to(self.device, torch.float32)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move what is not on the meta device."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer is not None and buffer.device.type != "meta":
+                setattr(part, name, buffer.to(device))
+    return module
+
+
+def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """The block's hidden output [m, w, d] for `hidden` on the block's device."""
+    positional, named = batch.arguments
+    out = block(hidden, *positional, **named)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@contextmanager
+def captured_inputs(block: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """While active, the input of every named submodule is kept under its name when it runs."""
+    kept: dict[str, Tensor] = {}
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(_keeper(kept, name)) for name in names
+    ]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keeper(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept[name] = inputs[0]
+
+    return keep
+
+
+def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
+    """Run the block until its submodule `last` has received its input."""
+
+    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Reached
+
+    handle = block.get_submodule(last).register_forward_pre_hook(stop)
+    try:
+        run_block(block, hidden, batch)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+
+
+def _without_cache(model: Any) -> dict[str, Any]:
+    return {"use_cache": False} if model.can_generate() else {}

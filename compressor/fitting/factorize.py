@@ -1,0 +1,178 @@
+"""Factorizes the planned layers one after the other, each kept in the journal as it is done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import CapabilityError, NumericsError
+from blr.compressor.machine.device import pick_device, working_dtype
+from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
+from blr.compressor.progress import Progress
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.linalg import recorded_fallbacks
+from blr.compressor.structures.registry import STRUCTURES
+
+ALGORITHM = 1  # raise it when a factorizer's results change: journals of older runs are then void
+
+Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
+
+
+@dataclass(frozen=True)
+class Job:
+    """One layer to factorize and everything that determines its factors."""
+
+    planned: PlannedLayer
+    recipe: Recipe
+    device: torch.device
+
+    @property
+    def layer(self) -> Layer:
+        return self.planned.layer
+
+    @property
+    def options(self) -> FitOptions:
+        seed = layer_seed(self.recipe.seed, self.layer.module)
+        return FitOptions(self.planned.solver, self.planned.rounds, seed)
+
+    def key(self, weight: Tensor, prefix: str = "") -> str:
+        """The journal's name for the factors of `weight` under these settings.
+
+        `prefix` is the digest of what else they depend on: calibration and the layers before.
+        """
+        return layer_key(
+            prefix=prefix,
+            weight=hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest(),
+            dtype=self.layer.entry.dtype,
+            shape=self.layer.entry.shape,
+            spec=self.planned.spec.to_dict(),
+            options=[self.planned.solver, self.planned.rounds, self.recipe.seed, self.recipe.dtype],
+            module=self.layer.module,
+            algorithm=[ALGORITHM, __version__, torch.__version__],
+            machine=[str(self.device), torch.get_num_threads()],
+        )
+
+
+def factorize_layers(
+    source: Source,
+    recipe: Recipe,
+    plan: Plan,
+    journal: Journal,
+    device: str,
+    progress: Progress,
+) -> dict[str, Result]:
+    """Factors of every planned layer, from the journal where it has them.
+
+    Returns:
+        Module name to its stored factors and record (spec, type, relative error, notes).
+    """
+    target = pick_device(device)
+    results = {}
+    with progress.layers(len(plan.layers)) as advance:
+        for planned in plan.layers:
+            advance(planned.layer.module)
+            results[planned.layer.module] = _layer(source, Job(planned, recipe, target), journal)
+    return results
+
+
+def layer_seed(seed: int, module: str) -> int:
+    """A seed for one layer that does not depend on which other layers are factorized."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
+
+
+def _layer(source: Source, job: Job, journal: Journal) -> Result:
+    weight = source.load_tensor(job.layer.entry)
+    key = job.key(weight)
+    done = journal.load(key)
+    if done is None:
+        with layer_errors(job):
+            tensors, record = factorize(weight, job)
+        journal.store(key, tensors, record)
+        done = journal.load(key)
+    assert done is not None
+    factors, record = done
+    return {suffix: factors[suffix] for suffix in job.planned.spec.shapes()}, record
+
+
+def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Fit one layer.
+
+    Args:
+        weight: as stored, [o, i], or [i, o] if the layer is transposed.
+
+    Returns:
+        Factors in the stored dtype, contiguous on the CPU, and the layer's record. The error is
+        that of the stored factors, rounding included.
+    """
+    work = weight.to(job.device, working_dtype(job.device))
+    work = work.mT.contiguous() if job.layer.transposed else work
+    with recorded_fallbacks() as fallbacks:
+        fit = (
+            STRUCTURES[job.planned.spec.structure]
+            .factorizer()
+            .fit(work, job.planned.spec, None, job.options)
+        )
+    return keep_factors(job, weight, fit.tensors, {"notes": [*fit.notes, *fallbacks]})
+
+
+def keep_factors(
+    job: Job, weight: Tensor, factors: dict[str, Tensor], record: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Round fitted factors to the dtype they are stored in and measure what that gives.
+
+    Args:
+        weight: as stored. record: what is already known of the layer, kept.
+
+    Returns:
+        Factors on the CPU, contiguous, and the layer's record with its type, spec and error.
+    """
+    spec, structure = job.planned.spec, STRUCTURES[job.planned.spec.structure].factorizer()
+    stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
+    tensors = {name: tensor.detach().to("cpu", stored).contiguous() for name, tensor in factors.items()}
+    check_range(tensors)
+    work = weight.to(job.device, working_dtype(job.device))
+    work = work.mT if job.layer.transposed else work
+    back = structure.reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
+    facts = {"type": job.layer.type, "spec": spec.to_dict(), "error": relative_error(work, back)}
+    return tensors, {**record, **facts}
+
+
+@contextmanager
+def layer_errors(job: Job) -> Iterator[None]:
+    """Name the layer in the errors of its factorization."""
+    try:
+        yield
+    except NumericsError as error:
+        raise NumericsError(f"{job.layer.module}: {error}") from error
+    except torch.linalg.LinAlgError as error:
+        reason = str(error).splitlines()[0]
+        raise NumericsError(f"{job.layer.module}: {reason}; --exclude the layer") from error
+    except (RuntimeError, MemoryError) as error:
+        # torch has a class of its own for a full GPU only
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise CapabilityError(
+            f"{job.layer.module}: out of memory on {job.device} for a layer of {job.layer.entry.shape}; "
+            "try --device cpu or a machine with more memory"
+        ) from error
+
+
+def check_range(tensors: dict[str, Tensor]) -> None:
+    """Raise NumericsError when factors are not finite in the dtype they are stored in."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NumericsError(
+                f"factor {name} is not finite in {tensor.dtype}; "
+                "store the factors as --dtype float32 or bfloat16, or --exclude the layer"
+            )

@@ -1,0 +1,59 @@
+"""Training passes of structured layers through their dense weight, made anew for every micro-batch.
+
+Thousands of tokens share the factors: the weight costs as much as r tokens, and one product with it
+is faster than a chain of small ones and keeps nothing but its input for the backward pass. Low-rank
+layers stay as they are: their two products are as large as they are few.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.structures.registry import STRUCTURES
+
+
+def compose_layers(model: Any) -> None:
+    """Make the structured layers of `model` compute by their dense weights."""
+    for module in model.modules():
+        if isinstance(module, StructuredLinear) and not isinstance(module, LowRankLinear):
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def dense_weight(layer: StructuredLinear) -> Tensor:
+    """The weight [o, i], differentiable."""
+    factors = {name: layer.get_parameter(name) for name in layer.spec.shapes()}
+    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(factors, layer.spec)
+
+
+def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:
+    return linear(x, dense_weight(layer), layer.bias)
+
+
+def checkpoint_blocks(model: Any) -> bool:
+    """Keep only the inputs of the model's blocks for the backward pass; False if it has none.
+
+    Blocks are the longest list of modules. transformers' own checkpointing needs training mode, with
+    its dropout.
+    """
+    lists = [m for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
+    if not lists:
+        return False
+    from torch.utils.checkpoint import checkpoint
+
+    for block in max(lists, key=len):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    return True
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the model's blocks, each on its own."""
+    lists = [m for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
+    torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
+    for block in max(lists, key=len, default=nn.ModuleList()):
+        block.compile(dynamic=False)

@@ -1,0 +1,195 @@
+"""What is minimized: the distance of the student's answers from the teacher's, summed over tokens.
+
+Logits are the largest tensors of a step by far. They are made for a few thousand tokens at a time,
+and what the backward pass needs of them (the gradient of the hidden states and of the head) is
+computed at once; the idea is that of fused linear cross entropy (Liger, arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
+from transformers import masking_utils
+
+CHUNK = 1 << 26  # logits made at once
+Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+
+def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
+    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]."""
+    assert teacher is not None
+    log_p, log_q = (log_softmax(x, -1, torch.float32) for x in (teacher, student))
+    return kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+def kl_of_top(k: int) -> Measure:
+    """`kl` of the teacher's k likeliest tokens and of all others together as one."""
+
+    def measure(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
+        assert teacher is not None
+        log_p, log_q = (log_softmax(x, -1, torch.float32) for x in (teacher, student))
+        log_p, chosen = log_p.topk(min(k, teacher.shape[-1] - 1), -1)
+        log_q = log_q.gather(-1, chosen)
+        rest_p, rest_q = (1 - x.exp().sum(-1) for x in (log_p, log_q))
+        rest_p, rest_q = rest_p.clamp_min(1e-9), rest_q.clamp_min(1e-9)
+        rest = rest_p * (rest_p.log() - rest_q.log())
+        return (log_p.exp() * (log_p - log_q)).sum() + rest.sum()
+
+    return measure
+
+
+def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
+    """Σ −log q of the text's own next tokens [n]."""
+    return cross_entropy(student.float(), targets, reduction="sum")
+
+
+@dataclass
+class Head:
+    """The output head: `weight` [v, d] and `bias` [v] or None; no weight where hidden states are the
+    logits already."""
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, v] of `hidden` [n, d]."""
+        return hidden if self.weight is None else linear(hidden, self.weight, self.bias)
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """While active, transformers does not look for several sequences in a row of tokens: it would wait
+    for the GPU to tell, in every pass, and no CUDA graph could be captured."""
+    found = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if found is None:
+        yield
+        return
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
+
+
+class Answers:
+    """A causal language model as hidden states and a head, so that logits can be made in parts.
+
+    A model that does more than multiply (scaled or capped logits) is run whole, and its logits stand
+    for the hidden states.
+    """
+
+    def __init__(self, model: Any, probe: Tensor) -> None:
+        self.model, self.body = model, model.base_model
+        with torch.no_grad():
+            whole = model(probe, use_cache=False).logits
+            self.plain = self._fits(probe, whole)
+
+    @torch.no_grad()
+    def _fits(self, probe: Tensor, whole: Tensor) -> bool:
+        head = self.model.get_output_embeddings()
+        if head is None or self.body is self.model:
+            return False
+        hidden = self.body(probe, use_cache=False).last_hidden_state
+        return torch.equal(head(hidden), whole)
+
+    @property
+    def head(self) -> Head:
+        """What turns the hidden states of `run` into logits."""
+        if not self.plain:
+            return Head(None)
+        module = self.model.get_output_embeddings()
+        return Head(module.weight, getattr(module, "bias", None))
+
+    def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What enters the head [m, w, d]; with `states` what enters every block, too."""
+        model = self.body if self.plain else self.model
+        with unpacked():
+            out = model(ids, use_cache=False, output_hidden_states=states)
+        hidden = out.last_hidden_state if self.plain else out.logits
+        return hidden, tuple(out.hidden_states) if states else ()
+
+
+class _Chunked(torch.autograd.Function):
+    """Σ measure over rows, its gradients taken on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor | None, head: Head, theirs: Any, targets: Tensor,
+        measure: Measure,
+    ) -> Tensor:  # fmt: skip
+        wanted = [x for x in (hidden, weight) if x is not None and x.requires_grad]
+        gradients = {id(x): torch.zeros_like(x, dtype=_wide(x, hidden)) for x in wanted}
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for at in _chunks(hidden, head):
+            with torch.enable_grad():
+                part = hidden[at].detach().requires_grad_(hidden.requires_grad)
+                w = None if weight is None else weight.detach().requires_grad_(weight.requires_grad)
+                loss = measure(Head(w, head.bias).logits(part), theirs(at), targets[at])
+            leaves = {id(x): leaf for x, leaf in ((hidden, part), (weight, w)) if id(x) in gradients}
+            found = torch.autograd.grad(loss, list(leaves.values()))
+            for key, gradient in zip(leaves, found, strict=True):
+                whole = gradients[key]
+                (whole[at] if key == id(hidden) else whole).add_(gradient)
+            total += loss.detach()
+        ctx.save_for_backward(*(gradients.get(id(x)) for x in (hidden, weight)))
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight)]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        found = [
+            None if x is None else (x * g).to(dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*found, None, None, None, None)
+
+
+def _wide(x: Tensor, hidden: Tensor) -> torch.dtype:
+    """Sums over chunks are kept in float32; each row of `hidden` is of one chunk."""
+    return x.dtype if x is hidden else torch.float32
+
+
+def _chunks(hidden: Tensor, head: Head) -> list[slice]:
+    width = hidden.shape[1] if head.weight is None else head.weight.shape[0]
+    size = max(CHUNK // width, 1)
+    return [slice(n, n + size) for n in range(0, len(hidden), size)]
+
+
+def summed(
+    hidden: Tensor, head: Head, teacher: tuple[Tensor, Head] | None, targets: Tensor, measure: Measure
+) -> Tensor:
+    """Σ measure(student's logits, teacher's, targets) over rows, differentiable.
+
+    Args:
+        hidden: [n, d] of the student. teacher: its hidden states [n, d'] and head, None if unused.
+        targets: [n] token ids.
+    """
+
+    def theirs(at: slice) -> Tensor | None:
+        if teacher is None:
+            return None
+        with torch.no_grad():
+            return teacher[1].logits(teacher[0][at])
+
+    if not torch.is_grad_enabled():
+        parts = [
+            measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in _chunks(hidden, head)
+        ]
+        return torch.stack(parts).sum()
+    return _Chunked.apply(hidden, head.weight, head, theirs, targets, measure)
+
+
+def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
+    """Σ over tokens of ‖h − h'‖² / ‖h'‖², mean over the blocks' outputs; states [m, w, d]."""
+    parts = []
+    for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
+        wanted = wanted.float()
+        size = wanted.square().sum(-1).clamp_min(1e-12)
+        parts.append(((mine.float() - wanted).square().sum(-1) / size).sum())
+    return torch.stack(parts).mean()

@@ -1,0 +1,112 @@
+"""The loss of a micro-batch, and the figures of merit on held-back windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr.compressor.heal.losses import (
+    Answers,
+    Head,
+    Measure,
+    kl,
+    kl_of_top,
+    lm,
+    missed_states,
+    summed,
+)
+from blr.compressor.heal.pair import Pair
+from blr.compressor.heal.settings import HealOptions
+
+HELD_BATCH = 8  # windows at once
+
+
+@dataclass(frozen=True)
+class Merit:
+    """Nats a token on held-back windows: KL from the teacher to the student, and the loss of either on
+    the text itself."""
+
+    kl: float
+    student: float
+    teacher: float
+
+    def judged(self, loss: str) -> float:
+        """The one that is minimized."""
+        return self.kl if loss == "kl" else self.student
+
+
+class Objective:
+    """Σ over the tokens of windows [m, w] of what `options` minimize."""
+
+    def __init__(self, pair: Pair, options: HealOptions, probe: Tensor) -> None:
+        self.student = Answers(pair.student, probe)
+        self.teacher = Answers(pair.teacher, probe)
+        self.options, self.device = options, pair.device
+        self.measure = _measure(options)
+        if options.compile:
+            self.measure = torch.compile(self.measure, dynamic=False)
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, windows: Tensor) -> Tensor:
+        """Differentiable; every token but the first of a window is predicted."""
+        windows = windows.to(self.device, non_blocking=True)
+        states = self.options.hidden > 0
+        hidden, ours = self.student.run(windows, states)
+        teacher, theirs = self._teach(windows, states)
+        loss = summed(_all_but_last(hidden), self.student.head, teacher, _targets(windows), self.measure)
+        if states:
+            loss = loss + self.options.hidden * missed_states(ours, theirs)
+        return loss
+
+    def _teach(
+        self, windows: Tensor, states: bool
+    ) -> tuple[tuple[Tensor, Head] | None, tuple[Tensor, ...]]:
+        if self.options.loss == "lm" and not states:
+            return None, ()
+        with torch.no_grad():
+            hidden, theirs = self.teacher.run(windows, states)
+        return (_all_but_last(hidden), self.teacher.head), theirs
+
+    @torch.no_grad()
+    def merit(self, held: Tensor) -> Merit:
+        """Of `held` [h, w]; the teacher's hidden states are kept from call to call."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for n in range(0, len(held), HELD_BATCH):
+            windows = held[n : n + HELD_BATCH].to(self.device)
+            targets, head = _targets(windows), self.student.head
+            hidden = _all_but_last(self.student.run(windows)[0])
+            wanted = self._wanted(held, n, windows), self.teacher.head
+            found = (
+                summed(hidden, head, wanted, targets, kl),
+                summed(hidden, head, None, targets, lm),
+                summed(wanted[0], self.teacher.head, None, targets, lm),
+            )
+            totals += torch.stack(found).double().cpu()
+        kl_, student, teacher = (totals / (held.shape[0] * (held.shape[1] - 1))).tolist()
+        return Merit(kl_, student, teacher)
+
+    def _wanted(self, held: Tensor, first: int, windows: Tensor) -> Tensor:
+        key = id(held), first
+        if key in self._kept:
+            return self._kept[key]
+        hidden = _all_but_last(self.teacher.run(windows)[0])
+        if self.teacher.plain:  # logits would be too large to keep
+            self._kept[key] = hidden
+        return hidden
+
+
+def _measure(options: HealOptions) -> Measure:
+    if options.loss == "lm":
+        return lm
+    return kl if options.top_k is None else kl_of_top(options.top_k)
+
+
+def _all_but_last(hidden: Tensor) -> Tensor:
+    """[m, w, d] -> [m (w − 1), d]."""
+    return hidden[:, :-1].flatten(0, 1)
+
+
+def _targets(windows: Tensor) -> Tensor:
+    return windows[:, 1:].flatten()

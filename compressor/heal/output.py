@@ -1,0 +1,145 @@
+"""What a healing run writes: the compressed checkpoint with its trained tensors, and what was done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole
+from blr.compressor.checkpoint.shards import Slot
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.errors import NumericsError
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.heal.card import healed_card
+from blr.compressor.heal.compose import dense_weight
+from blr.compressor.heal.pair import Pair, structured_layers
+from blr.compressor.heal.run import METRICS
+from blr.compressor.loading.vendor import vendored_files
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.registry import auto_map, declared_keys
+from blr.compressor.output.files import LAYERS
+from blr.compressor.output.report import report_html
+from blr.compressor.structures.base import relative_error
+
+CARD, REPORT = "README.md", "report.json"
+KEPT = ("recipe.yaml",)
+MAX_BYTES = 64 * 2**20
+
+
+def store_trained(pair: Pair, source: Source, journal: Journal, key: str) -> dict[str, TensorEntry]:
+    """Keep the trained tensors under their names on disk, in the dtypes that `source` has.
+
+    Raises NumericsError for values that such a dtype does not hold.
+    """
+    tensors = {}
+    for entry in source.entries.values():
+        owner, _, leaf = entry.name.rpartition(".")
+        master = pair.masters.get(f"{module_name(pair.student, owner)}.{leaf}")
+        if master is not None:
+            stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
+            tensors[entry.name] = stored.contiguous()
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise NumericsError(f"{bad[0]}: not finite after training; lower --lr and pass --restart")
+    journal.store(key, tensors, {})
+    found = journal.load(key)
+    assert found is not None
+    return found[0]
+
+
+def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
+    """The output's tensors in the order of `source`."""
+    return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
+
+
+def reader(source: Source, journal: Journal) -> Any:
+    """Reads planned tensors from wherever they are."""
+
+    def read(entry: TensorEntry) -> Iterator[bytes | bytearray]:
+        return source.read_bytes(entry) if entry.file in source.shards else journal.read_bytes(entry)
+
+    return read
+
+
+@torch.no_grad()
+def new_errors(pair: Pair, records: dict[str, Any]) -> dict[str, Any]:
+    """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
+    the teacher has a weight of that name to compare with."""
+    layers, theirs = structured_layers(pair.student), dict(pair.teacher.named_modules())
+    found = {}
+    for stored, record in records.items():
+        name = module_name(pair.student, stored)
+        weight = getattr(theirs.get(name), "weight", None)
+        if (
+            name in layers
+            and weight is not None
+            and weight.numel() == layers[name].spec.dense_parameters
+        ):
+            weight = weight.mT if isinstance(theirs[name], Conv1D) else weight
+            ours = dense_weight(layers[name])
+            record = {**record, "error": relative_error(weight.double(), ours.double())}
+        found[stored] = record
+    return found
+
+
+def small_files(
+    checkpoint: Checkpoint, pair: Pair, facts: dict[str, Any], log: list[dict[str, Any]]
+) -> dict[str, bytes | Path]:
+    """Everything but weights and manifest: name to contents, or file to carry over.
+
+    `facts` is what the card says of the training (`card.py`).
+    """
+    folder = checkpoint.source.folder
+    records = new_errors(pair, _json(folder / LAYERS))
+    held = {name: folder / name for name in KEPT if (folder / name).is_file()}
+    card = folder / CARD
+    return {
+        **{str(name): carried(folder / name) for name in checkpoint.source.extra_files()},
+        **held,
+        "config.json": json.dumps(_config(folder), indent=2).encode() + b"\n",
+        LAYERS: json.dumps(records, indent=2).encode() + b"\n",
+        CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
+        METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
+        **_report(folder, records, facts, log),
+        **vendored_files(),
+    }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a compressed checkpoint, whatever code it names replaced by ours."""
+    config = read_config(folder)
+    native = config["model_type"].removeprefix(f"{PREFIX.lower()}_")
+    kept = inert(config, declared_keys(native) | {"blr"})
+    ours = {**kept, "auto_map": auto_map(native)}
+    return {key: ours[key] for key in (*config, "auto_map") if key in ours}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return parse_json(read_whole(path, MAX_BYTES), path) if path.is_file() else {}
+
+
+def _report(
+    folder: Path, records: dict[str, Any], facts: dict[str, Any], log: list[dict[str, Any]]
+) -> dict[str, bytes]:
+    """The report of the compression, if there is one, with the new errors and the curve."""
+    data = _json(folder / REPORT)
+    if not data:
+        return {}
+    for layer in data["layers"]:
+        layer["error"] = records.get(layer["module"], layer)["error"]
+    for kind in data["types"]:
+        chosen = [layer["error"] for layer in data["layers"] if layer["type"] == kind["type"]]
+        kind["error"] = sum(chosen) / len(chosen)
+    data["healing"] = {"facts": facts, "log": log}
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}

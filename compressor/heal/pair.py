@@ -1,0 +1,204 @@
+"""The two models of a healing run: the dense teacher, and the student with what is trained of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.errors import CapabilityError, InputError, UsageError
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.heal.compose import compose_layers
+from blr.compressor.heal.gauge import balanced
+from blr.compressor.heal.norms import fuse_norms
+from blr.compressor.loading.carry import token_ids
+from blr.compressor.loading.load import load_model
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.quoting import quote
+from blr.compressor.text.own import working_dtype
+
+TASK = "AutoModelForCausalLM"
+
+
+@dataclass
+class Pair:
+    """Both models in evaluation mode on one device and in one dtype to compute in.
+
+    `masters` are what the optimizer moves, by parameter name: the student's own parameters where
+    the computation is in float32, else float32 copies of them.
+    """
+
+    teacher: Any
+    student: Any
+    masters: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        self.parameters = dict(self.student.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.device
+
+    def trained(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Every master with the parameter it stands for."""
+        return [(master, self.parameters[name]) for name, master in self.masters.items()]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters to the student's parameters."""
+        pairs = [(p, m) for m, p in self.trained() if p is not m]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of a micro-batch to those of the masters, in float32."""
+        for master, parameter in self.trained():
+            if parameter is master or parameter.grad is None:
+                continue
+            fresh = parameter.grad.to(master.dtype)
+            master.grad = fresh if master.grad is None else master.grad.add_(fresh)
+            parameter.grad = None
+
+    def forget_fresh(self) -> None:
+        """Drop the gradients that were not collected."""
+        for _, parameter in self.trained():
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.forget_fresh()
+        for master, _ in self.trained():
+            master.grad = None
+
+    def values(self) -> dict[str, Tensor]:
+        """Copies of the masters on the CPU, contiguous, by parameter name."""
+        return {n: m.detach().cpu().clone().contiguous() for n, m in self.masters.items()}
+
+    @torch.no_grad()
+    def restore(self, values: dict[str, Tensor]) -> None:
+        """The inverse of `values`."""
+        for name, master in self.masters.items():
+            master.copy_(values[name])
+        self.publish()
+
+
+def check_same_vocabulary(student: Checkpoint, teacher: Checkpoint) -> None:
+    """Raise InputError unless the two models speak of the same tokens."""
+    if not student.compressed:
+        raise InputError(
+            f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
+            "give an output of blr compress"
+        )
+    if teacher.compressed:
+        raise InputError(
+            f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
+        )
+    sizes = [checkpoint.source.config.get("vocab_size") for checkpoint in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        found = f"a vocabulary of {quote(sizes[1])} tokens, not {quote(sizes[0])}"
+        _refuse_vocabulary(teacher, f"{found} as the compressed model")
+    ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
+    if ids[0] is not None and ids[1] is not None and ids[0][1] != ids[1][1]:
+        _refuse_vocabulary(teacher, "a tokenizer that gives other ids than the compressed model's")
+
+
+def _refuse_vocabulary(teacher: Checkpoint, found: str) -> None:
+    raise InputError(
+        f"{teacher.source.folder}: {found}; expected the dense model it "
+        "came from, or one with the same tokenizer"
+    )
+
+
+def check_generates(checkpoint: Checkpoint) -> None:
+    """Raise CapabilityError for a model that is no causal language model."""
+    names = checkpoint.source.config.get("architectures") or [""]
+    if not names[0].endswith(("ForCausalLM", "LMHeadModel")):
+        raise CapabilityError(
+            f"{checkpoint.source.folder}: {names[0] or 'no architecture'} is no causal language model; "
+            "only those can be healed"
+        )
+
+
+def load_teacher(folder: Path, device: torch.device) -> Any:
+    """The dense model, frozen, in the dtype to compute in."""
+    model = load_model(folder, TASK, dtype=working_dtype(device), device=str(device))
+    fuse_norms(model)
+    return model.requires_grad_(False)
+
+
+def load_pair(folder: Path, teacher: Any, kinds: tuple[str, ...]) -> Pair:
+    """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
+
+    Args:
+        kinds: what is trained, of `settings.KINDS`.
+
+    Raises UsageError when there is nothing of these kinds.
+    """
+    student = load_model(folder, TASK, dtype="float32", device=str(teacher.device))
+    _balance(student)
+    student.requires_grad_(False)
+    chosen = {n: p for n, p in student.named_parameters() if kind_of(student, n) in kinds}
+    if not chosen:
+        raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
+    if teacher.dtype == torch.float32:
+        masters: dict[str, Tensor] = dict(chosen)
+    else:
+        masters = {name: p.detach().clone().requires_grad_() for name, p in chosen.items()}
+        student.to(teacher.dtype)
+    for parameter in chosen.values():
+        parameter.requires_grad_()
+    _share(student, teacher)
+    compose_layers(student)
+    fuse_norms(student)
+    return Pair(teacher, student, masters)
+
+
+def kind_of(model: Any, name: str) -> str:
+    """Which of `settings.KINDS` the parameter called `name` is."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if isinstance(module, nn.ParameterList):
+        return "factors"
+    if isinstance(module, StructuredLinear) and leaf != "bias":
+        return "factors"
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if leaf == "bias":
+        return "biases"
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    return "head" if module is model.get_output_embeddings() else "dense"
+
+
+def structured_layers(model: Any) -> dict[str, StructuredLinear]:
+    """By name in the model."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+
+
+def factors_of(layer: StructuredLinear) -> dict[str, nn.Parameter]:
+    """By the names of its spec."""
+    return {name: layer.get_parameter(name) for name in layer.spec.shapes()}
+
+
+@torch.no_grad()
+def _balance(student: Any) -> None:
+    for layer in structured_layers(student).values():
+        factors = factors_of(layer)
+        found = balanced({name: p.double() for name, p in factors.items()}, layer.spec)
+        for name, parameter in factors.items():
+            parameter.copy_(found[name])
+
+
+def _share(student: Any, teacher: Any) -> None:
+    """Frozen tensors that the teacher has as well are kept once."""
+    theirs = dict(teacher.named_parameters())
+    for name, parameter in student.named_parameters():
+        other = theirs.get(name)
+        if other is None or parameter.requires_grad or other.shape != parameter.shape:
+            continue
+        if torch.equal(parameter, other):
+            parameter.data = other.data

@@ -1,0 +1,114 @@
+"""Forward and backward passes of a step: in parts that fit memory, on a GPU as CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blr.compressor.errors import CapabilityError
+from blr.compressor.heal.objective import Objective
+from blr.compressor.heal.pair import Pair
+from blr.compressor.progress import Progress
+
+WARMUP = 2  # eager passes before a capture: libraries set themselves up in the first
+
+
+class Passes:
+    """Leaves the gradients of the mean loss a token in the masters of `pair`.
+
+    Args:
+        tokens: predicted by the whole batch, of all processes. micro: windows a pass, to begin with.
+    """
+
+    def __init__(
+        self, pair: Pair, objective: Objective, tokens: int, micro: int, progress: Progress
+    ) -> None:
+        self.pair, self.objective, self.tokens = pair, objective, tokens
+        self.micro, self.progress = micro, progress
+        self.graphs: dict[torch.Size, Captured] = {}
+        self.captures = pair.device.type == "cuda"
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """This process's share of the loss of a batch; `rows` are its windows.
+
+        Raises CapabilityError when not even one window fits in memory.
+        """
+        while True:
+            try:
+                return self._run(rows)
+            except torch.OutOfMemoryError:
+                pass  # again outside of the handler, which keeps the failed pass's tensors alive
+            self._make_room(rows.shape[1])
+
+    def _run(self, rows: Tensor) -> Tensor:
+        total = torch.zeros((), device=self.pair.device)
+        for part in rows.split(self.micro):
+            total += self._part(part)
+            self.pair.collect()
+        return total
+
+    def _part(self, part: Tensor) -> Tensor:
+        if not self.captures:
+            return self._eager(part)
+        if part.shape not in self.graphs and not self._capture(part):
+            return self._eager(part)
+        return self.graphs[part.shape].replay(part)
+
+    def _eager(self, part: Tensor) -> Tensor:
+        loss = self.objective(part.to(self.pair.device)) / self.tokens
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self, part: Tensor) -> bool:
+        """Whether the passes of a part of this shape could be captured; if not, none is any more."""
+        try:
+            self.graphs[part.shape] = Captured(self, part)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # whatever a model does that no graph can hold
+            reason = str(error).splitlines()[0][:120]
+            self.progress.notes([f"the training step is no CUDA graph, it runs slower ({reason})"])
+            self.captures = False
+            self.pair.forget()
+        return self.captures
+
+    def _make_room(self, window: int) -> None:
+        self.graphs.clear()
+        self.pair.forget()
+        torch.cuda.empty_cache()
+        if self.micro == 1:
+            raise CapabilityError(
+                f"one window of {window} tokens does not fit {self.pair.device}; "
+                "lower --window, pass --checkpointing or take a larger GPU"
+            )
+        self.micro = max(1, self.micro // 2)
+        self.progress.notes([f"out of memory: {self.micro} windows a pass from here on"])
+
+
+class Captured:
+    """The passes of one part, captured with the gradients that they leave."""
+
+    def __init__(self, passes: Passes, part: Tensor) -> None:
+        self.pair = passes.pair
+        self.windows = part.to(self.pair.device).clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                self.pair.forget_fresh()
+                passes._eager(self.windows)
+            self.pair.forget_fresh()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = passes._eager(self.windows)
+        self.gradients = [parameter.grad for _, parameter in self.pair.trained()]
+        self.pair.forget_fresh()
+
+    def replay(self, part: Tensor) -> Tensor:
+        """The loss, and fresh gradients in the student's parameters."""
+        self.windows.copy_(part, non_blocking=True)
+        self.graph.replay()
+        for (_, parameter), gradient in zip(self.pair.trained(), self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.loss

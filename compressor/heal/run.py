@@ -1,0 +1,274 @@
+"""The healing of one checkpoint: check, read or write text, train, write, check, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.disk import check_space
+from blr.compressor.checkpoint.fingerprint import headers_digest, versions
+from blr.compressor.checkpoint.journal import canonical_json, layer_key
+from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.errors import OutputError
+from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.heal.settings import HealOptions, check_options
+from blr.compressor.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.heal.data import Data
+    from blr.compressor.heal.pair import Pair
+    from blr.compressor.heal.processes import Processes
+    from blr.compressor.heal.state import State
+    from blr.compressor.text.own import OwnText
+
+METRICS = "metrics.jsonl"
+STATE_BYTES = 20  # a trained parameter: masters, two moments, the best so far and the stored tensor
+
+
+@dataclass
+class HealSummary:
+    """What healing achieved. `before` and `after` map each text to nats a token on its held-back
+    windows: `kl` from the teacher, and the loss of `student` and `teacher`. `seconds` is the wall time
+    of this run, `trained_seconds` that of training, earlier runs included."""
+
+    output: str
+    steps: int = 0
+    tokens: int = 0
+    parameters: int = 0
+    best_step: int = 0
+    before: dict[str, dict[str, float]] = field(default_factory=dict)
+    after: dict[str, dict[str, float]] = field(default_factory=dict)
+    trained_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def heal(
+    folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
+) -> HealSummary | None:
+    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
+
+    Everything that headers tell is checked first; `output` is absent until it is complete, and an
+    interrupted run goes on from the state it saved last. Under `accelerate launch` every process
+    calls this; the first one writes, and it alone gets a summary.
+
+    Raises:
+        BlrError: any of its kinds.
+    """
+    started = monotonic()
+    options = check_options(options)
+    for place in (folder, teacher):
+        check_apart(output, place)
+    from blr.compressor.heal.processes import Processes
+
+    processes = Processes(options.device)
+    progress = progress if processes.first else Progress(quiet=True)
+    with _workspace(output, options, processes) as workspace:
+        job = Job(folder, teacher, options, processes, workspace, progress)
+        job.run()
+    return job.summary(monotonic() - started) if processes.first else None
+
+
+@contextmanager
+def _workspace(output: Path, options: HealOptions, processes: Processes) -> Iterator[Workspace]:
+    """The output's workspace: entered by the first process, only known to the others."""
+    workspace = Workspace(output, overwrite=options.overwrite, restart=options.restart)
+    if not processes.first:
+        yield workspace
+        return
+    with workspace:
+        if options.allow_pickle:
+            workspace.claim()
+        yield workspace
+
+
+class Job:
+    """One healing run."""
+
+    def __init__(
+        self, folder: Path, teacher: Path, options: HealOptions, processes: Processes,
+        workspace: Workspace, progress: Progress,
+    ) -> None:  # fmt: skip
+        from blr.compressor.heal.pair import check_generates, check_same_vocabulary
+
+        self.options, self.processes = options, processes
+        self.workspace, self.progress = workspace, progress
+        scratch = workspace.pickled
+        self.checkpoint = open_checkpoint(folder, options.allow_pickle, scratch)
+        self.teacher = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
+        check_same_vocabulary(self.checkpoint, self.teacher)
+        check_generates(self.checkpoint)
+        self.state: State | None = None
+        self.facts: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Train, write, check and commit, or finish what a killed run had all but committed."""
+        workspace, needed = self.workspace, self._estimate()
+        with storage_errors(workspace.output.parent, needed, workspace.output):
+            if self.processes.first:
+                check_space(workspace.output.parent, needed - workspace.used_bytes())
+                workspace.open(self._fingerprint())
+                workspace.claim({METRICS})
+            self.processes.wait()
+            read = self._digest()
+            if self._finished(read):
+                return
+            pair, data = self._train(read)
+            if self.processes.first:
+                self._write(pair, data, read)
+            self.processes.wait()
+
+    def _finished(self, read: str) -> bool:
+        done = self.processes.first and self.workspace.finished(read)
+        return bool(self.processes.agreed(done)[0])
+
+    def _train(self, read: str) -> tuple[Pair, Data]:
+        from blr.compressor.heal.pair import load_pair, load_teacher
+        from blr.compressor.heal.trainer import Place, Trainer
+
+        teacher = load_teacher(self.teacher.source.folder, self.processes.device)
+        data = self._data(teacher, read)
+        pair = load_pair(self.checkpoint.source.folder, teacher, self.options.train)
+        place = Place(self.workspace.journal, layer_key(state=[read, data.digest]), self._tell)
+        trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
+        self.state = trainer.run()
+        self.facts = self._facts(pair, data)
+        return pair, data
+
+    def _data(self, teacher: Any, read: str) -> Data:
+        from blr.compressor.heal.data import make_data
+        from blr.compressor.loading.load import load_tokenizer
+        from blr.compressor.text.own import write_own_text
+
+        tokenizer = load_tokenizer(self.checkpoint.source.folder)
+        context = getattr(teacher.config, "max_position_embeddings", None) or 1 << 30
+        if context < self.options.window:
+            self.progress.notes([f"windows of {context} tokens, the model's context"])
+        share = self.processes.rank, self.processes.count
+
+        def write(wanted: OwnText) -> Tensor:
+            journal, wait = self.workspace.journal, self.processes.wait
+            return write_own_text(teacher, tokenizer, wanted, journal, self.progress, share, wait)
+
+        gpu = self.processes.device.type == "cuda"
+        author = self._scan(self.teacher.source)
+        return make_data(self.options, tokenizer, context, gpu, author, write)
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        """Append to metrics.jsonl in the partial folder, for whoever watches."""
+        if self.processes.first:
+            with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _write(self, pair: Pair, data: Data, read: str) -> None:
+        from blr.compressor.checkpoint.shards import assign_shards
+        from blr.compressor.heal import output
+        from blr.compressor.output.files import check_reload
+        from blr.compressor.output.produce import Contents, produce
+
+        workspace, source = self.workspace, self.checkpoint.source
+        key = layer_key(output=[read, data.digest])
+        trained = output.store_trained(pair, source, workspace.journal, key)
+        shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
+        assert self.state is not None
+        files = output.small_files(self.checkpoint, pair, self.facts, self.state.log)
+        contents = Contents(shards, output.reader(source, workspace.journal), files)
+        facts = {**self._origin(), "input_sha256": read}
+        check = partial(check_reload, source)
+        produce(workspace, contents, check, lambda: facts, self.progress)
+
+    def _facts(self, pair: Pair, data: Data) -> dict[str, Any]:
+        """What the card, the report and the summary tell of the training."""
+        state, options = self.state, self.options
+        assert state is not None
+        return {
+            "teacher": options.teacher_name,
+            "device": _device_name(pair.device),
+            "steps": state.step,
+            "tokens": state.step * data.batch * data.window,
+            "minutes": state.seconds / 60,
+            "parameters": sum(master.numel() for master in pair.masters.values()),
+            "best_step": state.best_step,
+            "before": state.before,
+            "after": state.best_merits,
+            "shares": {part.name: part.windows / data.batch for part in data.parts},
+            **{"train": list(options.train), "rate": options.rate, "loss": options.loss},
+            **{"seed": options.seed, "batch": data.batch * data.window, "window": data.window},
+        }
+
+    def _origin(self) -> dict[str, Any]:
+        """The manifest's account of where the output came from."""
+        try:
+            earlier = read_manifest(self.checkpoint.source.folder)
+        except OutputError:  # one without its manifest
+            earlier = {}
+        healed = {"name": self.options.source_name, "revision": self.options.revision}
+        facts = {
+            "source": earlier.get("source", healed),
+            "recipe_sha256": earlier.get("recipe_sha256"),
+            "fallbacks": earlier.get("fallbacks", []),
+            "healed_from": healed,
+            "teacher": {"name": self.options.teacher_name},
+            "run": self.workspace.fingerprint,
+        }
+        return json.loads(canonical_json(facts))
+
+    def _estimate(self) -> int:
+        """Upper estimate of the bytes on disk: the output, and the state of every float in it."""
+        source = self.checkpoint.source
+        stored = sum(entry.nbytes for entry in source.entries.values())
+        trained = sum(spec.parameters for spec in self.checkpoint.specs.values())
+        return stored + STATE_BYTES * trained + 4 * (self.options.own_tokens or 0) + (64 << 20)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must agree on; not how many processes there are."""
+        from blr.compressor.text.reading import calibration_digest
+
+        return {
+            "source": headers_digest(self.checkpoint.source),
+            "teacher": headers_digest(self.teacher.source),
+            "texts": [calibration_digest(name) for name in self.options.files],
+            "heal": self.options.fingerprint(),
+            "versions": versions(),
+        }
+
+    def _digest(self) -> str:
+        """SHA-256 over everything that is read but the texts, which the fingerprint holds."""
+        found = [self._scan(checkpoint.source) for checkpoint in (self.checkpoint, self.teacher)]
+        return hashlib.sha256(canonical_json(found)).hexdigest()
+
+    def _scan(self, source: Source) -> str:
+        from blr.compressor.checkpoint.scan import scan_source
+
+        floats = {entry.name for entry in source.entries.values() if entry.is_float}
+        remedy = "repair the checkpoint, or take another"
+        return scan_source(source, floats, remedy, self.progress).digest
+
+    def summary(self, seconds: float) -> HealSummary:
+        """Of this run; little for one that found its work done."""
+        found = HealSummary(output=str(self.workspace.output), seconds=seconds)
+        if self.state is not None:
+            found.trained_seconds = self.state.seconds
+            for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):
+                setattr(found, name, self.facts[name])
+        return found
+
+
+def _device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return "the CPU"
+    import torch
+
+    return torch.cuda.get_device_name(device)

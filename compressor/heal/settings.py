@@ -1,0 +1,104 @@
+"""What a healing run is asked to do, checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from blr.compressor.errors import UsageError
+
+SELF = "self"
+KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
+LOSSES = ("kl", "lm")
+MINUTES = 3.0  # when no budget is given
+MIX = 2 / 3  # of own text beside the user's: see design notes in compressor/text/own.py
+NOT_IN_FINGERPRINT = ("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart")
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """What the command line says.
+
+    Exactly one of `minutes`, `epochs` (of the user's text, or of the own text where that is all) and
+    `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
+    share of every batch is `mix`. `rate` is relative to a tensor's root mean square; `batch` and
+    `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and `hidden` shape the
+    loss; `patience` counts evaluations on held-back windows without a new best.
+    """
+
+    source_name: str
+    teacher_name: str = ""
+    revision: str | None = None
+    data: tuple[str, ...] = ()
+    mix: float | None = None
+    own_tokens: int | None = None
+    loss: str = "kl"
+    top_k: int | None = None
+    hidden: float = 0.0
+    train: tuple[str, ...] = KINDS[:3]
+    minutes: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    rate: float = 0.003
+    warmup: float = 0.05
+    clip: float = 1.0
+    batch: int | None = None
+    window: int = 512
+    patience: int | None = None
+    checkpointing: bool | None = None
+    compile: bool = False
+    seed: int = 0
+    device: str = "auto"
+    save_minutes: float = 5.0
+    max_shard_size: int = 5_000_000_000
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+    offline: bool = False
+
+    @property
+    def files(self) -> list[str]:
+        """The user's texts."""
+        return [name for name in self.data if name != SELF]
+
+    def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
+        """The same for checkpoints found under other names."""
+        return replace(self, source_name=name, revision=revision, teacher_name=teacher)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must agree on."""
+        kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
+        return {**kept, "data": self.data.count(SELF)}  # the texts by their contents, elsewhere
+
+
+def check_options(options: HealOptions) -> HealOptions:
+    """`options` with one budget and the share of own text filled in. Raises UsageError."""
+    budgets = [options.minutes, options.epochs, options.steps]
+    if sum(budget is not None for budget in budgets) > 1:
+        raise UsageError("give one of --minutes, --epochs and --steps, not several")
+    for name, low, high in (
+        ("minutes", 0, 1e5), ("epochs", 0, 1e6), ("steps", 0, 1e9), ("rate", 0, 1), ("clip", 0, 1e9)
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and not low < value <= high:
+            option = "lr" if name == "rate" else name
+            raise UsageError(f"--{option} {value:g}: expected a number over {low}, at most {high:g}")
+    for name, values, known in (("loss", [options.loss], LOSSES), ("train", options.train, KINDS)):
+        if unknown := [value for value in values if value not in known]:
+            raise UsageError(f"--{name} {unknown[0]}: expected {', '.join(known)}")
+    if not options.train:
+        raise UsageError(f"--train: nothing to train; name some of {', '.join(KINDS)}")
+    if options.mix is not None and not 0 <= options.mix <= 1:
+        raise UsageError(f"--mix {options.mix:g}: expected a share from 0 to 1")
+    if options.mix and not options.files and options.mix < 1:
+        raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --data FILE")
+    if all(budget is None for budget in budgets):
+        options = replace(options, minutes=MINUTES)
+    return replace(options, mix=_own_share(options))
+
+
+def _own_share(options: HealOptions) -> float:
+    """Own text alone where no text is named, else the share asked for, else the mixture."""
+    if not options.files:
+        return 1.0
+    return MIX if options.mix is None else options.mix

@@ -1,0 +1,1 @@
+"""From folders to models and tokenizers, and the files that let a folder load without `blr`."""

@@ -1,0 +1,107 @@
+"""What an output takes along besides its weights: tried before the work, settled after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from blr.compressor.checkpoint.disk import write_stream
+from blr.compressor.checkpoint.hints import REMEDY, carried
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import CapabilityError, OutputError
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
+from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
+from blr.compressor.quoting import quote
+
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
+
+
+def check_carried(source: Source, config: Mapping[str, Any]) -> None:
+    """Find now what would fail when an output with `config` is checked after hours of work.
+
+    Raises:
+        InputError: a tokenizer that explodes or is none, a generation_config.json that loaders refuse.
+        OutputError: a tokenizer that cannot be carried over to the model type of `config`.
+    """
+    check_tokenizer(source.folder)
+    check_generation(source.folder)
+    with _scratch() as scratch, storage_errors(Path(scratch)):
+        folder = Path(scratch)
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+        for name in source.extra_files():
+            data = carried(source.folder / name)
+            (folder / name).parent.mkdir(exist_ok=True)
+            if isinstance(data, Path):
+                (folder / name).symlink_to(os.path.abspath(data))
+            else:
+                (folder / name).write_bytes(data)
+        keep_tokenizer(source.folder, folder)
+
+
+def _scratch() -> TemporaryDirectory[str]:
+    try:
+        return TemporaryDirectory(prefix="blr-")
+    except OSError as error:
+        raise CapabilityError(f"no folder for temporary files ({error}); set TMPDIR to one") from None
+
+
+def check_generation(folder: Path) -> None:
+    """Refuse defaults for generation that no model can be loaded with. Raises InputError."""
+    path = folder / GENERATION
+    if not os.path.exists(path):
+        return
+    try:
+        with quiet_transformers():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever hostile values make it raise
+        raise_exhausted(error)
+        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        refuse(path, f"settings that transformers refuses ({reason})", "those of a model", REMEDY)
+
+
+def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
+    """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same."""
+    before = token_ids(source)
+    if before is None or before[1] == (token_ids(folder) or (None, None))[1]:
+        return {}
+    path = folder / TOKENIZER
+    table = json.loads(path.read_bytes()) if path.exists() else {}
+    text = json.dumps({**table, "tokenizer_class": before[0]}, indent=2)
+    written = write_stream(path, [text.encode() + b"\n"])
+    after = token_ids(folder)
+    if after is None or after[1] != before[1]:
+        raise OutputError(
+            f"{folder}: its tokenizer does not give the ids of the source's; "
+            f"this transformers version cannot carry a {before[0]} over to another model type"
+        )
+    return {path.name: written}
+
+
+def token_ids(folder: Path) -> tuple[str, list[int]] | None:
+    """Class name of the tokenizer in `folder` and its ids of a probing text.
+
+    None when it has no tokenizer, or one that does not load without code of its own.
+    """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((folder / name).exists() for name in names):
+        return None
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
+    except BaseException as error:
+        raise_exhausted(error)
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        return None

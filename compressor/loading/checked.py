@@ -1,0 +1,42 @@
+"""Opens a dense checkpoint, and checks what its config.json implies for its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.shapes import check_against_config
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.errors import InputError
+from blr.compressor.quoting import quote
+
+
+def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
+    """`open_source`, and what its config.json implies for its tensors.
+
+    Raises InputError, also for a checkpoint that is an output of ours already.
+    """
+    source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
+    if source.model_type.startswith("blr_"):
+        raise InputError(
+            f"{folder}: model type {source.model_type!r} is already compressed by blr; "
+            "compress the dense checkpoint it came from"
+        )
+    check_unquantized(source)
+    family = find_family(source.model_type)
+    check_against_config(source, family.shapes if family else None)
+    return source
+
+
+def check_unquantized(source: Source) -> None:
+    """Raise InputError for a checkpoint whose config says that its weights are quantized.
+
+    Its loader would quantize the structured layers as well, and packed weights are no matrices.
+    """
+    settings = source.config.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        found = f"quantization_config of method {quote(method, 40)}"
+        remedy = "dequantize the checkpoint, or take the one it was made from"
+        refuse(source.folder / "config.json", found, "a dense checkpoint", remedy)

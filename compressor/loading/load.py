@@ -1,0 +1,147 @@
+"""Loads dense and structured checkpoints for evaluation and generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.checkpoint.config import REMEDY
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.trust import check_listed
+from blr.compressor.errors import CapabilityError, InputError, UsageError
+from blr.compressor.loading.carry import check_generation
+from blr.compressor.loading.numerics import check_model
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.tokenizer import check_tokenizer
+from blr.compressor.machine.device import pick_device
+from blr.compressor.machine.dtypes import COMPUTED
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.modeling_blr import misloaded
+from blr.compressor.modeling.registry import register
+from blr.compressor.quoting import quote
+
+GENERATES = "AutoModelForCausalLM"
+
+
+def load_model(
+    folder: Path, task: str, *, dtype: str, device: str, trust: bool = False, verify: bool = True
+) -> Any:
+    """The model in `folder`, in evaluation mode, with every tensor in its place and finite.
+
+    Args:
+        task: the Auto class, as "AutoModelForCausalLM".
+        dtype: one of `dtypes.COMPUTED`. device: "auto" or a torch device.
+        trust: run modeling code from the folder (never needed for outputs of blr).
+        verify: hash what is read of an output of blr; sizes and headers are always compared.
+
+    Raises:
+        UsageError, CapabilityError.
+        InputError: not a checkpoint for `task`, other bytes than the manifest lists, tensors that are
+            missing or left over.
+        NumericsError: weights that are not finite, or factors that overflow.
+    """
+    if dtype not in COMPUTED:
+        raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
+    source = _register_structured(folder)
+    check_generation(folder)
+    check_listed(folder, "all" if verify else "none")
+    if task == GENERATES and not trust:
+        _check_generates(source)
+    target = pick_device(device)
+    transformers.utils.logging.disable_progress_bar()
+    model = _from_pretrained(folder, task, dtype, trust)
+    try:
+        model = model.to(target).eval()
+        check_model(model, folder)
+    except torch.OutOfMemoryError as error:
+        raise CapabilityError(f"{folder}: does not fit {target}; try --device cpu") from error
+    return model
+
+
+def _from_pretrained(folder: Path, task: str, dtype: str, trust: bool) -> Any:
+    try:
+        model, info = getattr(transformers, task).from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # and named below
+        )
+        found = misloaded(model, info)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # hostile values of a config make transformers raise anything
+        raise_exhausted(error)
+        raise InputError(
+            f"{folder}: does not load as {task}: {_first_line(error)}; check the checkpoint"
+            + ("" if trust else " (its own code runs only with --trust-remote-code)")
+        ) from error
+    if getattr(model.config, "is_encoder_decoder", False):
+        found = "an encoder-decoder model (is_encoder_decoder)"
+        raise InputError(f"{folder}: found {found}; expected a decoder or an encoder; take another")
+    if found:
+        refuse(folder, found, "the tensors that config.json describes", "copy the checkpoint again")
+    model.config.return_dict = True  # results by name, as those who call it here take them
+    return model
+
+
+def _check_generates(source: Source) -> None:
+    """Raise InputError for a checkpoint whose class continues no text, such as an encoder."""
+    names = source.config.get("architectures") or []
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    generates = {n for name in known for n in ((name,) if isinstance(name, str) else name)}
+    name = names[0].removeprefix(PREFIX) if names else None
+    if name is not None and hasattr(transformers, name) and name not in generates:
+        expected = "a causal language model (LlamaForCausalLM, …)"
+        refuse(source.folder, f"{name}, which continues no text", expected, "take a decoder")
+    if name is not None and source.config.get("is_decoder") is False:
+        refuse(source.folder, f"{name} of is_decoder false", "a decoder", "take one")
+
+
+def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
+    """The tokenizer in `folder`, tried on the start of `text` before.
+
+    Raises InputError when it has none that loads, or one that explodes.
+    """
+    _register_structured(folder)
+    check_tokenizer(folder, text)
+    try:
+        with quiet_transformers():
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust, local_files_only=True
+            )
+    except Exception as error:  # as above, of the tokenizer's files
+        raise_exhausted(error)
+        raise InputError(
+            f"{folder}: no tokenizer that loads ({_first_line(error)}); add the tokenizer files"
+        ) from error
+
+
+def _register_structured(folder: Path) -> Source:
+    """Check the files of `folder`, and register its model type if that is one of ours without a
+    table in configs/.
+
+    Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
+    """
+    source = open_source(folder)
+    if "blr" in source.config and source.model_type.startswith("blr_"):
+        native = source.model_type.removeprefix("blr_")
+        try:
+            register(native)
+        except (KeyError, AttributeError):
+            found = f"model type {quote(source.model_type)}"
+            expected = "blr_ and one that this version of transformers has"
+            refuse(folder / "config.json", found, expected, REMEDY)
+    return source
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,48 @@
+"""The transformers class that a checkpoint names, checked before anything of it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from blr.compressor.checkpoint.config import REMEDY
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import BlrError
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.quoting import quote
+
+
+def native_class(source: Source) -> Any:
+    """The model class named first under `architectures`, None if none is named.
+
+    Raises InputError for a model type or architecture that transformers does not have.
+    """
+    path, model_type = source.folder / "config.json", source.config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
+    names = source.config.get("architectures") or []
+    if not names:
+        return None
+    named = getattr(transformers, names[0], None)
+    if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
+        refuse(path, f"architecture {quote(names[0])}", "a model class of transformers", REMEDY)
+    return named
+
+
+@contextmanager
+def native_errors(source: Source) -> Iterator[None]:
+    """Turn what transformers raises while it builds a model from a config into InputError."""
+    try:
+        yield
+    except (BlrError, MemoryError):
+        raise
+    except Exception as error:  # the values of a config are passed on unchecked
+        raise_exhausted(error)
+        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        found = f"values that {quote(source.model_type)} cannot be built from ({reason})"
+        refuse(source.folder / "config.json", found, "those of a trained model", REMEDY)

@@ -1,0 +1,98 @@
+"""Finds a checkpoint: a local folder, a short name, or a hub repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from blr.compressor.architectures import short_names
+from blr.compressor.checkpoint.remedies import FULL
+from blr.compressor.errors import HubError, InputError, StorageError, UsageError
+from blr.compressor.quoting import is_text, printable, quote
+from blr.compressor.recipe.schema import Recipe
+
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bin"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder, the name to record for it and its hub commit, if any."""
+
+    folder: Path
+    name: str
+    revision: str | None = None
+
+
+def resolve_model(
+    model: str, *, revision: str | None = None, offline: bool = False, weights: bool = True
+) -> Found:
+    """The local folder of `model`, downloaded if it is a hub id and not yet in the cache.
+
+    Without `weights` no more than its config.json is downloaded.
+
+    Raises:
+        UsageError: a revision of a local folder.
+        InputError: neither an existing folder nor the form of a hub id.
+        HubError: the hub cannot be reached, refuses, or has no such repository.
+        StorageError: the hub's cache is full.
+    """
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for every library that is imported from here on
+    folder = _folder(model)
+    if os.path.exists(folder):
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {model} is a local folder; only the hub has them")
+        return Found(folder, printable(folder.resolve().name))
+    repository = short_names().get(model.lower(), model)
+    if not REPOSITORY.fullmatch(repository) or model.startswith((".", "/", "~")):
+        raise InputError(
+            f"{quote(model, 160)[1:-1]}: no such folder; expected a checkpoint folder, a hub id "
+            f"(owner/name) or one of the short names {', '.join(sorted(short_names()))}"
+        )
+    patterns = PATTERNS if weights else ["config.json"]
+    return _download(repository, revision, offline or _offline(), patterns)
+
+
+def _folder(model: str) -> Path:
+    """What `model` is called as a path. Raises InputError for a name that libraries cannot take."""
+    folder = Path(os.path.expanduser(model))
+    if not is_text(str(folder)):
+        found = f"a name that is no text in {sys.getfilesystemencoding()}"
+        remedy = "rename the folder, or set LC_ALL to a UTF-8 locale"
+        raise InputError(f"{quote(folder, 160)[1:-1]}: found {found}; {remedy}")
+    return folder
+
+
+def default_output(model: str, recipe: Recipe) -> Path:
+    """``<name>-<method>-cf<cf>`` in the current folder. Raises InputError as `resolve_model`."""
+    name = Path(os.path.abspath(_folder(model))).name
+    return Path(f"{name}-{recipe.method}-cf{recipe.cf:g}")
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _download(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> Found:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, local_files_only=offline
+        )
+    except Exception as error:  # the hub client raises its own, httpx's and the system's errors
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if getattr(error, "errno", None) in FULL:
+            remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
+            raise StorageError(f"{repository}: {reason}; {remedy}") from error
+        remedy = (
+            "it is not in the local cache: run once without --offline, or give a local folder"
+            if offline
+            else "check the name, the network and `hf auth login`, or give a local folder"
+        )
+        raise HubError(f"{repository}: {type(error).__name__}: {reason}; {remedy}") from error
+    return Found(Path(folder), repository, Path(folder).name)

@@ -1,0 +1,47 @@
+"""Devices to compute on: their names are checked without torch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from blr.compressor.errors import CapabilityError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_KNOWN = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?", re.ASCII)
+
+
+def check_device(name: str) -> str:
+    """`name` if a device that computes can be called so. Raises UsageError: `meta`, say, holds no
+    numbers."""
+    if not _KNOWN.fullmatch(name):
+        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
+    return name
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes the GPU if there is one.
+
+    Raises UsageError for a name that is no device's, CapabilityError for a device that is absent.
+    """
+    import torch
+
+    check_device(name)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise CapabilityError(f"device {name!r} cannot be used ({reason}); try --device cpu") from None
+    return device
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """float64 where it is cheap enough to be the default: on CPU and data-center GPUs."""
+    import torch
+
+    return torch.float32 if device.type == "mps" else torch.float64

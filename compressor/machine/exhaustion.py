@@ -1,0 +1,50 @@
+"""Tells what the machine lacks from what a checkpoint has wrong, whatever a library calls it."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from blr.compressor.errors import BlrError, CapabilityError
+
+# How libraries say so: CPython's threads, torch's allocators, C++, the dynamic loader, Rust
+_SIGNS = re.compile(
+    r"can't start new thread|out of memory|can(no|')t allocate memory|not enough memory"
+    r"|std::bad_alloc|failed to map segment|cannot create (thread|execution plan)|unable to mmap"
+    r"|pthread_create|memory allocation of \d+ bytes failed",
+    re.IGNORECASE,
+)
+PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that nobody hides a bug
+
+
+def raise_exhausted(error: BaseException) -> None:
+    """Raise CapabilityError if `error`, or what caused it, is want of memory or threads."""
+    if isinstance(error, BlrError):
+        return
+    said = exhausted(error)
+    if said:
+        raise CapabilityError(
+            f"this machine has too little memory or too few threads ({said}); raise the limit "
+            "(ulimit -v, -u, the container's), free some, or take a larger machine"
+        ) from error
+
+
+def exhausted(error: BaseException) -> str | None:
+    """What ran out, in the words of the library, or None if `error` is about something else."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        text = (str(found).splitlines() or [type(found).__name__])[0][:200]
+        if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
+            return text or "out of memory"
+        library = isinstance(found, RuntimeError | OSError | ImportError) or is_panic(found)
+        if library and _SIGNS.search(str(found)):
+            return text
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library (tokenizers, safetensors) gave up in the middle of a call."""
+    return type(error).__name__ == PANIC

@@ -1,0 +1,149 @@
+"""`generate` of exported decoders: the fused runtime where it can, transformers everywhere else.
+
+Shipped in every export. The runtime takes plain decoding (`requests.py`) of as many sequences and
+tokens as the export was made for, on an NVIDIA GPU with Triton. Every other call is answered by
+transformers from the same layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.modeling.requests import Request, read_request
+from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
+from blr.kernels.common.available import gpu_key, has_triton, kernel_device
+
+
+class FusedGeneration:
+    """Mixin of exported causal language models."""
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
+    ) -> Any:
+        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result.
+
+        Raises ValueError when prompt and new tokens exceed the model's own maximum.
+        """
+        settings = export_settings(self.config)
+        request: Request | str = "positional arguments"
+        if settings is not None and not rest:
+            request = read_request(self, inputs, generation_config, kwargs)
+        if settings is None or (decoder := find_decoder(self, settings, request)) is None:
+            return super().generate(inputs, generation_config, *rest, **kwargs)
+        return _decode(decoder, request, kwargs.get("streamer"))
+
+
+def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -> Any:
+    """The runtime for `request`, or None when transformers is to answer it, saying once why.
+
+    Raises ValueError for more tokens than the model has positions.
+    """
+    if isinstance(request, Request):
+        _check_positions(model, request)
+    if model.training:
+        return None
+    reason = obstacle(model.device) or _excess(settings, request)
+    if reason is None:
+        found = held_decoder(model, settings)
+        if not isinstance(found, str):
+            return found
+        reason = found
+    warn_once(f"{reason}: generating with transformers instead of the fused runtime")
+    return None
+
+
+def held_decoder(model: Any, settings: ExportSettings) -> Any:
+    """The decoder of `model`, made once; or a text, why there can be none."""
+    weight = next(model.parameters())
+    place = weight.data_ptr(), weight.dtype  # a decoder holds addresses of weights
+    held = model.__dict__.get("_blr_decoder")
+    if held is None or held[0] != place:
+        if reason := _unsupported(model):
+            return reason
+        _compare_gpu(model.device, settings)
+        held = model.__dict__["_blr_decoder"] = place, _make_decoder(model, settings)
+    return held[1]
+
+
+def _check_positions(model: Any, request: Request) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and request.length + request.new_tokens > limit:
+        raise ValueError(
+            f"{request.length} prompt tokens and {request.new_tokens} new ones exceed the {limit} "
+            "positions of the model; shorten the prompt or lower max_new_tokens"
+        )
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why this machine cannot run the fused runtime."""
+    if device.type != "cuda":
+        return "the model is not on a GPU"
+    if not has_triton():
+        return "triton is not installed"
+    if not kernel_device(torch.empty(0, device=device)):
+        return (
+            "no kernels run here (an NVIDIA GPU of capability 8.0 or later, and BLR_KERNELS not torch)"
+        )
+    return None
+
+
+def _excess(settings: ExportSettings, request: Request | str) -> str | None:
+    """What in a request is not what the export was made for."""
+    if isinstance(request, str):
+        return f"not plain decoding ({request})"
+    batch, tokens = request.ids.shape[0], request.ids.shape[1] + request.new_tokens
+    if batch > settings.batch:
+        return f"{batch} sequences, exported for {settings.batch}"
+    if settings.context is None or tokens > settings.context:
+        return f"{tokens} tokens, exported for a context of {settings.context}"
+    return None
+
+
+def _unsupported(model: Any) -> str | None:
+    """Why the runtime cannot take this model."""
+    from blr.compressor.runtime.phases import supports
+
+    return supports(model)
+
+
+def _make_decoder(model: Any, settings: ExportSettings) -> Any:
+    from blr.compressor.runtime.decoder import Decoder
+
+    return Decoder(model, batch=settings.batch, context=settings.context)
+
+
+def _compare_gpu(device: torch.device, settings: ExportSettings) -> None:
+    here = gpu_key(device)
+    if here != settings.gpu.replace("-", ""):
+        warn_once(f"exported for {settings.gpu}, running on {here}: right, but perhaps not as fast")
+
+
+def _decode(decoder: Any, request: Request, streamer: Any) -> Tensor:
+    """[B, T + new]: the prompts and what follows, rows filled up after their end."""
+    if streamer is not None:
+        streamer.put(request.ids.cpu())
+    rows = decoder.generate(
+        request.ids,
+        request.mask,
+        max_new_tokens=request.new_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=_seed(request),
+        stop_ids=request.stop_ids,
+        on_token=None if streamer is None else lambda row, token: streamer.put(torch.tensor([token])),
+    )
+    if streamer is not None:
+        streamer.end()
+    longest = max(map(len, rows))
+    padded = [row + [request.pad_id] * (longest - len(row)) for row in rows]
+    return torch.cat([request.ids, torch.tensor(padded).to(request.ids)], dim=1)
+
+
+def _seed(request: Request) -> int:
+    """Of the sampling: the next number of torch's generator, so that it follows `manual_seed`."""
+    return int(torch.randint(2**31, ())) if request.temperature > 0 else 0

@@ -1,0 +1,1 @@
+"""What every folder that is written holds beside its tensors, and how it is committed."""

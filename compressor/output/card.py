@@ -1,0 +1,71 @@
+"""The model card of an output: what it is, how to load it, what was lost."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.plan import Plan
+from blr.compressor.recipe.schema import Recipe
+
+CARD = """---
+library_name: transformers
+tags: [blr, structured-compression, {method}]
+---
+# {name}, compressed by blr
+
+{layers} linear layers replaced by **{method}** structures{kept}, compression factor {cf:.3f} of those
+layers ({dense:,} parameters became {structured:,}); every other tensor is unchanged.
+
+Load it with `blr-compress` installed:
+
+```python
+import blr.compressor.modeling
+from transformers import AutoModel{task}
+model = AutoModel{task}.from_pretrained(folder)
+```
+
+or without it, running the modeling files in this folder (`AutoTokenizer` runs none, but asks before it
+reads the configuration unless it is told the same):
+
+```python
+model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+```
+
+| layer type | layers | structure | mean relative error of the weights |
+|---|---|---|---|
+{rows}
+
+`recipe.yaml` is the recipe as resolved, `blr_layers.json` the record of every layer and
+`blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
+"""
+
+
+def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str) -> str:
+    """Markdown for the README.md of an output made from the checkpoint called `name`."""
+    architectures = source.config.get("architectures") or [""]
+    return CARD.format(
+        name=name,
+        method=recipe.method,
+        layers=len(plan.layers),
+        kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
+        cf=plan.cf,
+        dense=plan.dense_parameters,
+        structured=plan.structured_parameters,
+        task="ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else "",
+        rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
+        version=__version__,
+    )
+
+
+def _types(records: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(record["type"] for record in records.values()))
+
+
+def _row(kind: str, plan: Plan, records: dict[str, Any]) -> str:
+    chosen = [p for p in plan.layers if p.layer.type == kind]
+    shapes = dict.fromkeys(f"{p.spec.structure} {p.spec.describe()}" for p in chosen)
+    error = mean(records[p.layer.module]["error"] for p in chosen)
+    return f"| {kind} | {len(chosen)} | {', '.join(shapes)} | {error:.4f} |"

@@ -1,0 +1,153 @@
+"""The small files of an output, and the checks it must pass before it is committed."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import InputError, OutputError
+from blr.compressor.loading.carry import keep_tokenizer
+from blr.compressor.loading.native import native_class, native_errors
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.vendor import vendored_files
+from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
+from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.registry import auto_map, declared_keys, register
+from blr.compressor.output.card import model_card
+from blr.compressor.output.report import report_files, thin_curve
+from blr.compressor.planning.plan import Plan
+from blr.compressor.quoting import quote
+from blr.compressor.recipe.schema import Recipe
+
+LAYERS = "blr_layers.json"
+
+
+def small_files(
+    source: Source,
+    recipe: Recipe,
+    plan: Plan,
+    records: dict[str, Any],
+    measured: dict[str, Any],
+    facts: dict[str, Any],
+) -> dict[str, bytes | Path]:
+    """Everything of an output but weights and manifest: name to contents, or file to carry over.
+
+    `measured` may hold the sensitivity `curves` of modules; `facts` is the manifest's account of
+    the run.
+    """
+    name = facts["source"]["name"]
+    curves = measured.get("curves") or {}
+    drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
+    about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
+    return {
+        **{str(name): carried(source.folder / name) for name in source.extra_files()},
+        "config.json": _json(structured_config(source.config, plan)),
+        LAYERS: _json(records),
+        "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
+        "README.md": model_card(source, recipe, plan, records, name).encode(),
+        **report_files(plan, drawn, {**about, "calibration": facts["calibration"]}),
+        **vendored_files(),
+    }
+
+
+def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The native configuration turned into ours: own model type, classes and layer table."""
+    native, classes = config["model_type"], auto_map(config["model_type"])
+    config = inert(config, declared_keys(native))
+    fallback = classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)
+    architectures = config.get("architectures") or [fallback]
+    return {
+        **config,
+        "model_type": f"blr_{native}",
+        "architectures": [PREFIX + name for name in architectures],
+        "auto_map": classes,
+        "blr": {
+            "format": FORMAT,
+            "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
+        },
+    }
+
+
+def check_fits(source: Source, plan: Plan) -> None:
+    """Check, before any work, that the output will load: its tensors as planned, without data.
+
+    Raises InputError when the source's tensors are not those of the architecture it names.
+    """
+    native_class(source)
+    with native_errors(source):
+        register(source.config["model_type"])
+        config = structured_config(source.config, plan)
+        cls = model_class(config["architectures"][0])
+        ours = cls.config_class.from_dict(config)
+        found = misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
+    if found:
+        remedy = "take config.json and weights from the same model"
+        raise InputError(f"{source.folder}: {found} for {config['architectures'][0]}; {remedy}")
+
+
+def _planned_tensors(source: Source, plan: Plan) -> dict[str, Any]:
+    """Every tensor of the output by name, on the meta device."""
+    shapes = {name: entry.shape for name, entry in source.entries.items()}
+    for planned in plan.layers:
+        del shapes[planned.layer.entry.name]
+        factors = planned.spec.shapes().items()
+        shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, shape in factors}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
+    """Check that transformers loads `folder` with no key missing or left over, tokenizer included.
+
+    Returns:
+        Files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type
+        of our own would otherwise select another tokenizer class.
+
+    Raises:
+        OutputError: the output would not load as it should (a bug, or a family we misread).
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    register(source.config["model_type"])
+    _check_keys(folder, model_class(config["architectures"][0]))
+    return keep_tokenizer(source.folder, folder)
+
+
+def _check_keys(folder: Path, cls: Any) -> None:
+    if found := misfits(cls, folder):
+        raise OutputError(
+            f"{folder}: {found} when reloaded; "
+            "this checkpoint does not fit the architecture its config.json names"
+        )
+
+
+def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
+    """What transformers finds missing, left over or of another shape; empty if nothing."""
+    with quiet_transformers():
+        _, info = cls.from_pretrained(
+            folder,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(str(key) for key in info.get(kind) or ()):
+            return f"{kind.replace('_', ' ')} {quote(names[:3], 240)[1:-1]} of {len(names)}"
+    return ""
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _yaml(value: dict[str, Any]) -> bytes:
+    from ruamel.yaml import YAML
+
+    out = StringIO()
+    YAML(typ="safe").dump(value, out)
+    return out.getvalue().encode()

@@ -1,0 +1,71 @@
+"""The last steps of every command that makes a folder: write, check, list, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.disk import fsync_folder, pieces, write_stream
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
+from blr.compressor.checkpoint.shards import INDEX, Slot, write_shards
+from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.loading.carry import TOKENIZER
+from blr.compressor.progress import Progress
+
+Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder is to hold.
+
+    `shards` are slots by file; `read` gives the bytes of a tensor when its turn comes; `small` are the
+    other files: contents, or a file to carry over; `later` names files that `check` may add.
+    """
+
+    shards: Mapping[str, list[Slot]]
+    read: Callable[[TensorEntry], Iterable[Any]]
+    small: Mapping[str, bytes | Path]
+    later: tuple[str, ...] = ()
+
+
+def produce(
+    workspace: Workspace,
+    contents: Contents,
+    check: Callable[[Path], Written],
+    facts: Callable[[], Mapping[str, Any]],
+    progress: Progress,
+) -> None:
+    """Write `contents` into the partial folder and make it the output.
+
+    Args:
+        check: loads what was written as a user would; returns the files that it wrote itself.
+        facts: gives the manifest's account of the run once all is written, with `input_sha256` of
+            all that was read.
+
+    Raises:
+        BlrError: as `check`; nothing is committed then.
+    """
+    partial = workspace.partial
+    workspace.claim({*contents.shards, INDEX, *contents.small, TOKENIZER, *contents.later})
+    written = _write_shards(partial, contents, progress)
+    for name, data in contents.small.items():
+        written[name] = write_stream(partial / name, pieces(data))
+    progress.stage("checking")
+    written.update(check(partial))
+    fsync_folder(partial)  # the files before the manifest that lists them
+    write_stream(partial / MANIFEST, [build_manifest(partial, written, **facts())])
+    workspace.commit()
+
+
+def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:
+    with progress.layers(sum(map(len, contents.shards.values())), "writing") as advance:
+
+        def read(entry: TensorEntry) -> Iterable[Any]:
+            advance(entry.name)
+            return contents.read(entry)
+
+        return write_shards(folder, contents.shards, read)

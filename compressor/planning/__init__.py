@@ -1,0 +1,1 @@
+"""What happens to each layer, decided from headers alone and without torch."""

@@ -1,0 +1,284 @@
+"""From each layer's settings to its spec: blocks, groups of heads, chains and ranks that together
+meet the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd, log
+
+from blr.compressor.errors import UsageError
+from blr.compressor.planning.budget import Item, exact_ranks, snap
+from blr.compressor.planning.heads import groups_for_budget, groups_for_rank, nearest_grouping
+from blr.compressor.planning.layers import Layer
+from blr.compressor.recipe.schema import LayerSettings, Recipe
+from blr.compressor.structures.patterns import choose_patterns, parse_patterns, validate_chain
+from blr.compressor.structures.registry import STRUCTURES, Form, Structure
+from blr.compressor.structures.specs import KroneckerSpec, Spec
+
+CHAIN_TOLERANCE = 0.005  # of the compression factor, that a chosen chain may exceed
+CHAIN_TRIES = 8
+
+Curves = Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A layer, its settings and what is already decided; `why` explains it."""
+
+    layer: Layer
+    settings: LayerSettings
+    blocks: int = 1
+    groups: int = 1
+    why: str = ""
+
+    @property
+    def size(self) -> int:
+        """Dense parameters."""
+        o, i = self.layer.shape
+        return o * i
+
+    @property
+    def cost(self) -> int:
+        """Parameters of one unit of rank; of a chain's share, which is counted as if it had one."""
+        if not self.ranked:
+            return sum(self.layer.shape)
+        return self.spec(self.step).parameters // self.step
+
+    @property
+    def structure(self) -> Structure:
+        return STRUCTURES[self.settings.method]
+
+    @property
+    def ranked(self) -> bool:
+        """Whether its parameters are spent on a rank, not on a chain."""
+        return self.structure.ranked
+
+    @property
+    def step(self) -> int:
+        """The rank is a multiple of this."""
+        return self.blocks if self.structure.stepped else 1
+
+    @property
+    def most(self) -> int:
+        """The largest rank that the structure can use."""
+        o, i = self.layer.shape
+        out = self.layer.head_side == "out"
+        limit = min(o // self.groups, i) if out else min(o, i // self.groups)
+        return max(limit - limit % self.step, self.step)
+
+    def spec(self, rank: int) -> Spec:
+        """The structure of this layer with `rank`."""
+        o, i = self.layer.shape
+        form = Form(i, o, self.blocks, self.groups, self.layer.head_side)
+        make = self.structure.of_rank
+        assert make is not None
+        return make(form, rank)
+
+    def decided(self, why: str) -> str:
+        """The rule in words: where the settings come from, what was decided on the way, `why`."""
+        return f"{self.settings.rule}: {'; '.join(part for part in (self.why, why) if part)}"
+
+
+Assigned = dict[str, tuple[Spec, str]]  # module to its spec and the rule that chose it
+
+
+@dataclass(frozen=True)
+class Assigner:
+    """Gives specs to tasks. `curves` as in `budget.Item`, by module."""
+
+    recipe: Recipe
+    curves: Curves
+    calibrated: bool
+    notes: list[str]
+
+    def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
+        """Specs of all tasks (none of them dense) with `budget` parameters for all of them.
+
+        Raises UsageError when rank or chain do not fit, or the budget is below the smallest ranks.
+        """
+        tasks = [self._shaped(task) for task in tasks]
+        given = {task.layer.module: done for task in tasks if (done := self._given(task))}
+        own: dict[str, list[Task]] = {}
+        for task in tasks:
+            if task.layer.module not in given and task.settings.cf is not None:
+                own.setdefault(task.settings.rule, []).append(task)
+        for group in own.values():
+            factor = group[0].settings.cf or self.recipe.cf
+            given |= self._shared(group, sum(t.size for t in group) / factor, f"cf {factor:g}")
+        free = [task for task in tasks if task.layer.module not in given]
+        if free:
+            spent = sum(spec.parameters for spec, _ in given.values())
+            given |= self._shared(free, budget - spent, f"cf {self.recipe.cf:g}")
+        elif "cf" in self.recipe.model_fields_set and budget:
+            self._say_fixed(given, budget)
+        return {task.layer.module: given[task.layer.module] for task in tasks}
+
+    def _say_fixed(self, given: Assigned, budget: float) -> None:
+        spent = sum(spec.parameters for spec, _ in given.values())
+        if abs(spent - budget) > 0.01 * budget and self.recipe.rank is None:
+            self.notes.append(
+                f"rules fix every layer: they hold {spent:,} parameters where cf "
+                f"{self.recipe.cf:g} would leave them {budget:,.0f}"
+            )
+
+    def _shaped(self, task: Task) -> Task:
+        """Blocks that divide the layer, groups that keep its heads whole."""
+        if task.structure.blocks is not None:
+            return replace(task, blocks=self._blocks(task))
+        if task.structure.grouped and task.settings.heads != "whole" and task.layer.heads > 1:
+            return self._grouped(task)
+        return task
+
+    def _blocks(self, task: Task) -> int:
+        """The number of blocks: as asked, or the nearest that divides both dimensions."""
+        (o, i), wanted = task.layer.shape, task.settings.target_blocks
+        common = gcd(o, i)
+        divisors = [d for d in range(1, common + 1) if common % d == 0]
+        nearest = min(divisors, key=lambda d: (abs(log(d / wanted)), d))
+        if nearest != wanted:
+            self._say(f"{o}x{i}: {wanted} blocks do not divide it, using {nearest}")
+        return nearest
+
+    def _grouped(self, task: Task) -> Task:
+        (o, i), layer, wanted = task.layer.shape, task.layer, task.settings.heads
+        width, other = (o, i) if layer.head_side == "out" else (i, o)
+        if wanted == "auto" and task.settings.rank is not None:
+            choice = groups_for_rank(width, other, layer.heads, task.settings.rank)
+            return replace(task, groups=choice.groups, why=choice.reason)
+        if wanted == "auto":
+            factor = task.settings.cf or self.recipe.cf
+            choice = groups_for_budget(width, other, layer.heads, factor)
+            return replace(task, groups=choice.groups, why=choice.reason)
+        asked = layer.heads if wanted == "per-head" else int(wanted.removeprefix("grouped:"))
+        groups = nearest_grouping(asked, layer.heads, width)
+        if groups != asked:
+            self._say(f"{layer.type}: {asked} groups do not divide {layer.heads} heads, using {groups}")
+        return replace(task, groups=groups, why=f"{groups} groups of heads")
+
+    def _given(self, task: Task) -> tuple[Spec, str] | None:
+        """The spec when settings name a rank or a chain."""
+        o, i = task.layer.shape
+        settings = task.settings
+        if settings.pattern is not None:
+            patterns = parse_patterns(settings.pattern, i, o)
+            validate_chain(patterns, i, o)
+            return KroneckerSpec(i, o, patterns), task.decided("chain as given")
+        if settings.rank is None:
+            return None
+        rank = min(max(settings.rank // task.step, 1) * task.step, task.most)
+        if rank != settings.rank:
+            self._say(f"{o}x{i}: rank {settings.rank} is not possible, using {rank}")
+        return task.spec(rank), task.decided("rank as given")
+
+    def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:
+        """Specs of tasks that share `budget` parameters."""
+        items = [self._item(task) for task in tasks]
+        if budget < sum(item.least for item in items):
+            raise UsageError(self._impossible(tasks, items, budget, goal))
+        if budget > sum(task.size for task in tasks):
+            raise UsageError(
+                f"{goal} leaves {budget:,.0f} parameters to {len(tasks)} layers that have fewer dense, "
+                "for rules make the others smaller than that; raise cf, or keep these dense by a rule"
+            )
+        groups = self._merged(tasks, items)
+        items = [item for item, _ in groups]
+        options = {"strength": self._strength, "floor": self.recipe.floor}
+        exact = exact_ranks(items, budget, **options) if items else []
+        chains = self._chains(groups, exact, goal)
+        ranked = [
+            n for n, (_, members) in enumerate(groups) if STRUCTURES[members[0].settings.method].ranked
+        ]
+        left = budget - sum(spec.parameters for spec, _ in chains.values())
+        ranks = snap([items[n] for n in ranked], [exact[n] for n in ranked], left) if ranked else []
+        done = dict(chains)
+        for n, rank in zip(ranked, ranks, strict=True):
+            uniform = items[n].full * budget / sum(task.size for task in tasks)
+            for task in groups[n][1]:
+                done[task.layer.module] = (
+                    task.spec(rank),
+                    task.decided(self._why(rank / uniform, goal)),
+                )
+        return done
+
+    @property
+    def _strength(self) -> float:
+        """Weight of the sensitivities; 0 unless they are known and wanted."""
+        return 0.0 if self.recipe.allocation == "uniform" or not self.curves else self.recipe.strength
+
+    def _why(self, ratio: float, goal: str) -> str:
+        if self._strength:
+            return f"sensitivity, {ratio:.2f} times the uniform rank of {goal}"
+        return f"uniform share of {goal}"
+
+    def _item(self, task: Task) -> Item:
+        curve = self.curves.get(task.layer.module) if self._strength else None
+        return Item(task.size, task.cost, task.step, curve=curve, width=task.groups)
+
+    def _merged(self, tasks: Sequence[Task], items: Sequence[Item]) -> list[tuple[Item, list[Task]]]:
+        """Without sensitivities, layers of equal shape and structure share one rank."""
+        if self._strength:
+            return [(item, [task]) for task, item in zip(tasks, items, strict=True)]
+        merged: dict[tuple[object, ...], list[Task]] = {}
+        for task in tasks:
+            key = (task.layer.shape, task.settings.method, task.blocks, task.groups, task.cost)
+            merged.setdefault(key, []).append(task)
+        pairs = [(self._item(members[0]), members) for members in merged.values()]
+        return [(replace(item, count=len(members)), members) for item, members in pairs]
+
+    def _chains(
+        self, groups: Sequence[tuple[Item, list[Task]]], exact: Sequence[float], goal: str
+    ) -> Assigned:
+        """Kronecker-sparse chains that together come within a percent of what their share allows."""
+        pairs = zip(groups, exact, strict=True)
+        wanted = [
+            (members, rank * item.cost) for (item, members), rank in pairs if not members[0].ranked
+        ]
+        budget, scale = sum(share * len(members) for members, share in wanted), 1.0
+        best: Assigned = {}
+        for _ in range(CHAIN_TRIES if wanted else 0):
+            found: Assigned = {}
+            for members, share in wanted:
+                found |= self._chain(members, share * scale)
+            spent = sum(spec.parameters for spec, _ in found.values())
+            if not best or spent <= 1.005 * budget:
+                best = found
+            if spent > 0.99 * budget:
+                break
+            scale *= budget / spent
+        return best
+
+    def _chain(self, members: Sequence[Task], share: float) -> Assigned:
+        """One chain of about `share` parameters for layers of one shape."""
+        o, i = members[0].layer.shape
+        factor = max(o * i / share, 1.0 + 1e-6)
+        choose = partial(choose_patterns, calibrated=self.calibrated, tolerance=CHAIN_TOLERANCE)
+        try:
+            choice = choose(i, o, factor)
+            reason = choice.reason
+        except UsageError:  # rank 1 of the smallest chain is over this layer's share: others pay
+            choice = choose(i, o, o * i / (o + i))
+            reason = f"the smallest chain, cf {factor:.4g} is out of reach: {choice.reason}"
+            self._say(f"{o}x{i}: {reason}")
+        spec = KroneckerSpec(i, o, choice.patterns)
+        return {task.layer.module: (spec, task.decided(reason)) for task in members}
+
+    def _impossible(self, tasks: Sequence[Task], items: Sequence[Item], budget: float, goal: str) -> str:
+        least, size = sum(item.least for item in items), sum(task.size for task in tasks)
+        methods = "/".join(dict.fromkeys(task.settings.method for task in tasks))
+        if budget <= 0:
+            return (
+                f"{goal} cannot be met: layers that rules keep dense or fix already take "
+                f"{-budget:,.0f} parameters more than it leaves; lower cf or loosen the rules"
+            )
+        o, i = max(zip(tasks, items, strict=True), key=lambda p: p[1].least / p[0].size)[0].layer.shape
+        return (
+            f"{goal} cannot be met: with the smallest ranks {methods} reaches at most cf "
+            f"{size / least:.4g} on these {len(tasks)} layers (a {o}x{i} one is the tightest), and "
+            f"{budget:,.0f} parameters are left for them; lower cf or exclude layers"
+        )
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)

@@ -1,0 +1,135 @@
+"""The compressible layers of a checkpoint and which of them a recipe selects, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blr.compressor.architectures import Family, find_family
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.shapes import evaluate
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import InputError, UsageError
+from blr.compressor.quoting import quote
+from blr.compressor.recipe.globs import matches, matches_any
+from blr.compressor.recipe.schema import Recipe
+
+HEAD = "lm_head"  # of every family with one that `transformers` ties
+Shape = tuple[int, int]  # (out_features, in_features)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A compressible linear layer: its name on disk, reported type and stored weight.
+
+    `head_side` says whether its outputs or inputs are `heads` attention heads side by side.
+    """
+
+    module: str
+    type: str
+    entry: TensorEntry
+    transposed: bool  # stored [in, out]
+    heads: int = 1
+    head_side: str = "out"
+
+    @property
+    def shape(self) -> Shape:
+        """(out_features, in_features)."""
+        rows, columns = self.entry.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]:
+    """Every compressible layer of `source`, in the order of its tensors.
+
+    Raises InputError when there are none, or all are stored as integers or in 8 bits.
+    """
+    family = find_family(source.config["model_type"])
+    if family is None:
+        from blr.compressor.loading.discover import discover_family
+
+        family = discover_family(source)
+        notes.append(
+            f"model type {source.config['model_type']!r} has no table in configs/: "
+            f"compressing the {len(family.modules)} linear layers found in the model"
+        )
+    # a tied head is the embedding, whether or not a copy of it is stored
+    heads = bool(recipe.include) and not source.config.get("tie_word_embeddings")
+    found = (_layer(source, entry, family, heads) for entry in source.entries.values())
+    layers = [layer for layer in found if layer is not None]
+    if not layers:
+        raise InputError(
+            f"{source.folder}: found no linear layer of a {source.model_type!r} model; "
+            "take config.json and weights from the same model"
+        )
+    if kept := [layer.entry for layer in layers if not layer.entry.is_float]:
+        notes.append(_untouched(kept))
+        if len(kept) == len(layers):
+            raise InputError(
+                f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
+            )
+    return [layer for layer in layers if layer.entry.is_float]
+
+
+def _untouched(entries: list[TensorEntry]) -> str:
+    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+    return (
+        f"{len(entries)} weights stored as {dtypes} are copied untouched, not compressed, "
+        f"from {entries[0].name} on"
+    )
+
+
+def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:
+    module, _, kind = entry.name.rpartition(".")
+    if kind != "weight" or len(entry.shape) != 2:
+        return None
+    layer_type = family.layer_type(module, include_heads=heads)
+    if layer_type is None:
+        return None
+    side, symbol = family.attention.get(layer_type, ("out", "1"))
+    layer = Layer(module, layer_type, entry, family.transposed, evaluate(source, symbol) or 1, side)
+    split = layer.shape[0 if side == "out" else 1]
+    return layer if split % layer.heads == 0 else Layer(module, layer_type, entry, family.transposed)
+
+
+def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Layer]:
+    """The layers that `include` matches (all if empty) and `exclude` does not.
+
+    Raises UsageError when that leaves none, or when a glob of the recipe or one of its rules
+    matches nothing.
+    """
+    names = [layer.module for layer in layers]
+    for glob in (*recipe.include, *recipe.exclude, *(rule.match for rule in recipe.rules)):
+        if not any(matches(name, glob) for name in names):
+            raise UsageError(f"the glob {quote(glob)} matches {_reason(source, recipe, glob, names)}")
+    chosen = [
+        layer
+        for layer in layers
+        if (not recipe.include or matches_any(layer.module, recipe.include))
+        and not matches_any(layer.module, recipe.exclude)
+    ]
+    if not chosen:
+        raise UsageError("no layer is left to compress: loosen --include or --exclude")
+    return chosen
+
+
+def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
+    """What a glob that matches no layer matches instead, and what to do."""
+    stored = {name.removesuffix(".weight"): entry for name, entry in source.entries.items()}
+    found = next((entry for name, entry in stored.items() if matches(name, glob)), None)
+    names_head = (source.config.get("architectures") or [""])[0].endswith(("CausalLM", "LMHeadModel"))
+    tied = source.config.get("tie_word_embeddings") and stored.get(HEAD) is found
+    if matches(HEAD, glob) and (tied or (found is None and names_head)):
+        return (
+            f"{HEAD!r}, which is tied to the embedding (tie_word_embeddings) and has no weight of its "
+            "own; leave it out, or untie the model first"
+        )
+    if found is None:
+        example = f", for example {names[0]!r}" if names else ""
+        return f"no compressible layer: globs match module names{example}"
+    if not found.is_float:
+        remedy = "dequantize the checkpoint first, or leave the layer out"
+        return f"{quote(found.name)}, stored as {found.dtype} and copied untouched; {remedy}"
+    if not recipe.include and matches(found.name.removesuffix(".weight"), HEAD):
+        return f"{quote(found.name)}, which stays dense unless --include asks for it"
+    return f"{quote(found.name)}, which is no compressible linear layer; leave it out"

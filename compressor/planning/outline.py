@@ -1,0 +1,91 @@
+"""A checkpoint without weights: the tensors that config.json implies, enough to plan with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from blr.compressor.architectures import Family, find_family
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.shapes import evaluate
+from blr.compressor.checkpoint.source import INDEX, SINGLE, Source, open_source
+from blr.compressor.errors import InputError
+from blr.compressor.machine.dtypes import BYTES, CODES, DTYPES
+from blr.compressor.recipe.globs import matches
+
+
+def open_or_outline(folder: Path) -> tuple[Source, bool]:
+    """The checkpoint in `folder` from its headers, or its outline if it has no weights that
+    can be looked into without loading them (pickled ones cannot).
+
+    Returns:
+        The source, and whether it is only an outline (its entries point at no bytes).
+
+    Raises:
+        InputError: no checkpoint and no config.json of a known family.
+    """
+    if (
+        any((folder / name).exists() for name in (SINGLE, INDEX))
+        or not (folder / "config.json").exists()
+    ):
+        return open_source(folder), False
+    return outline(folder), True
+
+
+def outline(folder: Path) -> Source:
+    """The compressible weights of the model that `folder`/config.json describes.
+
+    Names and shapes follow from configs/<family>.yaml, the dtype from the config (bfloat16 if it
+    names none).
+
+    Raises InputError when the family has no table or the config lacks a size.
+    """
+    config = read_config(folder)
+    family = find_family(config["model_type"])
+    source = Source(folder, config, {}, ())
+    if family is None:
+        raise InputError(
+            f"{folder}: found no weights, and model type {config['model_type']!r} has no table in "
+            "configs/; to plan it give a folder with its weights"
+        )
+    dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    dtype = dtype if dtype in DTYPES else "bfloat16"
+    entries = {}
+    for name in _names(source, family):
+        shape = _shape(source, family, f"{name}.weight")
+        size = BYTES[dtype] * shape[0] * shape[1]
+        path = folder / "config.json"
+        entries[f"{name}.weight"] = TensorEntry(f"{name}.weight", CODES[dtype], shape, path, 0, size)
+    return Source(folder, config, entries, ())
+
+
+def _names(source: Source, family: Family) -> Iterator[str]:
+    """Module names of all compressible layers, block after block."""
+    counted, symbol = next(
+        (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob.endswith("#")
+    )
+    blocks = evaluate(source, symbol)
+    if blocks is None:
+        raise InputError(f"{source.folder / 'config.json'}: found no {symbol}, expected it to plan")
+    container = counted.removeprefix("*")
+    for number in range(blocks):
+        for glob in family.modules:
+            inner = re.sub(r"^\*.*?\.\*\.", "", glob)
+            yield f"{family.prefix}{container}{number}.{inner}"
+
+
+def _shape(source: Source, family: Family, tensor: str) -> tuple[int, int]:
+    """The shape that the family's table gives for `tensor`, as stored."""
+    for glob, symbols in family.shapes.items():
+        if len(symbols) == 2 and matches(tensor, glob):
+            sizes = [evaluate(source, symbol) for symbol in symbols]
+            if None not in sizes:
+                return sizes[0] or 0, sizes[1] or 0
+            missing = ", ".join(s for s, n in zip(symbols, sizes, strict=True) if n is None)
+            raise InputError(
+                f"{source.folder / 'config.json'}: found no {missing}, expected it for {tensor}; "
+                "take the config.json of the model's own repository"
+            )
+    raise InputError(f"configs/{family.name}.yaml: no shape for {tensor}; add it")

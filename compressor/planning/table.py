@@ -1,0 +1,143 @@
+"""What a plan means in numbers: parameters, bytes and predicted times of every layer, as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from blr.compressor.machine.dtypes import BYTES
+from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
+from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, layer_time
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.tables import aligned
+
+SUMMED = (
+    *("dense_parameters", "parameters", "bytes", "decode_us", "prefill_us"),
+    *("dense_decode_us", "dense_prefill_us"),
+)
+COLUMNS = (
+    *("layers", "structure", "shape", "rank or pattern", "parameters", "cf", "bytes"),
+    *("decode µs", "prefill µs", "rule"),
+)
+
+
+def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
+    """A JSON-ready account of `plan`, one entry a layer in the order of the checkpoint.
+
+    Times are rooflines in bf16 on `gpu` for 1 and 4096 tokens, dense ones beside them; bytes are
+    those stored. `outlined` says that shapes come from config.json alone.
+    """
+    entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
+    entries.sort(key=lambda entry: _natural(entry.layer.module))
+    layers = [_row(entry, recipe, gpu) for entry in entries]
+    totals = {key: sum(layer[key] for layer in layers) for key in SUMMED}
+    return {
+        "model": name,
+        "from": "config.json" if outlined else "headers",
+        "gpu": {"name": gpu.name, "source": gpu.source},
+        "requested_cf": recipe.cf,
+        "cf": plan.cf,
+        "replaced": len(plan.layers),
+        "kept_dense": len(plan.kept),
+        "totals": totals,
+        "layers": layers,
+        "notes": plan.notes,
+    }
+
+
+def _row(entry: PlannedLayer | KeptLayer, recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
+    layer = entry.layer
+    o, i = layer.shape
+    dense = {"decode": dense_time(i, o, DECODE, gpu), "prefill": dense_time(i, o, PREFILL, gpu)}
+    if isinstance(entry, PlannedLayer):
+        spec = entry.spec
+        structure, rank, parameters = spec.structure, spec.describe(), spec.parameters
+        times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
+        item = BYTES.get(recipe.dtype or "", layer.entry.nbytes // layer.entry.parameters)
+    else:
+        structure, rank, parameters = "dense", "", o * i
+        times = [dense["decode"], dense["prefill"]]
+        item = layer.entry.nbytes // layer.entry.parameters
+    return {
+        "module": layer.module,
+        "type": layer.type,
+        "structure": structure,
+        "shape": [o, i],
+        "rank": rank,
+        "dense_parameters": o * i,
+        "parameters": parameters,
+        "cf": o * i / parameters,
+        "bytes": parameters * item,
+        "decode_us": times[0],
+        "prefill_us": times[1],
+        "dense_decode_us": dense["decode"],
+        "dense_prefill_us": dense["prefill"],
+        "rule": entry.rule,
+    }
+
+
+def plan_text(result: dict[str, Any], every: bool = False) -> str:
+    """The table as aligned text: identical layers of several blocks in one row, or `every` layer."""
+    groups = [[layer] for layer in result["layers"]] if every else _grouped(result["layers"])
+    lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 7))]
+    totals, gpu = result["totals"], result["gpu"]
+    kept = f", {result['kept_dense']} kept dense" if result["kept_dense"] else ""
+    lines += [
+        f"{result['replaced']} layers replaced{kept}: {totals['dense_parameters']:,} -> "
+        f"{totals['parameters']:,} parameters, cf {result['cf']:.3f} "
+        f"(asked for {result['requested_cf']:g}), {totals['bytes']:,} bytes",
+        f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines): decode of these layers "
+        f"{totals['decode_us']:,.0f} µs a token (dense {totals['dense_decode_us']:,.0f}), prefill of "
+        f"{PREFILL} tokens {totals['prefill_us'] / 1000:,.1f} ms "
+        f"(dense {totals['dense_prefill_us'] / 1000:,.1f})",
+    ]
+    if result["from"] == "config.json":
+        lines.append("shapes are those that config.json implies: no weights were found")
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+
+
+def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Layers that differ only in the number of their block."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for layer in layers:
+        name = re.sub(r"\d+", "#", layer["module"], count=1)
+        key = (name, layer["structure"], layer["rank"], *layer["shape"], layer["rule"])
+        groups.setdefault(key, []).append(layer)
+    return list(groups.values())
+
+
+def _cells(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    one = group[0]
+    return (
+        _label([layer["module"] for layer in group]),
+        one["structure"],
+        f"{one['shape'][0]}x{one['shape'][1]}",
+        one["rank"],
+        f"{sum(layer['parameters'] for layer in group):,}",
+        f"{one['cf']:.3f}",
+        f"{sum(layer['bytes'] for layer in group):,}",
+        f"{one['decode_us']:.1f} (dense {one['dense_decode_us']:.1f})",
+        f"{one['prefill_us']:.0f} (dense {one['dense_prefill_us']:.0f})",
+        one["rule"],
+    )
+
+
+def _label(names: Sequence[str]) -> str:
+    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number only."""
+    if len(names) == 1:
+        return names[0]
+    numbers = sorted(int(found[0]) for name in names if (found := re.search(r"\d+", name)))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return re.sub(r"\d+", text, names[0], count=1)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts block 2 before block 10; within a block as in the checkpoint's names."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,23 @@
+"""Text from elsewhere, made fit for one line of ours: names and values out of files."""
+
+from __future__ import annotations
+
+
+def quote(text: object, limit: int = 80) -> str:
+    """`text` as one short printable line: escaped, and cut in the middle beyond `limit`."""
+    plain = str(text)
+    escaped = plain if plain.isprintable() and plain.isascii() else ascii(plain)[1:-1]
+    if len(escaped) > limit:
+        escaped = f"{escaped[: limit // 2]}...{escaped[-limit // 2 :]}"
+    return f"'{escaped}'"
+
+
+def printable(text: str) -> str:
+    """`text` as it is but for what a terminal, a log or a Markdown header might obey: line ends,
+    control characters and bytes of a file name that are no UTF-8 are escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be written as UTF-8: no half of a surrogate pair in it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,37 @@
+"""Shell globs over module names, in time proportional to names and globs.
+
+`fnmatch` writes a pattern for the backtracking matcher of `re` and remembers few of them: a long
+glob of brackets takes minutes to translate, and many globs are translated for every name again.
+Here a glob is short, translated once, and each `*` takes the nearest match (which is enough:
+https://research.swtch.com/glob), so that no text makes a match slow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import translate
+from functools import lru_cache
+
+MAX_GLOB = 512  # characters; module names of real models have 100
+MAX_GLOBS = 256  # of one list of a recipe
+
+
+def matches(name: str, glob: str) -> bool:
+    """Whether the whole of `name` matches `glob`, case counting; `*` spans dots.
+
+    Raises ValueError for a glob of over `MAX_GLOB` characters.
+    """
+    return _compiled(glob).match(name) is not None
+
+
+def matches_any(name: str, globs: Iterable[str]) -> bool:
+    """Whether `name` matches one of `globs`."""
+    return any(matches(name, glob) for glob in globs)
+
+
+@lru_cache(maxsize=8 * MAX_GLOBS)
+def _compiled(glob: str) -> re.Pattern[str]:
+    if len(glob) > MAX_GLOB:
+        raise ValueError(f"a glob of {len(glob)} characters, expected at most {MAX_GLOB}")
+    return re.compile(translate(glob))

@@ -1,0 +1,217 @@
+"""A recipe: what to do with a checkpoint, validated before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from blr.compressor.errors import UsageError
+from blr.compressor.machine.dtypes import Dtype
+from blr.compressor.quoting import quote
+from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS, matches
+from blr.compressor.structures.patterns import check_pattern
+from blr.compressor.structures.registry import STRUCTURES
+
+AUTO = "auto"  # the best structure of each layer
+if TYPE_CHECKING:
+    Method = LayerMethod = str
+else:
+    Method = Literal[(*STRUCTURES, AUTO)]
+    LayerMethod = Literal[(*STRUCTURES, AUTO, "dense")]
+Allocation = Literal["uniform", "sensitivity"]
+Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+Natural = Annotated[int, Field(ge=0, le=2**31)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Heads = Annotated[str, Field(pattern=r"^(whole|per-head|auto|grouped:[1-9][0-9]{0,3})$")]
+Glob = Annotated[str, Field(min_length=1, max_length=MAX_GLOB)]
+Globs = Annotated[list[Glob], Field(max_length=MAX_GLOBS)]
+
+
+def _checked_pattern(text: str) -> str:
+    try:
+        check_pattern(text)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+Chain = Annotated[str, AfterValidator(_checked_pattern)]  # Kronecker-sparse, of some layer
+
+
+class _Settings(BaseModel):
+    """What both a recipe and a rule may say about a layer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    rank: Positive | None = None
+    blocks: Positive | None = None
+    pattern: Chain | None = None
+    solver: str | None = None
+    rounds: Natural | None = None
+
+
+class Rule(_Settings):
+    """What to do with the layers whose module names match a glob; the first match counts.
+
+    Attributes:
+        match: glob over module names (`*` spans dots).
+        method: a family, `auto`, or `dense` to keep the layers; None takes the recipe's.
+        cf: compression factor of these layers together; without it and `rank` they share
+            the recipe's budget with all other layers.
+        rank, blocks, pattern, heads, solver, rounds: as in `Recipe`; None takes the recipe's
+            where the method is the recipe's too.
+    """
+
+    match: Glob
+    method: LayerMethod | None = None
+    cf: Factor | None = None
+    heads: Heads | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _refuse_pairs(self, self.method)
+        if self.cf is not None and self.rank is not None:
+            raise ValueError("a rule takes cf or rank, not both")
+        if self.method == "dense" and len(self.model_dump(exclude_none=True)) > 2:
+            raise ValueError("a rule of method dense takes nothing but match")
+        return self
+
+
+class RecipeFields(_Settings):
+    """The keys of a recipe file; `Recipe` says what they mean and checks that they fit together."""
+
+    extends: Annotated[str, Field(min_length=1)] | None = None
+    method: Method = "svd"
+    cf: Factor = 2.0
+    heads: Heads = "whole"
+    rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
+    include: Globs = []
+    exclude: Globs = []
+    allocation: Allocation | None = None
+    floor: Share = 0.3
+    strength: Share = 0.7
+    samples: Positive = 256
+    seq_len: Annotated[int, Field(ge=2, le=2**31)] = 512
+    mix: Share = 0.0
+    sequential: bool = True
+    refit: Natural | None = None
+    dtype: Dtype | None = None
+    seed: Natural = 0
+    gpu: Annotated[str, Field(min_length=1)] = "h200"
+
+
+class Recipe(RecipeFields):
+    """The settings of one compression.
+
+    Attributes:
+        extends: a shipped recipe or a path relative to this one; None once resolved.
+        method: structured family of the replaced layers, or `auto` to choose one a layer.
+        cf: compression factor, dense over structured parameters, of all layers that are
+            neither excluded nor left out; layers that a rule keeps dense count in it.
+        rank: fixed rank instead of one that follows from `cf`; of each group of heads.
+        blocks: number of blocks b of Monarch and BLAST.
+        pattern: Kronecker-sparse chain, "butterfly", or None to choose one.
+        heads: low-rank attention projections `whole`, in `grouped:G` groups of heads,
+            `per-head`, or `auto` by the thresholds of `blr.compressor.planning.heads`.
+        solver, rounds: how to fit; None takes the family's default.
+        rules: what differs by layer, the first match counting.
+        include, exclude: globs over module names; include also admits heads.
+        allocation: of the budget between layers; None is `sensitivity` when calibrated.
+        floor: least share of its uniform rank that `sensitivity` leaves a layer.
+        strength: weight of the sensitivities against uniform ranks.
+        samples, seq_len: calibration windows and tokens in each.
+        mix: share of the windows that is text of the model's own, beside the user's.
+        sequential: fit each layer to the inputs that the compressed layers before it give.
+        refit: epochs of the joint refit of each block; None takes the device's default.
+        dtype: stored dtype of the factors; None keeps that of each weight.
+        seed: of the solvers that start from random numbers.
+        gpu: name in configs/gpus.yaml that times are predicted for.
+    """
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _refuse_pairs(self, self.method)
+        for rule in self.rules:
+            if rule.method is None:
+                _refuse_pairs(rule, self.method)
+        return self
+
+    def settings_for(self, module: str) -> LayerSettings:
+        """What the first matching rule, or else the recipe itself, says about `module`."""
+        for number, rule in enumerate(self.rules, 1):
+            if matches(module, rule.match):
+                return self._by_rule(rule, f"rule {number} {rule.match!r}")
+        return LayerSettings(
+            self.method, None, self.rank, self.blocks, self.pattern, self.heads, self.solver, self.rounds
+        )
+
+    def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
+        method = rule.method or self.method
+        same = method == self.method
+        rank = rule.rank if rule.rank or rule.cf or rule.pattern else self.rank
+        return LayerSettings(
+            method,
+            rule.cf,
+            rank,
+            rule.blocks or (self.blocks if same else None),
+            rule.pattern or (self.pattern if same else None),
+            rule.heads or self.heads,
+            rule.solver or (self.solver if same else None),
+            rule.rounds if rule.rounds is not None else (self.rounds if same else None),
+            name,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The settings of one layer, rules resolved. `rule` names where they come from; `cf` is a
+    rule's own, None for the recipe's budget."""
+
+    method: LayerMethod
+    cf: float | None = None
+    rank: int | None = None
+    blocks: int | None = None
+    pattern: str | None = None
+    heads: str = "whole"
+    solver: str | None = None
+    rounds: int | None = None
+    rule: str = "recipe"
+
+    @property
+    def target_blocks(self) -> int:
+        """Blocks asked for, or the family's default."""
+        structure = STRUCTURES.get(self.method)
+        return self.blocks or (structure and structure.blocks) or 1
+
+
+def _refuse_pairs(settings: _Settings, method: str | None) -> None:
+    """Raise ValueError for settings that do not belong to `method`; None could be any."""
+    if method is None:
+        return
+    structure = STRUCTURES.get(method)
+    known = structure.solvers if structure else ()
+    if settings.solver is not None and settings.solver not in known:
+        names = ", ".join(known) or "none, it chooses"
+        raise ValueError(f"solver {settings.solver!r} is not one of {method}'s: {names}")
+    if settings.pattern is not None and (structure is None or structure.ranked):
+        raise ValueError(f"pattern belongs to method ks, not {method}")
+    if settings.rank is not None and (method == AUTO or (structure and not structure.ranked)):
+        raise ValueError(f"rank does not belong to method {method}; give cf")
+
+
+def make_recipe(**settings: Any) -> Recipe:
+    """Validate settings given one by one, as on the command line.
+
+    Raises UsageError naming the setting, what it is and what it must be.
+    """
+    try:
+        return Recipe(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{where} is {quote(repr(first['input']), 60)[1:-1]}: " if where else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{what}{message}; see `blr compress --help`") from None

@@ -1,0 +1,267 @@
+"""Reads a recipe file as hostile input: plain YAML data, every key with its line, bounded work.
+
+The parser of ruamel.yaml gives events, never objects: tags, anchors, aliases and directives are
+refused as they appear, so neither code nor a billion laughs can hide in a recipe. Scalars follow
+the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `no` and `012:30` are
+text, not a boolean and a number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.events import (
+    AliasEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
+
+from blr.compressor.checkpoint.regular import read_text
+from blr.compressor.errors import InputError, RecipeError
+from blr.compressor.quoting import quote
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 16
+MAX_DIGITS = 40  # of an integer; Python refuses thousands, nothing here needs more than ten
+KeyPath = tuple[str | int, ...]
+Model = TypeVar("Model", bound=BaseModel)
+
+_INT = re.compile(r"[-+]?[0-9]+")
+_FORMS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(r"|~|null|Null|NULL"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (_INT, int),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
+)
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A parsed recipe: plain `data`, and the 1-based line of every key path in it."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: dict[KeyPath, int] = field(repr=False)
+
+    def line(self, where: KeyPath) -> int:
+        """The line of `where`, or of what holds it if it is not there itself."""
+        while where and where not in self.lines:
+            where = where[:-1]
+        return self.lines.get(where, 1)
+
+
+def validate(path: Path, model: type[Model]) -> Model:
+    """The recipe at `path` as an instance of `model`.
+
+    Raises RecipeError, one line with file, line and key: unreadable, unsafe, or not a `model`.
+    """
+    recipe = read_recipe(path)
+    try:
+        return model.model_validate(recipe.data)
+    except ValidationError as error:
+        raise RecipeError(explain(recipe, error, model)) from None
+
+
+def read_recipe(path: Path) -> RecipeFile:
+    """Reads and parses the file at `path`.
+
+    Raises RecipeError: not a regular file of at most 64 KiB of UTF-8, invalid YAML, a top level
+    that is no mapping, duplicate or non-text keys, tags, anchors, aliases, over 16 levels.
+    """
+    return _Reader(path, _read_text(path)).read()
+
+
+def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) -> str:
+    """The first of pydantic's errors as ``FILE:LINE: key 'x': found …, expected …; remedy``."""
+    first = _first(error)
+    where = _in_data(recipe.data, first["loc"])
+    line = f"{quote(recipe.path, 160)[1:-1]}:{recipe.line(where)}: "
+    if where:
+        line += f"key {quote('.'.join(map(str, where)))}: "
+    if first["type"] == "extra_forbidden":
+        known = sorted(_known_keys(model, where[:-1]))
+        return line + f"found an unknown key, expected one of {', '.join(known)}{_similar(where, known)}"
+    if first["type"] == "missing":
+        return line + f"found no {quote(first['loc'][-1])}, expected it; add it"
+    message = quote(first["msg"].removeprefix("Value error, "), 240)[1:-1]
+    if where and message.startswith("Input should "):
+        found = quote(repr(first["input"]), 60)[1:-1]
+        message = f"found {found}, expected it to {message.removeprefix('Input should ')}"
+    return line + f"{message}; correct it"
+
+
+def _first(error: ValidationError) -> Any:
+    """The first error; of a key that is missing beside an unknown one, the likely misspelling."""
+    first, *others = error.errors()
+    if first["type"] != "missing":
+        return first
+    unknown = (other for other in others if other["type"] == "extra_forbidden")
+    return next((other for other in unknown if other["loc"][:-1] == first["loc"][:-1]), first)
+
+
+def _similar(where: KeyPath, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(where[-1]), known, 1)
+    return f"; did you mean {close[0]!r}?" if close else "; remove it"
+
+
+def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
+    """The parts of a pydantic location that are keys of the file: union tags are dropped."""
+    where: KeyPath = ()
+    for part in loc:
+        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in held:
+            data, where = data[part], (*where, part)
+    return where
+
+
+def _known_keys(model: type[BaseModel], where: KeyPath) -> set[str]:
+    """Keys that `model` has at `where`; of all alternatives where a field is a union."""
+    models = {model}
+    for part in where:
+        if isinstance(part, str):
+            fields = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+            models = {found for annotation in fields for found in _models_in(annotation)}
+    return {info.alias or name for m in models for name, info in m.model_fields.items()}
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_text(path, MAX_BYTES)
+    except InputError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _refuse(path: Path, line: int | None, found: str, expected: str, remedy: str) -> NoReturn:
+    where = quote(path, 160)[1:-1] + (f":{line}" if line else "")
+    raise RecipeError(f"{where}: found {found}; expected {expected}; {remedy}")
+
+
+class _Reader:
+    """Builds plain data from the events of one document, refusing what a recipe may not hold."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text, self.line = path, text, 1
+        self.lines: dict[KeyPath, int] = {}
+        self.events = YAML(typ="safe", pure=True).parse(text)
+
+    def read(self) -> RecipeFile:
+        try:
+            data = self._document()
+        except RecipeError:
+            raise
+        except Exception as error:  # the parser raises its own and, on odd input, any other
+            if mark := getattr(error, "problem_mark", None):
+                self.line = mark.line + 1
+            elif position := getattr(error, "position", None):
+                self.line = self.text.count("\n", 0, position) + 1
+            reason = getattr(error, "problem", None) or str(error) or type(error).__name__
+            found = f"invalid YAML ({quote(reason, 120)[1:-1]})"
+            self._refuse(found, "keys with values, as 'method: svd'", "correct this line")
+        return RecipeFile(self.path, data, self.lines)
+
+    def _next(self) -> Event:
+        """The next event, as long as it is plain."""
+        event = next(self.events)
+        self.line = event.start_mark.line + 1
+        if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
+            self._refuse("an anchor or alias (& or *)", "every value written out", "repeat the value")
+        if getattr(event, "tag", None):
+            self._refuse(f"the tag {quote(event.tag, 60)}", "plain values", "remove the tag")
+        return event
+
+    def _document(self) -> dict[str, Any]:
+        self._refuse_directive()
+        self._next()  # start of the stream
+        if isinstance(self._next(), StreamEndEvent):
+            self._refuse("an empty file", "keys with values, as 'method: svd'", "write one a line")
+        data = self._value(self._next(), ())
+        if type(data) is not dict:
+            self.line = 1
+            self._refuse(_kind(data), "keys with values, as 'method: svd'", "write one a line")
+        self._next()  # end of the document
+        if not isinstance(self._next(), StreamEndEvent):
+            self._refuse("a second document", "one document", "remove all from '---' on")
+        return data
+
+    def _refuse_directive(self) -> None:
+        """The parser's events do not show a directive: it is a % that starts the first line with
+        anything but a comment."""
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if line.startswith("%"):
+                self.line = number
+                self._refuse("a directive (%)", "plain YAML 1.2", "remove it")
+            if line.strip() and not line.lstrip().startswith("#"):
+                return
+
+    def _value(self, event: Event, where: KeyPath) -> Any:
+        self.lines[where] = self.line
+        if len(where) > MAX_DEPTH:
+            self._refuse("deeply nested values", f"at most {MAX_DEPTH} levels", "flatten them")
+        if isinstance(event, MappingStartEvent):
+            return self._mapping(where)
+        if isinstance(event, SequenceStartEvent):
+            return self._sequence(where)
+        return self._scalar(event)
+
+    def _mapping(self, where: KeyPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        while not isinstance(event := self._next(), MappingEndEvent):
+            line, key = self.line, self._key(event)
+            if key in data:
+                first = self.lines[*where, key]
+                found = f"the key {quote(key)} a second time"
+                self._refuse(found, f"it once, as in line {first}", "remove one of them")
+            data[key] = self._value(self._next(), (*where, key))
+            self.lines[*where, key] = line
+        return data
+
+    def _key(self, event: Event) -> str:
+        key = self._scalar(event) if isinstance(event, ScalarEvent) else None
+        if type(key) is not str:
+            found = quote(event.value, 40) if isinstance(event, ScalarEvent) else "a collection"
+            self._refuse(f"{found} as a key", "text as a key", "put the key in quotes")
+        return key
+
+    def _sequence(self, where: KeyPath) -> list[Any]:
+        data: list[Any] = []
+        while not isinstance(event := self._next(), SequenceEndEvent):
+            data.append(self._value(event, (*where, len(data))))
+        return data
+
+    def _scalar(self, event: Any) -> Any:
+        """A scalar by the core schema of YAML 1.2; quoted ones are text."""
+        text = event.value
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
+        if event.style is not None:
+            return text
+        if _INT.fullmatch(text) and len(text) > MAX_DIGITS:
+            self._refuse(f"a number of {len(text)} digits", f"at most {MAX_DIGITS}", "shorten it")
+        return next((make(text) for form, make in _FORMS if form.fullmatch(text)), text)
+
+    def _refuse(self, found: str, expected: str, remedy: str) -> NoReturn:
+        _refuse(self.path, self.line, found, expected, remedy)
+
+
+def _kind(data: Any) -> str:
+    return "a list at the top" if type(data) is list else f"only {quote(data, 40)}"

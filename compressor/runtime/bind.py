@@ -1,0 +1,157 @@
+"""Binds phases to memory: one function without arguments each, of kernels or of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.modeling.quantized import Packed
+from blr.compressor.runtime.memory import CHOICE_BLOCK, State
+from blr.compressor.runtime.phases import Part, Phase
+from blr.kernels.gemv.reference import ACTIVATIONS
+from blr.kernels.gemv.segments import Segment
+from blr.kernels.quantized.segments import QuantizedSegment
+
+Run = Callable[[], Any]
+# Kinds of phases that are kernels of ours, as the others are torch's.
+KERNELS = ("embed", "stages", "dual", "attention", "choose")
+
+
+@dataclass(frozen=True)
+class Binder:
+    """How phases run: on the first `rows` rows of `state`, contexts of up to `bucket` slots.
+
+    triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
+    splits: of the attention, None for the launcher's choice.
+    """
+
+    state: State
+    rows: int
+    bucket: int
+    triton: bool
+    pdl: bool = False
+    splits: int | None = None
+
+    def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
+        """The functions that run `phases` one after the other.
+
+        The first never overlaps with what is before it: what earlier tokens wrote is there when any
+        kernel of this one starts. Nor does one overlap with torch's own kernels.
+        """
+        runs, overlap = [], False
+        for phase in phases:
+            runs.append(replace(self, pdl=self.pdl and overlap).bind(phase))
+            overlap = phase.kind in KERNELS
+        return runs
+
+    def bind(self, phase: Phase) -> Run:
+        """The function that runs `phase`."""
+        return getattr(self, f"_{phase.kind}")(phase)
+
+    def _segment(self, part: Part) -> Segment | QuantizedSegment:
+        x, y = self.state.view(part.source, self.rows), self.state.view(part.target, self.rows)
+        stage = part.stage
+        if isinstance(stage.w, Packed):
+            return QuantizedSegment(x, *stage.w, y, stage.bias, stage.mix, stage.part)
+        return Segment(x, stage.w, y, stage.bias, stage.mix, stage.part)
+
+    def _stages(self, phase: Phase) -> Run:
+        segments, norm = [self._segment(p) for p in phase.parts], {"gain": phase.gain, "eps": phase.eps}
+        if not self.triton:
+            from blr.kernels.quantized.segments import grouped
+
+            if phase.add:
+                return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
+            return lambda: grouped(segments, **norm)
+        if phase.add:
+            return lambda: [self._add(s, norm) for s in segments]
+        from blr.kernels.quantized.either import grouped
+
+        return lambda: grouped(segments, pdl=self.pdl, **norm)
+
+    def _add(self, s: Segment | QuantizedSegment, norm: dict[str, Any]) -> None:
+        """The stage of a segment added to what its result holds."""
+        from blr.kernels.quantized.either import add
+
+        add(s, pdl=self.pdl, **norm)
+
+    def _dual(self, phase: Phase) -> Run:
+        gate, up = (self._segment(part) for part in phase.parts)
+        options = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
+        if self.triton:
+            from blr.kernels.quantized.either import dual
+
+            return lambda: dual(gate, up, pdl=self.pdl, **options)
+        from blr.kernels.quantized.segments import dual
+
+        return lambda: dual(gate, up, **options)
+
+    def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
+        return self.state.view(phase.source, self.rows), self.state.view(phase.target, self.rows)
+
+    def _gate(self, phase: Phase) -> Run:
+        source, target = self._slots(phase)
+        gate, up = source.chunk(2, -1)
+        return lambda: torch.mul(ACTIVATIONS[phase.activation](gate), up, out=target)
+
+    def _norm(self, phase: Phase) -> Run:
+        source, target = self._slots(phase)
+        return lambda: torch.mul(_over_rms(source, phase.eps), phase.gain.float(), out=target)
+
+    def _module(self, phase: Phase) -> Run:
+        source, target = self._slots(phase)
+        dtype = next(phase.module.parameters()).dtype
+
+        def call() -> None:
+            y = phase.module(source.to(dtype))
+            target.add_(y) if phase.add else target.copy_(y)
+
+        return call
+
+    def _attention(self, phase: Phase) -> Run:
+        state, heads, (source, target) = self.state, phase.heads, self._slots(phase)
+        k, v = state.kv.layer(heads.layer, self.rows)
+        inputs = (source, k, v, state.cos, state.sin, state.pos[: self.rows], state.start[: self.rows])
+        options = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
+        options |= {"eps": heads.eps, "window": heads.window}
+        if self.triton:
+            from blr.kernels.attention.launch import decode_attention
+
+            options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
+            return lambda: decode_attention(*inputs, **options, out=target, pdl=self.pdl)
+        from blr.kernels.attention.reference import decode_attention
+
+        return lambda: target.copy_(decode_attention(*inputs, **options))
+
+    def _embed(self, phase: Phase) -> Run:
+        tokens, table = self.state.tokens[: self.rows], phase.weight
+        x = self.state.view(phase.target, self.rows)
+        if not self.triton:
+            return lambda: x.copy_(table[tokens])
+        from blr.compressor.runtime.ends_triton import embed_kernel
+
+        grid = (self.rows, -(-x.shape[1] // 1024))
+        arguments = (tokens, table, table.stride(0), x, x.stride(0), x.shape[1])
+        return lambda: embed_kernel[grid](*arguments, BLOCK=1024)
+
+    def _choose(self, phase: Phase) -> Run:
+        state, logits = self.state, self.state.view(phase.source, self.rows)
+        tokens, pos = state.tokens[: self.rows], state.pos[: self.rows]
+        if not self.triton:
+            return lambda: (tokens.copy_(logits.argmax(-1)), pos.add_(1))
+        from blr.compressor.runtime.ends_triton import choose_kernel
+
+        values, indices, counter = state.choice.values()
+        grid = (self.rows, -(-logits.shape[1] // CHOICE_BLOCK))
+        arguments = (logits, logits.stride(0), logits.shape[1], values, indices, counter, tokens, pos)
+        options = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
+        options |= {"launch_pdl": True} if self.pdl else {}
+        return lambda: choose_kernel[grid](*arguments, **options)
+
+
+def _over_rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

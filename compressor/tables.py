@@ -1,0 +1,30 @@
+"""Tables on standard output: laid out by rich, plain text wherever it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from io import StringIO
+
+WIDE = 100_000  # columns: a table is never folded, since programs and people search it by line
+
+
+def aligned(rows: Sequence[Sequence[str] | str], numbers: Collection[int] = ()) -> str:
+    """Rows of cells in columns, a line each; a string among them is a heading, as long as it likes.
+
+    Args:
+        numbers: columns that are aligned on the right.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    cells = [row for row in rows if not isinstance(row, str)]
+    for n in range(max(map(len, cells), default=0)):
+        table.add_column(justify="right" if n in numbers else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*(Text(cell.replace("\n", " ")) for cell in row))
+    out = StringIO()
+    Console(file=out, width=WIDE, color_system=None, force_terminal=False).print(table)
+    lines = iter(out.getvalue().splitlines())
+    return "\n".join(row if isinstance(row, str) else next(lines).rstrip() for row in rows)

@@ -1,0 +1,1 @@
+"""Text to train on: token windows of files, and text that a model writes itself."""

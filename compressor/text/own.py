@@ -1,0 +1,141 @@
+"""Text that a model writes itself: what it was trained on, as far as it remembers it.
+
+Nobody needs a corpus then, and no domain is favoured. Every sample starts from a token at random
+(where the tokenizer has a chat template, every other batch from the opening of a user's turn) and is
+drawn at temperature 1 from the likeliest tokens of probability 0.98. LLM-QAT (arXiv 2305.17888);
+self-calibration (arXiv 2410.17170).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.progress import Progress
+
+ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
+TOP_P = 0.98
+ALGORITHM = 1  # raise it when samples change: journals of older runs are then void
+MARK = "\u2983"  # stands for a user's words in a chat template
+CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
+GPU_BYTES = 16 << 30  # for the cache and the logits of a batch
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """How much is written, and what determines it: `tokens` in samples of `length`, the `seed`, and
+    `author`, the digest of the model's weights."""
+
+    tokens: int
+    length: int
+    seed: int
+    author: str
+
+
+def write_own_text(
+    model: Any,
+    tokenizer: Any,
+    wanted: OwnText,
+    journal: Journal,
+    progress: Progress,
+    share: tuple[int, int] = (0, 1),
+    wait: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Samples [n, length] (int32); batches that `journal` holds are not written again.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        share: this process's number and how many share the work through `journal`.
+        wait: returns when all of them have written theirs.
+    """
+    samples = -(-wanted.tokens // wanted.length)
+    size = min(batch_size(model, wanted.length), 1 << (samples - 1).bit_length())
+    openings = _openings(tokenizer)
+    count = -(-samples // size)
+    keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
+    mine = [n for n in range(count) if n % share[1] == share[0] and journal.load(keys[n]) is None]
+    with progress.layers(len(mine), "writing own text") as advance:
+        for n in mine:
+            advance("")
+            prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
+            journal.store(keys[n], {"ids": _write(model, prompts, n, wanted)}, {})
+    wait()
+    rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
+    return rows[:samples]
+
+
+def working_dtype(device: torch.device) -> str:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def batch_size(model: Any, length: int) -> int:
+    """Samples written at once: a power of two, the same for the same model and kind of device."""
+    if model.device.type == "cpu":
+        return CPU_BATCH
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize
+    most = GPU_BYTES // (cache + 40 * config.vocab_size)
+    return max(1, min(GPU_BATCH, 1 << max(most.bit_length() - 1, 0)))
+
+
+def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
+    return layer_key(
+        own=[ALGORITHM, wanted.author, wanted.length, wanted.seed, number, size], opening=opening
+    )
+
+
+def _openings(tokenizer: Any) -> list[list[int]]:
+    """Tokens that samples begin with, before the one at random: none, and those of a user's turn."""
+    if not getattr(tokenizer, "chat_template", None):
+        return [[]]
+    said = [{"role": "user", "content": MARK}]
+    before, mark, _ = tokenizer.apply_chat_template(said, tokenize=False).partition(MARK)
+    ids = tokenizer(before, add_special_tokens=False)["input_ids"] if mark else []
+    return [[], ids] if ids else [[]]
+
+
+def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(wanted.seed * 1_000_003 + number)
+
+
+def _prompts(
+    model: Any, tokenizer: Any, opening: list[int], size: int, wanted: OwnText, number: int
+) -> Tensor:
+    """[size, p]: the opening and a plain token at random."""
+    count = min(len(tokenizer), model.config.vocab_size)
+    special = torch.tensor(sorted({i for i in tokenizer.all_special_ids if i < count}), dtype=torch.long)
+    plain = torch.ones(count, dtype=torch.bool)
+    plain[special] = False
+    plain = plain.nonzero()[:, 0]
+    picks = torch.randint(len(plain), (size, 1), generator=_generator("cpu", wanted, number))
+    start = torch.tensor([opening], dtype=torch.long).expand(size, -1)
+    return torch.cat([start, plain[picks]], 1).to(model.device)
+
+
+@torch.inference_mode()
+def _write(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
+    """Continue prompts `ids` [m, p] to [m, length]; on the CPU, int32."""
+    from transformers import DynamicCache
+
+    generator = _generator(model.device, wanted, number)
+    cache, fresh, found = DynamicCache(config=model.config), ids, [ids]
+    for _ in range(wanted.length - ids.shape[1]):
+        out = model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        fresh = sample(out.logits[:, -1].float(), generator)
+        found.append(fresh)
+    return torch.cat(found, 1)[:, : wanted.length].to("cpu", torch.int32)
+
+
+def sample(logits: Tensor, generator: torch.Generator, top_p: float = TOP_P) -> Tensor:
+    """A token [m, 1] for each row of `logits` [m, v], from the likeliest of probability `top_p`."""
+    p, order = logits.softmax(-1).sort(-1, descending=True)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+    return order.gather(1, torch.multinomial(p, 1, generator=generator))

@@ -1,0 +1,196 @@
+"""Reads calibration text into batches of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.checkpoint.regular import read_lines, read_pieces
+from blr.compressor.errors import HubError, InputError
+from blr.compressor.quoting import is_text, quote
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
+MAX_LINE = 2**25  # characters
+OWN = "self"  # the model's own text, in place of a name (own.py)
+BATCH = 8  # windows or sentences run through a block at once
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Token batches and their digest.
+
+    `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
+    """
+
+    ids: list[Tensor]
+    masks: list[Tensor]
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens in all batches."""
+        return sum(int(mask.sum()) for mask in self.masks)
+
+
+def read_calibration(
+    name: str, tokenizer: Any, *, samples: int, seq_len: int, packed: bool, offline: bool = False
+) -> Calibration:
+    """Tokenize calibration text.
+
+    Args:
+        name: a .jsonl file with a `text` field, any other text file, or a hub data set's name.
+        samples: windows (packed) or documents to use at most; seq_len: tokens a window.
+        packed: decoders see consecutive windows of one long text, encoders one line at a time.
+
+    Raises:
+        InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
+        HubError: a data set that cannot be had.
+    """
+    documents = read_documents(name, offline)
+    ids = _windows if packed else _sentences
+    batches, masks = ids(documents, tokenizer, samples, seq_len, name)
+    return Calibration(batches, masks, digest_batches(batches, masks))
+
+
+def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
+    """SHA-256 of tokens and masks."""
+    digest = hashlib.sha256()
+    for batch, mask in zip(batches, masks, strict=True):
+        digest.update(batch.numpy().tobytes() + mask.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def calibration_digest(name: str) -> str:
+    """What stands for a calibration in a run's fingerprint: SHA-256 of the file, or the name.
+
+    Raises InputError for a name that is neither a readable file nor that of a data set.
+    """
+    if name == OWN and not os.path.exists(name):
+        return name
+    path = _known(name)
+    if not os.path.exists(path):
+        return name
+    digest = hashlib.sha256()
+    for piece in read_pieces(path, MAX_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _known(name: str) -> Path:
+    """The path of a file that exists, or of what has the form of a data set's name."""
+    path = Path(name)
+    if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
+        shown = quote(name, 160)[1:-1]
+        raise InputError(f"{shown}: no such file; expected a text file, .jsonl or a hub data set name")
+    return path
+
+
+def read_documents(name: str, offline: bool = False) -> Iterator[str]:
+    """The documents of a file (its lines, or the `text` of its JSON lines) or of a data set."""
+    path = _known(name)
+    if not os.path.exists(path):
+        return _dataset(name, offline)
+    lines = read_lines(path, MAX_BYTES, MAX_LINE)
+    return _json_lines(name, lines) if path.suffix == ".jsonl" else _written(name, lines)
+
+
+def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
+    """`lines`, of which one at least must have something on it. Raises InputError at the end."""
+    empty = True
+    for line in lines:
+        empty = empty and not line.strip()
+        yield line
+    if empty:
+        raise InputError(f"{name}: empty; expected calibration text")
+
+
+def _json_lines(name: str, lines: Iterator[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            document = None
+        if not isinstance(document, str) or not is_text(document):
+            raise InputError(f"{name}:{number}: expected a JSON object with a string field 'text'")
+        yield document + "\n"
+
+
+def _dataset(name: str, offline: bool) -> Iterator[str]:
+    if offline:
+        raise HubError(f"{name}: a data set needs the hub; give a local file with --offline")
+    try:
+        from datasets import load_dataset
+
+        for row in load_dataset(name, split="train", streaming=True):
+            yield str(row["text"]) + "\n"
+    except Exception as error:  # the client raises its own, the network's and the system's errors
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise HubError(
+            f"{name}: {type(error).__name__}: {reason}; install `datasets`, check the name and the "
+            "network, or give a local file"
+        ) from error
+
+
+def _windows(
+    documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Consecutive windows [m, seq_len] of the concatenated documents."""
+    ids: list[int] = []
+    piece: list[str] = []
+    for document in documents:
+        piece.append(document)
+        if sum(map(len, piece[-4096:])) > 1 << 20 or len(piece) >= 4096:
+            ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+            piece = []
+        if len(ids) >= samples * seq_len:
+            break
+    ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(samples, len(ids) // seq_len)
+    if count < 1:
+        raise InputError(
+            f"{name}: {len(ids)} tokens, expected at least one window of {seq_len}; "
+            "give more text or lower --seq-len"
+        )
+    import torch
+
+    rows = torch.tensor(ids[: count * seq_len]).view(count, seq_len)
+    return list(rows.split(BATCH)), [torch.ones_like(part) for part in rows.split(BATCH)]
+
+
+def _sentences(
+    documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Documents of similar length together, padded to the longest of each batch."""
+    texts = []
+    for document in documents:
+        if document.strip():
+            texts.append(document.strip())
+        if len(texts) == samples:
+            break
+    if not texts:
+        raise InputError(f"{name}: no text; expected one document or sentence a line")
+    texts.sort(key=len)
+    ids, masks = [], []
+    for n in range(0, len(texts), 4 * BATCH):
+        batch = tokenizer(
+            texts[n : n + 4 * BATCH],
+            padding=True,
+            truncation=True,
+            max_length=seq_len,
+            return_tensors="pt",
+        )
+        ids.append(batch["input_ids"])
+        masks.append(batch["attention_mask"])
+    return ids, masks

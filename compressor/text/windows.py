@@ -1,0 +1,105 @@
+"""Token windows of fixed length from long texts, in an order that a seed and a position determine.
+
+Nothing has a state: window k of a stream is the same whenever it is asked for, by whichever process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.errors import InputError
+
+HELD_SHARE = 0.05  # of a text that is not trained on but judged by
+HELD_MOST = 64  # windows
+PIECE = 1 << 20  # characters tokenized at once
+
+
+class Stream:
+    """Rows of tokens to cut windows from: [n, l] with l ≥ window, or one text as a single row.
+
+    Every epoch visits the windows in a new order and, where there is room, at a new offset. `held`
+    [h, window] are windows that `take` never touches.
+    """
+
+    def __init__(self, rows: Tensor, window: int, seed: int) -> None:
+        self.window, self.seed = window, seed
+        self.one_text = len(rows) == 1
+        count = rows.shape[1] // window if self.one_text else len(rows)
+        held = min(max(round(HELD_SHARE * count), 1), HELD_MOST)
+        if self.one_text:
+            cut = rows.shape[1] - held * window
+            self.rows, tail = rows[:, :cut], rows[0, cut:]
+            self.held = tail.view(held, window).long()
+        else:
+            self.rows, self.held = rows[:-held], rows[-held:, :window].long()
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        if not self.one_text:
+            return len(self.rows)
+        return max((self.rows.shape[1] - self.window) // self.window, 1)
+
+    def take(self, first: int, count: int) -> Tensor:
+        """Windows number `first` and on [count, window], int64."""
+        epochs, places = zip(*(divmod(k, len(self)) for k in range(first, first + count)), strict=True)
+        orders = {epoch: self._order(epoch) for epoch in dict.fromkeys(epochs)}
+        found = []
+        for epoch, place in zip(epochs, places, strict=True):
+            order, offset = orders[epoch]
+            pick = int(order[place])
+            row, start = (0, pick * self.window) if self.one_text else (pick, 0)
+            found.append(self.rows[row, start + offset : start + offset + self.window])
+        return torch.stack(found).long()
+
+    def _order(self, epoch: int) -> tuple[Tensor, int]:
+        """The order of the windows in an epoch, and where in its room each begins."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self), generator=generator)
+        room = self.rows.shape[1] - (len(self) if self.one_text else 1) * self.window
+        most = min(room + 1, self.window)
+        return order, int(torch.randint(most, (), generator=generator))
+
+
+def tokenize(documents: Iterable[str], tokenizer: Any) -> Tensor:
+    """The tokens [n] (int32) of `documents` one after the other, without special tokens."""
+    found: list[Tensor] = []
+    piece, size = [], 0
+
+    def flush() -> None:
+        ids = tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+        found.append(torch.tensor(ids, dtype=torch.int32))
+
+    for document in documents:
+        piece.append(document)
+        size += len(document)
+        if size > PIECE:
+            flush()
+            piece, size = [], 0
+    flush()
+    return torch.cat(found)
+
+
+def text_stream(tokens: Tensor, window: int, seed: int, name: str) -> Stream:
+    """The stream of one text. Raises InputError for one too short to be trained on and judged by."""
+    if len(tokens) < 3 * window:
+        raise InputError(
+            f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
+            "give more text or lower --window"
+        )
+    return Stream(tokens[None], window, seed)
+
+
+def interleaved(parts: list[Tensor]) -> Tensor:
+    """The rows of all `parts`, so that the beginning has some of each in proportion."""
+    places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
+    return torch.cat(parts)[places.argsort(stable=True)]
+
+
+def digest(tokens: Tensor) -> str:
+    """SHA-256 of token ids."""
+    return hashlib.sha256(tokens.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,6 @@
+"""Structures by name, and the folders that hold their kernels. No torch. Shipped in checkpoints."""
+
+from __future__ import annotations
+
+# A structure's name in specs, recipes and files -> its folder here, the name that kernel tables use.
+FOLDERS = {"svd": "lowrank", "monarch": "monarch", "blast": "blast", "ks": "kronecker"}

@@ -1,0 +1,58 @@
+"""`blr` in this process and in a warm one that runs commands in forks, and checkpoints for it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from exporting import Invoke
+from limited import Limited
+from pico import save_pico
+from spoiling import words_tokenizer
+
+from blr.compressor.cli import main
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs ``blr`` in this process: exit code, standard output and error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["blr", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def limited() -> Iterator[Limited]:
+    """A warm process that runs commands in forks."""
+    with Limited() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pico Llama with a tokenizer of words."""
+    folder = save_pico("llama-tied", tmp_path_factory.mktemp("dense") / "llama")
+    words_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(limited: Limited, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, compressed."""
+    folder = tmp_path_factory.mktemp("small")
+    done = limited.run("compress", dense, "-o", "out", "-q", cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "out"
+
+
+@pytest.fixture
+def model(dense: Path, tmp_path: Path) -> Path:
+    """A copy of the dense model to spoil."""
+    return Path(shutil.copytree(dense, tmp_path / "model"))

@@ -1,0 +1,89 @@
+"""`--help` of every command says all that its options say of themselves, their defaults too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from blr.compressor.cli import app
+
+pytestmark = pytest.mark.fast
+
+# Options whose absence means that the thing is not done, or not bounded: there is no default to show
+WITHOUT_DEFAULT = {
+    *("rank", "include", "exclude", "recipe", "calibration", "text", "sts", "max_tokens", "top_k"),
+    *(
+        "top_p",
+        "quantize",
+        "seconds",
+        "peer",
+        "output",
+        "patterns",
+        "epochs",
+        "steps",
+        "patience",
+    ),
+}
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command below `group` with what one types for it."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+EVERY = dict(commands(typer.main.get_command(app)))
+OPTIONS = [
+    pytest.param(path, parameter, id=" ".join((*path, parameter.name)))
+    for path, command in EVERY.items()
+    for parameter in command.params
+    if parameter.name != "help"
+]
+
+
+def flat(text: str) -> str:
+    """Without the breaks of lines and words that a terminal of some width needs."""
+    return "".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[tuple[str, ...], str]:
+    runner = CliRunner()
+    return {path: flat(runner.invoke(app, [*path, "--help"]).stdout) for path in EVERY}
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: " ".join(path) or "blr")
+def test_says_what_the_command_does(path: tuple[str, ...], shown: dict[tuple[str, ...], str]) -> None:
+    assert EVERY[path].help and flat(EVERY[path].help) in shown[path]
+
+
+@pytest.mark.parametrize(("path", "parameter"), OPTIONS)
+def test_no_word_of_a_hint_is_lost(
+    path: tuple[str, ...], parameter: Any, shown: dict[tuple[str, ...], str]
+) -> None:
+    """Square brackets least of all, which rich takes for markup."""
+    assert parameter.help and flat(parameter.help) in shown[path]
+    assert "[default" not in parameter.help, "show_default is the place for it"
+
+
+@pytest.mark.parametrize(("path", "parameter"), OPTIONS)
+def test_every_default_shows(
+    path: tuple[str, ...], parameter: Any, shown: dict[tuple[str, ...], str]
+) -> None:
+    entry = shown[path].split(flat(parameter.help), 1)[1]
+    default, said = parameter.default, parameter.show_default
+    if parameter.required:
+        assert entry.startswith("[required")
+    elif isinstance(said, str):
+        assert entry.startswith(f"[default:({flat(said)})")
+    elif default is None:
+        assert parameter.name in WITHOUT_DEFAULT
+    elif default is True:  # the name that sets it, of --name/--no-name
+        assert entry.startswith(f"[default:{parameter.opts[0].lstrip('-')}")
+    elif default is not False:
+        assert entry.startswith(f"[default:{flat(str(getattr(default, 'value', default)))}")

@@ -1,0 +1,113 @@
+"""Running a model block by block is running the model, and what is measured on the way is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
+from pico import save_pico
+
+from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting.blocks import BlockModel, run_block
+from blr.compressor.fitting.moments import Moments
+from blr.compressor.fitting.sensitivity import curve, measure
+from blr.compressor.progress import Progress
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+@torch.no_grad()
+def test_blocks_one_by_one_give_the_models_hidden_states(name: str, tmp_path: Path) -> None:
+    model = block_model(name, tmp_path)
+    padded = not model.model.can_generate()
+    given = calibration(padded)
+    batches = model.start(given)
+    states = [batch.hidden for batch in batches]
+    for index in range(len(model)):
+        block = model.load_block(index)
+        states = [run_block(block, s, b) for s, b in zip(states, batches, strict=True)]
+    whole = native(name, tmp_path)
+    for ids, mask, state in zip(given.ids, given.masks, states, strict=True):
+        out = whole(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        base = whole.base_model
+        norm = next(
+            (getattr(base, n) for n in ("norm", "ln_f") if hasattr(base, n)), torch.nn.Identity()
+        )
+        keep = mask.bool()
+        torch.testing.assert_close(norm(state)[keep], out.hidden_states[-1][keep], rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_without_blocks_is_refused(tmp_path: Path) -> None:
+    source = open_source(save_pico("vit", tmp_path))
+    with pytest.raises(CapabilityError, match="calibration"):
+        BlockModel(source, find_family("vit"), CPU)
+
+
+def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> None:
+    model = block_model("llama", tmp_path / "model")
+    given = calibration()
+    (tmp_path / "journal").mkdir()
+    journal = Journal(tmp_path / "journal")
+    batches = model.start(given)
+    found = measure(model, batches, journal, "key", 0, Progress(quiet=True))
+    whole = native("llama", tmp_path / "model")
+    layer = whole.model.layers[0].mlp.down_proj
+    total = torch.zeros(32, 32, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        output.retain_grad()
+        layer.kept = output
+
+    layer.register_forward_hook(keep)
+    for ids in given.ids:
+        logits = whole(ids, use_cache=False).logits.flatten(0, 1)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        torch.nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
+        gradient = layer.kept.grad.flatten(0, 1).double()
+        total += gradient.T @ gradient
+    total /= total.diagonal().mean()
+    torch.testing.assert_close(
+        found.outputs["model.layers.0.mlp.down_proj"].double(), total, rtol=1e-3, atol=1e-3
+    )
+    again = measure(model, [], journal, "key", 0, Progress(quiet=True))  # read from the journal
+    assert all(again.curves[name].equal(values) for name, values in found.curves.items())
+
+
+def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 8, dtype=torch.float64)
+    root_h, root_g = torch.randn(8, 8, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+    expected = torch.linalg.svdvals(root_g.T @ weight @ root_h).square()
+    found = curve(weight, root_h @ root_h.T, root_g @ root_g.T).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_target_is_the_least_squares_solution() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+    dense, student, drift = torch.randn(50, 6), torch.randn(50, 6), torch.randn(50, 4)
+    moments = Moments()
+    for part in range(0, 50, 10):
+        rows = slice(part, part + 10)
+        moments.add(student[rows], dense[rows], drift[rows])
+    wanted = dense.double() @ weight.T + drift.double()
+    expected = torch.linalg.lstsq(student.double(), wanted).solution.T
+    found = moments.target(weight, correct_drift=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_target_keeps_the_weight_where_no_token_went() -> None:
+    weight = torch.randn(3, 6, dtype=torch.float64)
+    student = torch.zeros(4, 6)
+    student[:, 0] = 1
+    moments = Moments()
+    moments.add(student, student.clone())
+    assert moments.target(weight, correct_drift=True).equal(weight)

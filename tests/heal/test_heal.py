@@ -1,0 +1,290 @@
+"""`heal` end to end on a pico decoder: what comes out loads, verifies, exports, and is better."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heal_models import QUIET, compress_pico, save_characters, save_dense
+from safetensors.torch import load_file, save_file
+
+from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+from blr.compressor.errors import BlrError
+from blr.compressor.export.export import ExportOptions, export
+from blr.compressor.heal import pair, passes
+from blr.compressor.heal import run as healing_run
+from blr.compressor.heal.run import HealSummary, heal
+from blr.compressor.heal.settings import HealOptions
+from blr.compressor.loading.load import load_model
+
+SHORT = {"window": 16, "batch": 64, "own_tokens": 400, "steps": 30, "rate": 0.01, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blr.compressor.text import own
+
+    monkeypatch.setattr(own, "CPU_BATCH", 8)
+
+
+def run(compressed: Path, dense: Path, output: Path, **options: Any) -> HealSummary:
+    given = HealOptions("compressed", "dense", **{**SHORT, **options})
+    return heal(compressed, dense, output, given, QUIET)
+
+
+@pytest.fixture(scope="module")
+def healed(compressed: Path, dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A healed model and the summary of its making."""
+    output = tmp_path_factory.mktemp("healed") / "out"
+    return output, run(compressed, dense, output, data=(str(text),))
+
+
+def test_the_divergence_falls_on_every_text(healed: Any) -> None:
+    _, summary = healed
+    assert set(summary.before) == {"text.txt", "self"}
+    for name, before in summary.before.items():
+        assert summary.after[name]["kl"] < 0.9 * before["kl"]
+        assert summary.after[name]["teacher"] == before["teacher"]
+    assert summary.steps == 30 and summary.tokens == 30 * 64 and summary.best_step > 0
+
+
+def test_factors_and_norms_are_trained_and_the_rest_is_the_same_bytes(
+    healed: Any, compressed: Path
+) -> None:
+    before, after = (load_file(f / "model.safetensors") for f in (compressed, healed[0]))
+    assert list(before) == list(after)
+    changed = {n for n, t in before.items() if not torch.equal(t, after[n])}
+    frozen = {n for n in before if "embed" in n}
+    assert frozen and changed == set(before) - frozen
+    assert all(after[n].dtype == t.dtype for n, t in before.items())
+
+
+def test_what_comes_out_is_a_checkpoint_of_ours(healed: Any, dense: Path, tmp_path: Path) -> None:
+    output, _ = healed
+    assert verify_files(output, read_manifest(output)) == []
+    ids = torch.randint(128, (1, 12))
+    with torch.no_grad():
+        ours = load_model(output, "AutoModelForCausalLM", dtype="float32", device="cpu")(ids).logits
+        export(output, tmp_path / "fast", ExportOptions("healed"), QUIET)
+        there = load_model(
+            tmp_path / "fast", "AutoModelForCausalLM", dtype="float32", device="cpu", trust=True
+        )
+        torch.testing.assert_close(there(ids).logits, ours)
+
+
+def test_the_output_tells_what_was_done(healed: Any, compressed: Path) -> None:
+    output, summary = healed
+    card = (output / "README.md").read_text()
+    assert "## Healed" in card and "| own text |" in card and "| text.txt |" in card
+    assert card.startswith((compressed / "README.md").read_text())
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["held"] == summary.before and lines[-1]["step"] == 30
+    assert {"loss", "tokens_per_second"} <= lines[1].keys()
+    records = [json.loads((f / "blr_layers.json").read_text()) for f in (compressed, output)]
+    assert records[0].keys() == records[1].keys()
+    assert all(records[0][m]["error"] != records[1][m]["error"] for m in records[0])
+    report = json.loads((output / "report.json").read_text())
+    assert report["layers"][0]["error"] == records[1][report["layers"][0]["module"]]["error"]
+    assert "<h2>Healing</h2>" in (output / "report.html").read_text()
+    assert read_manifest(output)["source"] == read_manifest(compressed)["source"]
+
+
+@pytest.mark.parametrize("method", ["svd", "monarch", "ks"])
+def test_other_structures_heal_too(method: str, dense: Path, tmp_path: Path) -> None:
+    compressed = compress_pico(dense, tmp_path / "compressed", method)
+    summary = run(compressed, dense, tmp_path / "out")
+    assert summary.after["self"]["kl"] < 0.95 * summary.before["self"]["kl"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_other_families_heal_too(name: str, tmp_path: Path) -> None:
+    """GPT-2 keeps its weights transposed; Qwen2 has biases."""
+    dense = save_dense(tmp_path / "dense", name)
+    compressed = compress_pico(dense, tmp_path / "compressed", "svd")
+    summary = run(compressed, dense, tmp_path / "out")
+    assert summary.after["self"]["kl"] < 0.95 * summary.before["self"]["kl"]
+    before, after = (load_file(f / "model.safetensors") for f in (compressed, tmp_path / "out"))
+    changed = {n for n, t in before.items() if not torch.equal(t, after[n])}
+    assert any(n.endswith(".bias") for n in changed) and any(n.endswith(".U") for n in changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "improved"),
+    [
+        ({"loss": "lm", "mix": 0.0}, "student"),
+        ({"top_k": 5}, "kl"),
+        ({"hidden": 0.1}, "kl"),
+        ({"train": ("norms",)}, "kl"),
+        ({"train": ("factors", "norms", "embeddings"), "checkpointing": True}, "kl"),
+        ({"epochs": 1.0, "steps": None}, "kl"),
+        ({"minutes": 0.02, "steps": None}, "kl"),
+    ],
+)
+def test_what_can_be_asked_for(
+    options: dict[str, Any], improved: str, compressed: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
+    summary = run(compressed, dense, tmp_path / "out", data=(str(text),), **options)
+    first = str(text.name)
+    assert summary.after[first][improved] < summary.before[first][improved]
+    assert ("self" in summary.after) == (options.get("mix") != 0.0)
+
+
+def test_checkpointed_blocks_give_the_same_model(compressed: Path, dense: Path, tmp_path: Path) -> None:
+    for name, kept in (("a", False), ("b", True)):
+        run(compressed, dense, tmp_path / name, checkpointing=kept, steps=5)
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    for name, tensor in tensors[0].items():
+        torch.testing.assert_close(tensor, tensors[1][name])
+
+
+def test_a_run_that_only_gets_worse_keeps_the_start(
+    compressed: Path, dense: Path, tmp_path: Path
+) -> None:
+    summary = run(compressed, dense, tmp_path / "out", rate=0.9, steps=20, patience=3)
+    assert summary.best_step == 0 and summary.after == summary.before
+    assert summary.steps < 20, "three evaluations without a new best end a run"
+    before, after = (
+        load_model(f, "AutoModelForCausalLM", dtype="float32", device="cpu")
+        for f in (compressed, tmp_path / "out")
+    )
+    ids = torch.randint(128, (1, 12))
+    with torch.no_grad():  # the same model in balanced factors
+        torch.testing.assert_close(before(ids).logits, after(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_nan_ends_the_run_and_keeps_the_state_before(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all, calls = passes.Passes.__call__, []
+
+    def broken(self: passes.Passes, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(rows)
+        return run_all(self, rows) * (float("nan") if len(calls) == 8 else 1)
+
+    monkeypatch.setattr(passes.Passes, "__call__", broken)
+    with pytest.raises(BlrError, match=r"not finite at step 8; lower --lr, now 0\.01") as raised:
+        run(compressed, dense, tmp_path / "out", save_minutes=0.0)
+    assert raised.value.exit_code == 7 and not (tmp_path / "out").exists()
+    assert list((tmp_path / "out.blr-partial" / "journal").glob("*.safetensors"))
+    monkeypatch.undo()
+    assert run(compressed, dense, tmp_path / "out").steps == 30
+
+
+def test_half_precision_keeps_masters_in_float32(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes in, on the CPU; small rates would be lost in bfloat16."""
+    monkeypatch.setattr(pair, "working_dtype", lambda device: "bfloat16")
+    summary = run(compressed, dense, tmp_path / "out", rate=0.002, batch=128)
+    assert summary.after["self"]["kl"] < 0.99 * summary.before["self"]["kl"]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    trained = [n for n in tensors if n.endswith((".U", "norm.weight"))]
+    assert trained and all(tensors[n].dtype == torch.float32 for n in trained)
+    assert any(not torch.equal(tensors[n], tensors[n].bfloat16().float()) for n in trained)
+
+
+def test_out_of_memory_makes_parts_smaller_and_changes_nothing_else(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(compressed, dense, tmp_path / "whole", steps=4)
+    eager, sizes = passes.Passes._eager, []
+
+    def small(self: passes.Passes, part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        if len(part) > limit:
+            raise torch.OutOfMemoryError
+        return eager(self, part)
+
+    monkeypatch.setattr(passes.Passes, "_eager", small)
+    limit = 1
+    assert run(compressed, dense, tmp_path / "parts", steps=4).after == whole.after
+    assert sizes[:4] == [4, 2, 1, 1]
+    limit = 0
+    with pytest.raises(BlrError, match="one window of 16 tokens does not fit") as raised:
+        run(compressed, dense, tmp_path / "none", steps=4)
+    assert raised.value.exit_code == 9
+
+
+def other_vocabulary(folder: Path, dense: Path) -> tuple[Path, dict[str, Any]]:
+    other = save_dense(folder / "other")
+    save_characters(other, range(127, -1, -1))
+    return other, {}
+
+
+def larger_vocabulary(folder: Path, dense: Path) -> tuple[Path, dict[str, Any]]:
+    other = save_dense(folder / "other")
+    config = json.loads((other / "config.json").read_text())
+    tensors = load_file(other / "model.safetensors")
+    table = "model.embed_tokens.weight"
+    save_file({**tensors, table: tensors[table].repeat(2, 1)}, other / "model.safetensors")
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    return other, {}
+
+
+def text_of(contents: str | bytes, name: str = "bad.txt") -> Callable[..., tuple[Path, dict[str, Any]]]:
+    def make(folder: Path, dense: Path) -> tuple[Path, dict[str, Any]]:
+        data = contents.encode() if isinstance(contents, str) else contents
+        (folder / name).write_bytes(data)
+        return dense, {"data": (str(folder / name),)}
+
+    return make
+
+
+def given(**options: Any) -> Callable[..., tuple[Path, dict[str, Any]]]:
+    return lambda folder, dense: (dense, options)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "said"),
+    [
+        (other_vocabulary, 4, "a tokenizer that gives other ids"),
+        (larger_vocabulary, 4, "a vocabulary of .256. tokens, not .128. as"),
+        (given(data=("nowhere.txt",)), 4, "no such file"),
+        (text_of(b"\xff\xfe\x00"), 4, "UTF-8"),
+        (text_of(""), 4, "empty"),
+        (text_of("abc"), 4, "3 tokens, expected at least three windows"),
+        (text_of('{"text": 1}\n', "bad.jsonl"), 4, "string field 'text'"),
+        (given(steps=3, epochs=1.0), 2, "one of --minutes"),
+        (given(rate=-1.0), 2, "--lr -1"),
+        (given(train=("wings",)), 2, "--train wings: expected factors"),
+        (given(train=("head",)), 2, "the model has none of these"),
+        (given(loss="mse"), 2, "--loss mse"),
+        (given(mix=0.5), 2, "a mixture needs a text"),
+        (given(batch=10), 2, "less than a window"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    make: Callable[..., tuple[Path, dict[str, Any]]], code: int, said: str,
+    compressed: Path, dense: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    teacher, options = make(tmp_path, dense)
+    with pytest.raises(BlrError, match=said) as raised:
+        run(compressed, teacher, tmp_path / "out", **options)
+    assert raised.value.exit_code == code and not (tmp_path / "out").exists()
+
+
+def test_the_two_models_must_not_be_mixed_up(compressed: Path, dense: Path, tmp_path: Path) -> None:
+    for student, teacher, said in (
+        (dense, dense, "nothing to heal"),
+        (compressed, compressed, "teacher"),
+    ):
+        with pytest.raises(BlrError, match=said) as raised:
+            run(student, teacher, tmp_path / "out")
+        assert raised.value.exit_code == 4
+
+
+def test_a_left_state_of_other_settings_is_refused(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(healing_run.Job, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(compressed, dense, tmp_path / "out")
+    with pytest.raises(BlrError, match=r"heal\.rate was 0\.01, now 0\.02") as raised:
+        run(compressed, dense, tmp_path / "out", rate=0.02)
+    assert raised.value.exit_code == 5
+    assert run(compressed, dense, tmp_path / "out", rate=0.02, restart=True).steps == 30

@@ -1,0 +1,60 @@
+"""Losses made in parts are those of the whole logits, their gradients too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blr.compressor.heal import losses
+from blr.compressor.heal.losses import Head, Measure, kl, kl_of_top, lm, missed_states, summed
+
+ROWS, WIDTH, VOCABULARY = 7, 5, 11
+MEASURES: dict[str, Measure] = {"kl": kl, "top 3": kl_of_top(3), "lm": lm}
+
+
+def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    theirs, their_weight = torch.randn(ROWS, 4), torch.randn(VOCABULARY, 4)
+    return hidden, weight, theirs, their_weight, torch.randint(VOCABULARY, (ROWS,))
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("rows", [2, 100])
+def test_in_parts_as_in_one(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK", rows * VOCABULARY)
+    hidden, weight, theirs, their_weight, targets = case()
+    whole = MEASURES[name](hidden @ weight.mT, theirs @ their_weight.mT, targets)
+    expected = torch.autograd.grad(3 * whole, (hidden, weight))
+    found = summed(hidden, Head(weight), (theirs, Head(their_weight)), targets, MEASURES[name])
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, weight)), expected)
+    with torch.no_grad():
+        again = summed(hidden, Head(weight), (theirs, Head(their_weight)), targets, MEASURES[name])
+    torch.testing.assert_close(again, whole)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, theirs, their_weight, targets = case()
+    loss = summed(hidden, Head(weight.detach()), (theirs, Head(their_weight)), targets, kl)
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_divergence_is_that_of_distributions() -> None:
+    logits, other = torch.randn(3, VOCABULARY), torch.randn(3, VOCABULARY)
+    targets = torch.zeros(3, dtype=torch.long)
+    p, q = logits.softmax(-1), other.softmax(-1)
+    torch.testing.assert_close(kl(other, logits, targets), (p * (p / q).log()).sum())
+    assert float(kl(logits, logits + 5, targets)) == pytest.approx(0, abs=1e-6)
+    almost = kl_of_top(VOCABULARY - 1)(other, logits, targets)
+    torch.testing.assert_close(almost, kl(other, logits, targets), rtol=1e-4, atol=1e-5)
+    assert 0 < kl_of_top(2)(other, logits, targets) < kl(other, logits, targets)
+
+
+def test_missed_states_are_relative_and_leave_out_the_embedding() -> None:
+    states = tuple(torch.randn(2, 3, WIDTH) for _ in range(3))
+    doubled = (torch.full_like(states[0], 9.0), 2 * states[1], states[2])
+    assert float(missed_states(doubled, states)) == pytest.approx(6 / 2)  # six tokens, one of two blocks

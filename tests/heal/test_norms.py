@@ -1,0 +1,36 @@
+"""Fused norms compute what transformers' do, gradients too; what computes something else is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from blr.compressor.heal.norms import fuse_norms
+from blr.compressor.loading.load import load_model
+
+
+def test_the_same_answers_and_gradients(dense: Path) -> None:
+    models = [load_model(dense, "AutoModelForCausalLM", dtype="float32", device="cpu") for _ in range(2)]
+    assert fuse_norms(models[1]) == 5, "two a block and the last"
+    ids, found = torch.randint(128, (2, 12)), []
+    for model in models:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_other_norms_are_left_alone() -> None:
+    class RMSNormOfSquares(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) ** 2
+
+    gemma = GemmaRMSNorm(16)
+    nn.init.normal_(gemma.weight)
+    model = nn.ModuleList([gemma, RMSNormOfSquares(16), nn.LayerNorm(16)])
+    assert fuse_norms(model) == 0
+    assert fuse_norms(nn.ModuleList([LlamaRMSNorm(16).bfloat16(), LlamaRMSNorm(16)])) == 2

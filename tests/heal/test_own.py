@@ -1,0 +1,78 @@
+"""Own text: drawn from the likeliest tokens, the same for the same seed, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heal_models import QUIET
+
+from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.loading.load import load_model, load_tokenizer
+from blr.compressor.text import own
+from blr.compressor.text.own import OwnText, sample, write_own_text
+
+WANTED = OwnText(tokens=200, length=20, seed=0, author="a")
+
+
+@pytest.fixture(scope="module")
+def model(dense: Path) -> Any:
+    return load_model(dense, "AutoModelForCausalLM", dtype="float32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "CPU_BATCH", 4)
+
+
+def test_only_the_likeliest_tokens_are_drawn() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(2000, -1)
+    drawn = sample(logits, torch.Generator().manual_seed(0), top_p=0.7)[:, 0]
+    assert sorted(drawn.unique().tolist()) == [0, 1]
+    assert float((drawn == 0).float().mean()) == pytest.approx(0.5 / 0.8, abs=0.05)
+
+
+def test_the_text_is_the_models_own(model: Any, dense: Path, tmp_path: Path) -> None:
+    rows = write_own_text(model, load_tokenizer(dense), WANTED, Kept(tmp_path), QUIET)
+    assert rows.shape == (10, 20) and rows.dtype == torch.int32
+    with torch.no_grad():
+        losses = [
+            float(model(ids, labels=ids).loss) for ids in (rows.long(), torch.randint(128, (10, 20)))
+        ]
+    assert losses[0] < losses[1]
+
+
+def test_what_is_written_is_not_written_again(
+    model: Any, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, calls = Kept(tmp_path), []
+    write = own._write
+    monkeypatch.setattr(own, "_write", lambda *a: calls.append(a[2]) or write(*a))
+    tokenizer = load_tokenizer(dense)
+    first = write_own_text(model, tokenizer, WANTED, journal, QUIET)
+    assert calls == [0, 1, 2]
+    next(journal.folder.iterdir()).unlink()
+    assert torch.equal(write_own_text(model, tokenizer, WANTED, journal, QUIET), first)
+    assert len(calls) == 4
+    other = write_own_text(model, tokenizer, OwnText(200, 20, 1, "a"), journal, QUIET)
+    assert not torch.equal(other, first) and len(calls) == 7
+
+
+def test_a_chat_model_opens_every_other_batch_as_its_user(
+    model: Any, dense: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(dense)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    rows = write_own_text(model, tokenizer, WANTED, Kept(tmp_path), QUIET)
+    opened = ["".join(map(chr, row[:6].tolist())) == "<user>" for row in rows]
+    assert opened == [False] * 4 + [True] * 4 + [False] * 2
+
+
+class Kept(Journal):
+    """One in a folder that is there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "journal")
+        self.folder.mkdir()

@@ -1,0 +1,78 @@
+"""Streams of windows: every one once an epoch, held-back tokens never, the same at any time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blr.compressor.errors import InputError, UsageError
+from blr.compressor.heal.data import Data, Part, _shares
+from blr.compressor.text.windows import Stream, text_stream
+
+WINDOW = 8
+
+
+def one_text(tokens: int = 400) -> Stream:
+    return text_stream(torch.arange(tokens, dtype=torch.int32), WINDOW, 3, "text")
+
+
+def samples() -> Stream:
+    rows = 1000 + torch.arange(40 * (WINDOW + 4), dtype=torch.int32).view(40, -1)
+    return Stream(rows, WINDOW, 3)
+
+
+@pytest.mark.parametrize("make", [one_text, samples])
+def test_an_epoch_visits_every_window_once_and_none_held_back(make: object) -> None:
+    stream: Stream = make()  # type: ignore[operator]
+    epochs = [stream.take(epoch * len(stream), len(stream)) for epoch in range(6)]
+    for windows in epochs:
+        assert windows.shape == (len(stream), WINDOW)
+        assert len(set(windows.flatten().tolist())) == windows.numel()
+        assert not set(windows.flatten().tolist()) & set(stream.held.flatten().tolist())
+        assert bool((windows.diff() == 1).all())
+    starts = [set(windows[:, 0].tolist()) for windows in epochs]
+    assert len({frozenset(s) for s in starts}) > 1, "every epoch begins its windows at the same places"
+
+
+@pytest.mark.parametrize("make", [one_text, samples])
+def test_a_window_does_not_depend_on_what_was_taken_before(make: object) -> None:
+    stream: Stream = make()  # type: ignore[operator]
+    whole = stream.take(0, 3 * len(stream))
+    parts = [stream.take(first, 5) for first in range(0, 3 * len(stream) - 5, 5)]
+    assert torch.equal(torch.cat(parts), whole[: 5 * len(parts)])
+
+
+def test_a_short_text_is_refused() -> None:
+    with pytest.raises(InputError, match="23 tokens, expected at least three windows of 8"):
+        one_text(23)
+    assert len(one_text(24)) == 1 and one_text(24).held.shape == (1, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("texts", "own", "batch", "expected"),
+    [
+        ({"a": 10}, 0.0, 8, [8]),
+        ({"self": 10}, 1.0, 8, [8]),
+        ({"a": 10, "self": 10}, 2 / 3, 9, [3, 6]),
+        ({"a": 30, "b": 10, "self": 5}, 0.5, 8, [3, 1, 4]),
+        ({"a": 1000, "b": 1, "self": 5}, 0.5, 8, [3, 1, 4]),
+        ({"a": 1, "b": 1000}, 0.0, 2, [1, 1]),
+    ],
+)
+def test_shares_of_a_batch(texts: dict[str, int], own: float, batch: int, expected: list[int]) -> None:
+    streams = {name: [None] * size for name, size in texts.items()}
+    assert _shares(streams, own, batch) == expected  # type: ignore[arg-type]
+
+
+def test_a_batch_without_room_for_a_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="raise --batch"):
+        _shares({"a": [None], "b": [None]}, 0.0, 1)  # type: ignore[dict-item]
+
+
+def test_every_share_of_the_rows_has_some_of_each_part() -> None:
+    data = Data([Part("a", one_text(), 2), Part("self", samples(), 4)], "")
+    windows = data.take(5)
+    assert windows.shape == (data.batch, WINDOW) == (6, WINDOW)
+    own = [int(row[0]) >= 1000 for row in windows]
+    assert [sum(own[:3]), sum(own[3:])] == [2, 2]
+    assert data.steps(2) == round(2 * len(one_text()) / 2)

@@ -1,0 +1,179 @@
+"""Decoding attention: the reference against plain float64 attention, the kernel against it too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compiling import compile_for
+from tolerances import TOLERANCES
+from torch import Tensor
+
+from blr.kernels.attention import launch, reference
+from blr.kernels.common.available import has_triton
+
+# query heads, key heads, head size, rotated columns, slots, positions, starts, window
+SHAPES: dict[str, tuple[int, int, int, int, int, list[int], list[int], int | None]] = {
+    "mha": (3, 3, 32, 32, 160, [130], [0], None),
+    "first-token": (4, 2, 16, 16, 130, [0, 0], [0, 0], None),
+    "gqa-ragged": (6, 2, 24, 24, 300, [5, 70, 255], [0, 3, 64], None),
+    "borders": (4, 1, 16, 16, 260, [63, 64, 127, 128], [0, 0, 0, 0], None),
+    "last-splits-only": (4, 2, 16, 16, 260, [256, 200], [250, 199], None),
+    "window": (4, 2, 16, 16, 260, [200, 10], [0, 2], 70),
+    "partial-rotary": (2, 2, 32, 8, 70, [40], [1], None),
+    "seven-a-head": (7, 1, 64, 64, 140, [129], [0], None),
+}
+
+
+def inputs(shape: str, norm: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `decode_attention`; slots that must not be read hold NaN."""
+    heads, kv_heads, width, turning, length, pos, start, window = SHAPES[shape]
+    generator = torch.Generator().manual_seed(len(shape))
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    cache = [random(len(pos), kv_heads, length, width).to(dtype) for _ in range(2)]
+    for row, (first, last) in enumerate(zip(start, pos, strict=True)):
+        for tensor in cache:
+            tensor[row, :, :first] = tensor[row, :, last:] = float("nan")
+    angle = torch.arange(length)[:, None] * random(turning // 2)
+    angle = torch.cat((angle, angle), -1).double()
+    gains = {"q_gain": random(width).to(dtype), "k_gain": random(width).to(dtype), "eps": 1e-3}
+    return {
+        "qkv": random(len(pos), (heads + 2 * kv_heads) * width).float(),
+        **{"k": cache[0], "v": cache[1], "cos": angle.cos().float(), "sin": angle.sin().float()},
+        **{"pos": torch.tensor(pos), "start": torch.tensor(start)},
+        **{"scale": width**-0.5, "window": window, **(gains if norm else {})},
+    }
+
+
+def expected(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Result and the appended keys and values, in float64, one head of one row at a time."""
+    real = [n for n, v in given.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    given = {**given, **{n: given[n].double() for n in real}}
+    k, v = given["k"].clone(), given["v"].clone()
+    rows, kv_heads, _, width = k.shape
+    parts = given["qkv"].unflatten(-1, (-1, width))
+    heads = parts.shape[1] - 2 * kv_heads
+    out = torch.empty(rows, heads, width, dtype=torch.float64)
+    for row in range(rows):
+        here, first = int(given["pos"][row]), int(given["start"][row])
+        low = first if given["window"] is None else max(first, here - given["window"] + 1)
+        for head in range(heads + kv_heads):
+            gain = given.get("q_gain" if head < heads else "k_gain")
+            turned = turn(
+                parts[row, head], gain, given.get("eps"), given["cos"], given["sin"], here - first
+            )
+            if head >= heads:
+                k[row, head - heads, here] = turned
+                v[row, head - heads, here] = parts[row, head + kv_heads]
+            else:
+                out[row, head] = turned
+        for head in range(heads):
+            own = head * kv_heads // heads
+            scores = k[row, own, low : here + 1] @ out[row, head] * given["scale"]
+            out[row, head] = scores.softmax(0) @ v[row, own, low : here + 1]
+    return out.flatten(1), k, v
+
+
+def turn(x: Tensor, gain: Tensor | None, eps: float, cos: Tensor, sin: Tensor, position: int) -> Tensor:
+    """One head [D] normalized and rotated, from the definition: pairs as complex numbers."""
+    if gain is not None:
+        x = x / (x.square().mean() + eps).sqrt() * gain
+    half = cos.shape[1] // 2
+    angle = torch.complex(cos[position, :half], sin[position, :half])
+    pair = torch.complex(x[:half], x[half : 2 * half]) * angle
+    return torch.cat((pair.real, pair.imag, x[2 * half :]))
+
+
+def check(found: Tensor, given: dict[str, Any], truth: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Compare the result and the slots written; nothing else of the cache may change."""
+    tolerance = TOLERANCES[given["k"].dtype]
+    assert (found - truth[0]).norm() <= tolerance * truth[0].norm()
+    for cache, wanted in zip((given["k"], given["v"]), truth[1:], strict=True):
+        same = torch.isnan(cache) & torch.isnan(wanted)
+        difference = (cache - wanted).masked_fill(same, 0)
+        assert difference.norm() <= tolerance * wanted.nan_to_num().norm()
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_equals_float64(shape: str, norm: bool) -> None:
+    given = inputs(shape, norm, torch.float32)
+    truth = expected(given)
+    check(reference.decode_attention(**given), given, truth)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_equals_float64(shape: str, dtype: torch.dtype, splits: int | None) -> None:
+    given = inputs(shape, shape in ("mha", "gqa-ragged"), dtype)
+    truth = expected(given)
+    found, counter = run_kernel(given, splits)
+    check(found, given, truth)
+    assert int(counter.abs().sum()) == 0, "the next launch counts on zeros"
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def test_kernel_for_tensor_cores_equals_float64() -> None:
+    given = inputs("gqa-ragged", True, torch.float16)
+    truth = expected(given)
+    found, _ = run_kernel(given, None, DOT=True, GP=16, BN=32)
+    check(found, given, truth)
+
+
+def run_kernel(given: dict[str, Any], splits: int | None, **config: Any) -> tuple[Tensor, Tensor]:
+    """The kernel's result, in a poisoned buffer, and its counters."""
+    rows, kv_heads, length, width = given["k"].shape
+    heads = given["qkv"].shape[1] // width - 2 * kv_heads
+    workspace = launch.attention_workspace(rows, heads, kv_heads, width, torch.device("cpu"))
+    workspace["partial"].fill_(float("nan"))
+    workspace["state"].fill_(float("nan"))
+    out = torch.full((rows, heads * width), float("nan"))
+    bucket = 1 << (length - 1).bit_length()
+    options = {"bucket": bucket, "workspace": workspace, "out": out, "splits": splits, **config}
+    return launch.decode_attention(**given, **options), workspace["counter"]
+
+
+def test_splits_fill_a_large_gpu_but_are_never_short() -> None:
+    for programs in (1, 8, 32, 256, 1024):
+        for bucket in (128, 1024, 131072):
+            splits = launch.split_count(programs, bucket)
+            assert splits & (splits - 1) == 0
+            assert 1 <= splits <= launch.MAX_SPLITS
+            assert splits == 1 or bucket // splits >= launch.MIN_CHUNK
+            assert splits * programs <= max(launch.PROGRAMS, programs)
+
+
+SIGNATURE = {
+    **dict.fromkeys(("qkv", "cos", "sin", "out", "partial", "state"), "*fp32"),
+    **dict.fromkeys(("k", "v", "q_gain", "k_gain"), "*bf16"),
+    **{"pos": "*i64", "start": "*i64", "counter": "*i32", "eps": "fp32", "scale": "fp32"},
+    **dict.fromkeys(("qkv_row", "cache_row", "cache_head", "table_row", "out_row"), "i32"),
+    **dict.fromkeys(("kv_heads", "D", "R", "window", "chunk"), "i32"),
+}
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize(
+    ("group", "width", "capability"), [(1, 128, 80), (4, 64, 80), (4, 128, 90), (8, 128, 90)]
+)
+def test_registers_hold_everything(group: int, width: int, capability: int) -> None:
+    """The sizes of models in use compile without spilling to memory."""
+    tile = launch.tile_shape(group, width, torch.bfloat16)
+    warps = tile.pop("num_warps")
+    constants = {"G": group, "DP": width, "SPLITS": 8, "NORM": True, "WINDOW": False, **tile}
+    constants["PDL"] = capability >= 90
+    made = compile_for(
+        "blr.kernels.attention.triton",
+        "attention_kernel",
+        SIGNATURE,
+        constants,
+        capability,
+        num_warps=warps,
+    )
+    assert made["spills"] == 0

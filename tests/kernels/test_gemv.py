@@ -1,0 +1,175 @@
+"""Decoding stages: the kernels, alone and grouped, against float64 for every block structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compiling import compile_for
+from tolerances import TOLERANCES
+from torch import Tensor
+
+from blr.kernels.common.available import has_triton
+from blr.kernels.gemv import launch, reference, segments
+from blr.kernels.gemv.segments import Segment, Stage, Tile
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+# blocks, rows of each, columns of each, rows that stay together, mixed, shared input
+STRUCTURES: dict[str, tuple[int, int, int, int | None, bool, bool]] = {
+    "dense": (1, 37, 50, None, False, False),
+    "wide": (1, 5, 1300, None, False, False),
+    "blocks": (3, 7, 19, None, False, False),
+    "monarch": (4, 12, 10, 3, False, False),
+    "groups-of-outputs": (3, 6, 41, None, False, True),
+    "blast": (4, 9, 21, None, True, False),
+    "blast-of-six": (6, 5, 130, None, True, False),
+}
+TOKENS = [1, 2, 3, 8]
+DTYPES = [torch.float32, torch.float16]
+
+
+def segment(name: str, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> Segment:
+    """A random stage over float32 inputs, its result poisoned; weights with rows of stride 1 for
+    half of the structures, views of wider buffers for inputs and results."""
+    blocks, rows, width, part, mixed, shared = STRUCTURES[name]
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    w = (random(blocks, rows, width) / width**0.5).to(dtype)
+    if blocks % 2:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    x = random(tokens, 7 + width * (1 if shared else blocks)).float()[:, 4:-3]
+    y = torch.full((tokens, blocks * rows + 5), float("nan"))[:, 2:-3]
+    mix = random(blocks, blocks, rows).to(dtype) if mixed else None
+    bias = None if mixed else random(blocks * rows).to(dtype)
+    return Segment(x, w, y, bias, mix, part)
+
+
+def in_float64(s: Segment, gain: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """The stage from its definition, one block at a time."""
+    x, w = s.x.double(), s.w.double()
+    blocks, rows, width = w.shape
+    if gain is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain.double()
+    inputs = [x if x.shape[1] == width else x[:, g * width : (g + 1) * width] for g in range(blocks)]
+    results = [v @ w[g].T for g, v in enumerate(inputs)]  # of each block [n, R]
+    if s.mix is not None:
+        mix = s.mix.double()
+        results = [sum(mix[k, g] * results[g] for g in range(blocks)) for k in range(blocks)]
+    y, part = torch.empty(x.shape[0], blocks * rows, dtype=torch.float64), s.part or rows
+    for g, result in enumerate(results):
+        for row in range(rows):
+            y[:, (row // part * blocks + g) * part + row % part] = result[:, row]
+    return y if s.bias is None else y + s.bias.double()
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (found - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+def grouped(*arguments: Any, **options: Any) -> None:
+    from blr.kernels.gemv.grouped import grouped
+
+    grouped(*arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    "names", [(n,) for n in STRUCTURES] + [("blast", "wide", "monarch")], ids="-".join
+)
+def test_segments_of_one_launch(names: tuple[str, ...], tokens: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    stages = [segment(name, tokens, dtype, generator) for name in names]
+    expected = [in_float64(s) for s in stages]
+    for run in (segments.grouped, grouped):
+        for s in stages:
+            s.y.fill_(float("nan"))
+        run(stages)
+        for s, truth in zip(stages, expected, strict=True):
+            close(s.y, truth, dtype)
+            assert s.y._base.isnan().sum() == 5 * tokens, "columns around a result are another's"
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", ["dense", "wide", "groups-of-outputs", "blast", "blast-of-six"])
+def test_norm_of_the_input(name: str, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    s = segment(name, tokens, torch.float32, generator)
+    gain = torch.randn(s.x.shape[1], generator=generator)
+    truth = in_float64(s, gain, 0.1)
+    for run in (segments.grouped, grouped):
+        s.y.fill_(float("nan"))
+        run([s], gain=gain, eps=0.1)
+        close(s.y, truth, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
+def test_dual_stage(normed: bool, tokens: int, dtype: torch.dtype) -> None:
+    from blr.kernels.gemv.grouped import dual
+
+    generator = torch.Generator().manual_seed(tokens)
+    gate, up = (segment("dense" if normed else "blocks", tokens, dtype, generator) for _ in range(2))
+    if not normed:  # another rank than the gate's
+        w = torch.randn(3, 7, 30, generator=generator).to(dtype)
+        up = Segment(torch.randn(tokens, 90, generator=generator), w, up.y, up.bias)
+    norm = {"gain": torch.randn(gate.x.shape[1], generator=generator), "eps": 0.1} if normed else {}
+    truth = torch.nn.functional.silu(in_float64(gate, **norm)) * in_float64(up, **norm)
+    for run in (segments.dual, dual):
+        up.y.fill_(float("nan"))
+        run(gate, up, activation="silu", **norm)
+        close(up.y, truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+@pytest.mark.parametrize("name", ["wide", "blocks", "monarch"])
+def test_stage_with_residual_and_activation(name: str, tokens: int, dtype: torch.dtype) -> None:
+    s = segment(name, tokens, dtype, torch.Generator().manual_seed(tokens))
+    residual = torch.randn(s.y.shape)
+    for activation, apply in reference.ACTIVATIONS.items():
+        truth = apply(in_float64(s)) + residual.double()
+        out = residual.clone()  # in place, as the residual stream is
+        options = {"bias": s.bias, "part": s.part, "activation": activation}
+        close(launch.gemv(s.x, s.w, residual=out, out=out, **options), truth, dtype)
+        close(reference.gemv(s.x, s.w.float(), residual=residual, **_float(options)), truth, dtype)
+
+
+def _float(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.float() if isinstance(v, Tensor) else v for n, v in options.items()}
+
+
+def test_more_tokens_than_a_launch_takes_are_refused() -> None:
+    s = segment("dense", 17, torch.float32, torch.Generator())
+    for call in (lambda: grouped([s]), lambda: launch.gemv(s.x, s.w)):
+        with pytest.raises(ValueError, match="17 tokens"):
+            call()
+
+
+STAGE = Stage(
+    *("*fp32", "i32", "i32", "*bf16", "i32", "i32", 1, "*bf16", "i32", "i32", "i32", "*bf16"),
+    *("*fp32", "i32", "i32", "i32", "i32", "i32"),
+)
+SIGNATURE = {
+    **dict.fromkeys(("s0", "s1", "s2"), STAGE),
+    **{"programs0": "i32", "programs1": "i32", "gain": "*bf16", "eps": "fp32", "tokens": "i32"},
+}
+
+
+@pytest.mark.parametrize(("mix", "tokens"), [(0, 1), (0, 8), (4, 2), (16, 1)])
+def test_registers_hold_grouped_stages(mix: int, tokens: int) -> None:
+    """The sizes of models in use compile without spilling to memory."""
+    from blr.kernels.gemv.grouped import segment_shape
+
+    w = torch.empty(max(mix, 1), 1024, 4096 // max(mix, 1), dtype=torch.bfloat16)
+    s = Segment(w.float(), w, w, mix=torch.empty(mix, mix, 1024) if mix else None)
+    shape = segment_shape(s, tokens, w)
+    tile = Tile(shape["BR"], shape["BK"], NORM=1, MIX=mix)
+    constants = {"COUNT": 3, "N": tokens, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
+    module = "blr.kernels.gemv.grouped"
+    made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
+    assert made["spills"] == 0

@@ -1,0 +1,92 @@
+"""What the compiler makes of quantized stages: wide loads, no spills, no conversions. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from compiling import compile_for
+
+from blr.kernels.common.available import has_triton
+from blr.kernels.quantized.reference import packed_width
+from blr.kernels.quantized.segments import QuantizedStage, QuantizedTile
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
+BITS = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
+
+
+def _compiled(
+    bits: int, capability: int, tokens: int, width: int, norm: bool, dtype: str = "bf16"
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the compiler makes of a stage of 4096 rows with its default tile, and the tile."""
+    from blr.kernels.quantized.launch import complete, tile_shape, token_slots
+
+    shape = tile_shape(4096, width, tokens, bits)
+    shape = complete(shape, shape["num_warps"], tokens)
+    one = packed_width(width, bits) <= 16 * shape["BQ"]
+    tile = QuantizedTile(bits, shape["BR"], shape["BQ"], shape["T"], one, int(norm))
+    types = dict.fromkeys(QuantizedStage._fields, "i32") | {"x": "*fp32", "w": "*i32"}
+    types |= dict.fromkeys(("scale", "mix", "bias", "y"), f"*{dtype}")
+    aligned = [f"s.{n}" for n, t in types.items() if t != "i32"]
+    aligned += [f"s.{n}" for n in ("x_token", "x_block", "w_block", "w_row", "K")]
+    signature = {"s": QuantizedStage(**types), "residual": f"*{dtype}", "residual_token": "i32"}
+    signature |= {"gain": f"*{dtype}", "eps": "fp32", "tokens": "i32"}
+    constants = {
+        "T": tile,
+        "N": token_slots(tokens),
+        "RESIDUAL": True,
+        "ACT": "",
+        "PDL": capability >= 90,
+    }
+    made = compile_for(
+        *("blr.kernels.quantized.triton", "gemv_kernel", signature, constants, capability),
+        divisible=(*aligned, "residual", "gain"),
+        num_warps=shape["num_warps"],
+    )
+    return made, shape
+
+
+KINDS = {
+    "one": (1, 1024, False),
+    "one-normed": (1, 4096, True),
+    "two-normed": (2, 1024, True),
+    "wide": (1, 14336, False),
+    "narrow": (1, 400, False),
+    "many": (8, 1024, False),
+    "many-normed": (8, 1024, True),
+}
+
+
+@needs_triton
+@BITS
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> None:
+    """At the sizes of Llama-7B, with loads of 16 bytes and no conversion of integers."""
+    tokens, width, norm = KINDS[kind]
+    made, _ = _compiled(bits, capability, tokens, width, norm)
+    assert made["spills"] == 0
+    ptx = made["asm"]["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert ("mma.sync" in ptx or "wgmma" in ptx) == (tokens > 2)
+    assert not any(f"cvt.rn.f32.{source}" in ptx for source in ("s8", "u8", "s16", "u16", "u32"))
+
+
+@needs_triton
+@BITS
+@pytest.mark.parametrize("kind", ["one", "one-normed", "wide", "narrow"])
+def test_tiles_stay_in_registers(bits: int, kind: str) -> None:
+    """Shared memory is for sums of rows alone, and no weight costs a subtraction of its own: inputs,
+    weights and scales are loaded by the threads that use them."""
+    tokens, width, norm = KINDS[kind]
+    made, tile = _compiled(bits, 90, tokens, width, norm)
+    warps, rows = tile["num_warps"], tile["BR"] // tile["T"]
+    # A sum over lanes: at most one float of every row and thread.
+    assert made["shared"] <= 4 * rows * 32 * warps
+    ptx, chunks = made["asm"]["ptx"], 1 if kind != "wide" else 2  # the one under way is loaded in a loop
+    quads = rows * tile["T"] * tile["BQ"] // (32 * warps)
+    fields = 32 // bits
+    assert ptx.count("ld.global.v4.b32") == chunks * quads + fields
+    products = 4 * fields * quads
+    assert ptx.count("fma.rn.f32") >= products
+    assert ptx.count("sub.f32") + ptx.count("sub.rn.f32") < products // 8

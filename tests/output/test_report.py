@@ -1,0 +1,104 @@
+"""The report: the same bytes every time, well-formed, self-contained, and honest about gaps."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.output.report import report_files, thin_curve
+from blr.compressor.output.svg import Series, chart
+from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.recipe.schema import make_recipe
+
+pytestmark = pytest.mark.fast
+
+SVG = "{http://www.w3.org/2000/svg}"
+FACTS: dict[str, Any] = {
+    "name": "tiny <&> llama",
+    "method": "blast",
+    "cf": 2.0,
+    "calibration": {"tokens": 131072, "digest": "ab12"},
+    "versions": {"blr": "1", "torch": "2"},
+}
+
+
+@pytest.fixture(scope="module")
+def plan(tiny: Path) -> Plan:
+    rules = [{"match": "*.v_proj", "method": "dense"}]
+    return make_plan(open_source(tiny), make_recipe(method="blast", rules=rules, blocks=7))
+
+
+def records(plan: Plan, **extra: Any) -> dict[str, dict[str, Any]]:
+    return {
+        planned.layer.module: {
+            "type": planned.layer.type,
+            "spec": planned.spec.to_dict(),
+            "error": 0.1 + n / 100,
+            "notes": ["jitter <raised>"] if n == 0 else [],
+            **extra,
+        }
+        for n, planned in enumerate(plan.layers)
+    }
+
+
+def drawn(page: bytes, shape: str) -> int:
+    """How many of one SVG shape the page holds; it must be well-formed."""
+    return len(ElementTree.fromstring(page).findall(f".//{SVG}{shape}"))
+
+
+def test_pages_are_well_formed_self_contained_and_deterministic(plan: Plan) -> None:
+    found = records(plan, weighted_error=0.05, curve=[0.9**n for n in range(64)])
+    files = report_files(plan, found, {**FACTS, "perplexity": {"dense": 10.96, "compressed": 24.4}})
+    assert files == report_files(
+        plan, dict(found), dict(files and FACTS) | {"perplexity": {"dense": 10.96, "compressed": 24.4}}
+    )
+    page = files["report.html"]
+    assert drawn(page, "circle") == 3 * len(plan.layers)  # two errors a layer, one chosen rank
+    assert drawn(page, "polyline") == len(plan.layers)
+    for outside in (b"<script", b"src=", b"href=", b"url(", b"@import"):
+        assert outside not in page
+    assert b"prefers-color-scheme:dark" in page
+    assert b"24.40" in page
+
+
+def test_json_holds_every_layer_rule_and_note(plan: Plan) -> None:
+    data = json.loads(report_files(plan, records(plan), FACTS)["report.json"])
+    assert len(data["layers"]) == len(plan.layers) == 24
+    assert [kept["type"] for kept in data["kept"]] == ["v_proj"] * 4
+    assert all("recipe: uniform share of cf 2" in layer["rule"] for layer in data["layers"])
+    assert data["layers"][0]["notes"] == ["jitter <raised>"]
+    assert any("7 blocks do not divide" in note for note in data["notes"])
+    assert data["totals"]["cf"] == pytest.approx(2.0, rel=0.01)
+    assert "curve" not in data["layers"][0]
+
+
+def test_without_calibration_there_is_no_spectrum_and_nothing_is_invented(plan: Plan) -> None:
+    page = report_files(plan, records(plan), FACTS)["report.html"]
+    assert drawn(page, "polyline") == 0
+    assert b"Perplexity" not in page
+    assert b"output error" not in page
+    assert b"jitter &lt;raised&gt;" in page
+
+
+@pytest.mark.parametrize("curve", [[0.0] * 5, [float("nan"), 1.0, 0.5], [1.0], [1e-300, 0.0]])
+def test_odd_numbers_do_not_break_the_page(plan: Plan, curve: list[float]) -> None:
+    files = report_files(plan, records(plan, curve=curve, weighted_error=float("inf")), FACTS)
+    drawn(files["report.html"], "svg")
+    json.loads(files["report.json"])
+
+
+def test_long_curves_are_thinned_with_both_ends() -> None:
+    thin = thin_curve([1000.0 - n for n in range(1000)])
+    assert len(thin) == 256
+    assert (thin[0], thin[-1]) == (1000.0, 1.0)
+    assert thin_curve([3.0, 2.0]) == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("points", [[(0.0, 1.0)], [(1.0, 2.0), (1.0, 2.0)], [(0.0, 0.0), (5.0, 1e-9)]])
+def test_degenerate_charts_are_drawn(points: list[tuple[float, float]]) -> None:
+    ElementTree.fromstring(chart([Series("s", points)], "x", "y"))

@@ -1,0 +1,116 @@
+"""Runs `blr` command lines in forks of one warm process and says what each used.
+
+Time is counted in CPU seconds, so that a busy machine decides nothing. An alarm, far beyond what
+any job takes, only ends what waits for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patience import PATIENCE
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. `code` is negative for a signal (-14: it waited for ever); `cpu` in
+    seconds, its children's included; `memory` is the peak of the largest process in KiB."""
+
+    code: int
+    out: str
+    err: str
+    cpu: float
+    memory: int
+
+    @property
+    def line(self) -> str:
+        """The last line on standard error, the only one but for notes."""
+        *notes, last = self.err.splitlines() or [""]
+        assert all(note.startswith("blr: note: ") for note in notes), self.err
+        return last
+
+
+class Limited:
+    """The warm process, from the side of the tests; a context manager."""
+
+    def __enter__(self) -> Limited:
+        self.server = subprocess.Popen(
+            [sys.executable, __file__],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.communicate()
+
+    def run(
+        self, *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, patch: str = ""
+    ) -> Ended:
+        """Run ``blr *arguments``; `env` is added, `patch` is Python that runs before the command."""
+        argv = [os.fsdecode(argument) for argument in arguments]
+        job = {"argv": argv, "cwd": os.fsdecode(cwd), "env": env or {}, "patch": patch}
+        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.flush()
+        return Ended(**json.loads(self.server.stdout.readline()))
+
+
+def serve() -> None:
+    """Answer jobs from standard input, one JSON object a line, until it is closed."""
+    import transformers  # noqa: F401
+
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(json.dumps(_answer(json.loads(line), Path(scratch))), flush=True)
+
+
+def _answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    child = os.fork()
+    if child == 0:
+        try:
+            _child(job, scratch)
+        finally:
+            os._exit(99)
+    _, status, usage = os.wait4(child, 0)
+    out, err = ((scratch / name).read_bytes().decode("utf-8", "replace") for name in ("out", "err"))
+    return {
+        **{"code": os.waitstatus_to_exitcode(status), "out": out, "err": err},
+        **{"cpu": usage.ru_utime + usage.ru_stime, "memory": usage.ru_maxrss},
+    }
+
+
+def _child(job: dict[str, Any], scratch: Path) -> None:
+    """Become the command; never returns."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(PATIENCE)
+    resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
+    os.chdir(os.fsencode(job["cwd"]))
+    os.environ.update(job["env"])
+    from blr.compressor.cli import main
+
+    sys.argv = ["blr", *job["argv"]]
+    code = 0
+    try:
+        exec(job["patch"], {})
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

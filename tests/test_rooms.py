@@ -1,0 +1,95 @@
+"""The order of the rooms: imports run from higher rooms to lower ones, in no circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the ground up: a room (a folder or module of compressor/, or the kernels) imports what stands
+# before it in this list, and within itself whatever is no circle.
+ROOMS = (
+    *("errors", "quoting", "progress", "machine", "tables"),
+    *("kernels", "structures", "checkpoint", "recipe", "architectures", "tuned_table", "__init__"),
+    *("bundling", "modeling", "loading", "planning", "text", "fitting", "output", "runtime", "export"),
+    *(
+        "verify",
+        "heal",
+        "compress",
+        "evaluate",
+        "generate",
+        "inspect",
+        "bench",
+        "tune",
+        "cli",
+        "__main__",
+    ),
+)
+# What a lower room may ask of a higher one, inside a function: exported models run on the runtime if
+# it is there, and a model saved where blr is installed takes its code along.
+LAZY = {("modeling.generation", "runtime"), ("modeling", "loading.saving")}
+pytestmark = pytest.mark.fast
+
+
+def modules() -> dict[str, Path]:
+    """Every module by the name that other modules import it by, without ``blr.compressor.``."""
+    found = {}
+    for top in ("compressor", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if top == "kernels" else parts[1:])
+            found[name.removesuffix(".__init__") or "__init__"] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, bool]]:
+    """Modules of ours that a file imports, and whether a function does so."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("blr"):
+            continue
+        base = node.module.removeprefix("blr.").removeprefix("compressor").strip(".")
+        for name in (alias.name for alias in node.names if alias.name != "__version__"):
+            full = f"{base}.{name}".strip(".")
+            target = full if full in known else base or "__init__"
+            yield target, node.col_offset > 0
+
+
+def room(module: str) -> int:
+    return ROOMS.index(module.partition(".")[0])
+
+
+def test_no_import_runs_from_a_lower_room_to_a_higher_one() -> None:
+    known, wrong = modules(), []
+    for name, path in known.items():
+        for target, lazy in imports(path, known):
+            allowed = lazy and any(name == a and f"{target}.".startswith(f"{b}.") for a, b in LAZY)
+            if room(target) > room(name) and not allowed:
+                wrong.append(f"{name} imports {target}")
+    assert wrong == []
+
+
+def test_imports_of_modules_have_no_circle() -> None:
+    known = modules()
+    below = {
+        name: {t for t, lazy in imports(path, known) if not lazy and t != name}
+        for name, path in known.items()
+    }
+    while free := [name for name, targets in below.items() if not targets & below.keys()]:
+        for name in free:
+            del below[name]
+    assert below == {}
+
+
+def test_a_command_lies_where_its_name_says() -> None:
+    """`blr X` is compressor/X.py or compressor/X/ (`eval`, `plan` and `recipes` by their nouns)."""
+    import re
+
+    text = (ROOT / "compressor/cli/__init__.py").read_text()
+    named = {"eval": "evaluate", "plan": "planning", "recipes": "recipe"}
+    commands = re.findall(r'app\.command\("(\w+)"\)|name="(\w+)"\)', text)
+    for command in filter(None, (word for pair in commands for word in pair)):
+        if command != "blr":
+            assert named.get(command, command) in {name.partition(".")[0] for name in modules()}

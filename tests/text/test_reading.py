@@ -1,0 +1,65 @@
+"""Calibration text: what is accepted, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from blr.compressor.errors import BlrError, HubError, InputError
+from blr.compressor.text.reading import Calibration, read_calibration
+
+pytestmark = pytest.mark.fast
+
+
+def read(tiny: Path, name: Path | str, **options: object) -> Calibration:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    defaults = {"samples": 4, "seq_len": 32, "packed": True}
+    return read_calibration(str(name), tokenizer, **{**defaults, **options})
+
+
+def test_plain_text_becomes_consecutive_windows(tiny: Path, sample: Path) -> None:
+    found = read(tiny, sample)
+    assert [tuple(batch.shape) for batch in found.ids] == [(4, 32)]
+    assert found.tokens == 128
+    assert found.digest == read(tiny, sample).digest != read(tiny, sample, samples=3).digest
+    text = AutoTokenizer.from_pretrained(tiny).decode(found.ids[0].flatten())
+    assert sample.read_text().startswith(text[:200])
+
+
+def test_json_lines_give_their_text_fields(tiny: Path, sample: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": line}) for line in sample.read_text().splitlines()))
+    assert read(tiny, path).ids[0].equal(read(tiny, sample).ids[0])
+
+
+def test_sentences_are_padded_and_masked(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("one short line\n\na somewhat longer line of text that has more tokens\n")
+    found = read(tiny, path, packed=False)
+    assert found.masks[0].sum(1).unique().numel() == 2
+    assert found.tokens == int(found.masks[0].sum()) < found.ids[0].numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "message"),
+    [
+        ("empty.txt", b"", InputError, "empty"),
+        ("blank.txt", b" \n\n", InputError, "empty"),
+        ("short.txt", b"too short", InputError, "expected at least one window of 32"),
+        ("latin.txt", "façade ".encode("latin-1") * 99, InputError, "UTF-8"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": 3}\n', InputError, "broken.jsonl:2"),
+        ("missing.txt", None, InputError, "no such file"),
+        ("owner/name", None, HubError, "--offline"),
+    ],
+)
+def test_unusable_text_is_refused(
+    name: str, content: bytes | None, kind: type[BlrError], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    path: Path | str = tmp_path / name if content is not None else name
+    if content is not None:
+        Path(path).write_bytes(content)
+    with pytest.raises(kind, match=message):
+        read(tiny, path, offline=True)
