@@ -205,8 +205,7 @@ def plain_products(model: nn.Module) -> Iterator[None]:
 
 
 def _product(layer: StructuredLinear, x: Tensor) -> Tensor:
-    factors = [layer.get_parameter(name) for name in layer.spec.shapes()]
-    return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *factors, bias=layer.bias)
+    return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *layer.ordered(), bias=layer.bias)
 
 
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -36,6 +36,10 @@ class StructuredLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
         self.register_state_dict_post_hook(_contiguous_entries)
 
+    def ordered(self) -> list[Tensor]:
+        """The factors in the order of the spec, in a trace too, where none is a parameter."""
+        return [getattr(self, name) for name in self.spec.shapes()]
+
     def relayout_(self) -> Self:
         """Lay the factors in memory as the kernels read them fastest. Values stay the same."""
         for name in self.spec.shapes():
@@ -101,8 +105,11 @@ class KroneckerLinear(StructuredLinear):
         shapes = self.spec.shapes().values()
         self.factors = nn.ParameterList([_initialized(shape) for shape in shapes])
 
+    def ordered(self) -> list[Tensor]:
+        return list(self.factors)
+
     def forward(self, x: Tensor) -> Tensor:
-        return kronecker_linear(x, list(self.factors), self.bias)
+        return kronecker_linear(x, self.ordered(), self.bias)
 
 
 LAYERS: dict[str, type[StructuredLinear]] = {
