@@ -3,21 +3,20 @@ flipped bit is found by what `blr verify` runs. Journals of interrupted runs lik
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from exporting import compress_to, export_to
+from flipping import every_flip_is_found
+from heal_models import QUIET, compress_pico, save_dense, write_text
 from pico import save_pico
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_listed, verify_manifest
-from blr.compressor.errors import OutputError, VerifyError
-
-FLIPS = 50  # in each file
+from blr.compressor.heal.run import heal
+from blr.compressor.heal.settings import HealOptions
 
 Make = Callable[[Path], Path]
 
@@ -32,6 +31,17 @@ def _exported(make: Make, **options: object) -> Make:
     return lambda folder: export_to(make(folder), folder / "exported", **options)
 
 
+def _healed(folder: Path) -> Path:
+    dense = save_dense(folder / "dense")
+    small = compress_pico(dense, folder / "compressed", "svd")
+    options = {"window": 16, "batch": 64, "steps": 2, "device": "cpu"}
+    data = (str(write_text(folder / "text.txt", 1000)),)
+    heal(
+        small, dense, folder / "healed", HealOptions("compressed", "dense", data=data, **options), QUIET
+    )
+    return folder / "healed"
+
+
 SVD = _compressed("llama", method="svd", cf=1.25)
 KINDS: dict[str, Make] = {
     "svd": SVD,
@@ -41,37 +51,14 @@ KINDS: dict[str, Make] = {
     "export": _exported(SVD),
     "int4 export": _exported(SVD, quantize="int4", quantize_head="int8"),
     "dense export": _exported(lambda folder: save_pico("llama-tied", folder / "dense")),
+    "healed": _healed,
     "encoder export": _exported(_compressed("bert", method="svd", cf=1.25)),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_flipped_bit_is_found(kind: str, tmp_path: Path) -> None:
-    output = KINDS[kind](tmp_path)
-    listed = read_manifest(output)["files"]
-    assert verify_manifest(output) == len(listed)
-    files = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
-    assert files == {*listed, MANIFEST}
-    for name in sorted(files):
-        for damaged in flipped(output / name):
-            if name == MANIFEST:
-                with pytest.raises((VerifyError, OutputError)):
-                    verify_manifest(output)
-            else:
-                found = verify_listed(output, {"files": {name: listed[name]}})
-                assert found and found[0].startswith(f"{name}: SHA-256 "), damaged
-    assert verify_manifest(output) == len(listed)
-
-
-def flipped(path: Path) -> Iterator[str]:
-    """Puts `FLIPS` versions of a file in its place, one bit of each another; then the file again."""
-    whole = path.read_bytes()
-    for bit in random.Random(path.name).sample(range(8 * len(whole)), min(FLIPS, 8 * len(whole))):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        yield f"{path.name}: bit {bit}"
-    path.write_bytes(whole)
+    every_flip_is_found(KINDS[kind](tmp_path))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from exporting import Invoke, compress_to
+from flipping import every_flip_is_found
 from kernel_layers import SPECS, pair
 from pico import MODELS, inputs_for, save_pico
 from safetensors.torch import load_file, save_file
@@ -55,7 +56,7 @@ def test_a_compiled_encoder_runs_with_torch_alone(
     source = compress_to(save_pico("bert", tmp_path / "dense"), tmp_path / "c", **options)
     code, out, err = invoke("export", source, "-o", tmp_path / "out", "--format=pt2", "--format=json")
     assert code == 0 and json.loads(out)["kind"] == "pt2", err
-    assert invoke("verify", tmp_path / "out")[0] == 0
+    every_flip_is_found(tmp_path / "out")
     assert "aoti_load_package" in (tmp_path / "out" / "README.md").read_text()
     model = AutoModel.from_pretrained(source).eval()
     ids = inputs_for(model)["input_ids"][:1, :7]  # other sizes than those that were traced
