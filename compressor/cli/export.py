@@ -13,6 +13,7 @@ from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
     Format,
+    FormatOption,
     MaxShardSize,
     Offline,
     Overwrite,
@@ -24,13 +25,11 @@ from blr.compressor.cli.options import (
 )
 
 
-class ExportFormat(StrEnum):
-    """What is written, and how the result is printed."""
+class Kind(StrEnum):
+    """What is written."""
 
     folder = "folder"
     pt2 = "pt2"
-    text = "text"
-    json = "json"
 
 
 def export(
@@ -39,6 +38,10 @@ def export(
         typer.Argument(help="A folder, dense or compressed by blr, a hub id or a short name."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    kind: Annotated[
+        Kind,
+        typer.Option("--as", help="folder, or pt2: a compiled forward pass of an encoder beside it."),
+    ] = Kind.folder,
     gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
     batch: Annotated[
         int, typer.Option(callback=values.count, help="Sequences decoded at once, at most: 1 to 8.")
@@ -72,20 +75,11 @@ def export(
     allow_pickle: AllowPickle = False,
     offline: Offline = False,
     quiet: Quiet = False,
-    format: Annotated[
-        list[ExportFormat] | None,
-        typer.Option(
-            "--format",
-            help="folder, or pt2 for a compiled forward pass beside it; repeat it with json for the "
-            "result as one JSON object.",
-            show_default="folder",
-        ),
-    ] = None,
+    format: FormatOption = Format.text,
 ) -> None:
     """Write a checkpoint in the layout of the kernels, with the fused decoding runtime."""
     from blr.compressor.cli.signals import stop_on_signals
 
-    formats = format or []
     with stop_on_signals() as running:
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
@@ -104,7 +98,7 @@ def export(
             dtype=dtype,
             quantize=quantize,
             quantize_head=quantize_head,
-            kind="pt2" if ExportFormat.pt2 in formats else "folder",
+            kind=kind.value,
             max_shard_size=parse_size(max_shard_size),
             overwrite=overwrite,
             restart=restart,
@@ -115,8 +109,7 @@ def export(
         check_output(output, overwrite)
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         summary = run(found.folder, output, options.named(found.name, found.revision), Progress(quiet))
-    printed = Format.json if ExportFormat.json in formats else Format.text
-    print_result(asdict(summary), _export_text, printed)
+    print_result(asdict(summary), _export_text, format)
 
 
 def _export_text(summary: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
+KINDS = ("folder", "pt2")
 COMPILED = "model.pt2"
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
@@ -106,7 +107,7 @@ def check_options(options: ExportOptions) -> ExportOptions:
         ("dtype", options.dtype, DTYPES),
         ("quantize", options.quantize, QUANTIZED),
         ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
-        ("format", options.kind, ("folder", "pt2")),
+        ("as", options.kind, KINDS),
     ):
         if value is not None and value not in known:
             raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")

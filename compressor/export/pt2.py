@@ -45,13 +45,13 @@ def check_pt2(name: str, generates: bool) -> None:
     """Raise CapabilityError where no compiled forward pass can be made of the model class `name`."""
     if generates:
         raise CapabilityError(
-            f"--format pt2: {name} generates text, and a compiled forward pass holds no cache; "
+            f"--as pt2: {name} generates text, and a compiled forward pass holds no cache; "
             "leave it out, the exported folder has a decoding runtime"
         )
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
     if not any(map(shutil.which, wanted)):
         raise CapabilityError(
-            f"--format pt2: no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one; install "
+            f"--as pt2: no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one; install "
             "it, or leave the option out"
         )
 
@@ -74,7 +74,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     except Exception as error:  # whatever in a model the compiler does not take
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CapabilityError(
-            f"--format pt2: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
+            f"--as pt2: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
             "leave the option out"
         ) from error
     found = _results(path, inputs)
@@ -115,7 +115,7 @@ def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     said = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
     why = f"signal {-done.returncode}" if done.returncode < 0 else said
     raise CapabilityError(
-        f"--format pt2: the compiled pass does not run here with torch {torch.__version__} ({why}); "
+        f"--as pt2: the compiled pass does not run here with torch {torch.__version__} ({why}); "
         "leave the option out, or try another version of torch"
     )
 
@@ -152,7 +152,7 @@ def example_inputs(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         image = torch.linspace(-1, 1, batch * size[1] * size[2] ** 2, device=model.device)
         return {"pixel_values": image.view(size).to(model.dtype)}, {"pixel_values": {0: rows}}
     raise CapabilityError(
-        f"--format pt2: {type(model).__name__} takes {model.main_input_name}; expected token ids or "
+        f"--as pt2: {type(model).__name__} takes {model.main_input_name}; expected token ids or "
         "images of one size; leave the option out"
     )
 
@@ -215,6 +215,6 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         error = float((found[name].float() - exact).norm() / exact.norm())
         if not error <= DRIFT.get(found[name].dtype, 1e-3):
             raise CapabilityError(
-                f"--format pt2: {name} of the compiled pass is off by {error:.2g}, expected less than "
+                f"--as pt2: {name} of the compiled pass is off by {error:.2g}, expected less than "
                 f"{DRIFT.get(found[name].dtype, 1e-3):g}; leave the option out"
             )

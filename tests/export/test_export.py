@@ -109,7 +109,7 @@ def test_the_other_commands_take_an_export(
 
 def test_command_prints_json_or_text(sources: dict[str, Path], tmp_path: Path, invoke: Invoke) -> None:
     arguments = ("export", sources["svd"], "--quiet", "-o")
-    code, out, err = invoke(*arguments, tmp_path / "a", "--format", "folder", "--format", "json")
+    code, out, err = invoke(*arguments, tmp_path / "a", "--as", "folder", "--format", "json")
     found = json.loads(out)
     assert (code, err, found["layers"], found["context"]) == (0, "", 28, 1024)
     assert found["bytes_after"] == found["bytes_before"]
@@ -150,7 +150,7 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
         (["--gpu", "abacus"], 2, ["abacus", "h200"]),
         (["--dtype", "int3"], 2, ["int3", "bfloat16"]),
         (["--quantize", "int3"], 2, ["int3", "int8, int4"]),
-        (["--format", "onnx"], 2, ["onnx"]),
+        (["--format", "folder"], 2, ["folder"]),
         (["-o", "no/such/parent"], 5, ["no such folder"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,

@@ -54,7 +54,7 @@ def test_a_compiled_encoder_runs_with_torch_alone(
     options = {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 1}
     monkeypatch.setitem(MODELS["bert"][1], "num_hidden_layers", 1)  # a compilation takes its time
     source = compress_to(save_pico("bert", tmp_path / "dense"), tmp_path / "c", **options)
-    code, out, err = invoke("export", source, "-o", tmp_path / "out", "--format=pt2", "--format=json")
+    code, out, err = invoke("export", source, "-o", tmp_path / "out", "--as=pt2", "--format=json")
     assert code == 0 and json.loads(out)["kind"] == "pt2", err
     every_flip_is_found(tmp_path / "out")
     assert "aoti_load_package" in (tmp_path / "out" / "README.md").read_text()
@@ -94,7 +94,7 @@ def test_decoders_and_machines_without_a_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     for source, message in ((tiny, "generates text"), (encoder, "no C++ compiler")):
-        code, out, err = invoke("export", source, "-o", tmp_path / "out", "--format", "pt2", "--quiet")
+        code, out, err = invoke("export", source, "-o", tmp_path / "out", "--as", "pt2", "--quiet")
         assert (code, out, err.count("\n")) == (9, "", 1) and message in err
         assert not (tmp_path / "out").exists()
     assert blr.compressor.modeling is not None

@@ -207,10 +207,10 @@ print(json.dumps([value.device.type for value in found[0].values()]))
 
 @pytest.mark.parametrize("name", ["bert", "vit-blast"])
 def test_compiled(name: str, device: str, work: Path, judge: Judge) -> None:
-    """`blr export --format pt2`: made, verified, and loaded with torch alone."""
+    """`blr export --as pt2`: made, verified, and loaded with torch alone."""
     encoder, source = ENCODERS[name], source_of(work, name)
     folder = work / f"pt2-{name}"
-    done = blr_process("export", source, "-o", folder, "--format", "pt2", "--quiet")
+    done = blr_process("export", source, "-o", folder, "--as", "pt2", "--quiet")
     if done.code == 9 and ("C++ compiler" in done.last_line or "does not run here" in done.last_line):
         pytest.skip(done.last_line)
     assert done.code == 0, done.last_line
