@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -18,19 +19,42 @@ from blr.compressor.modeling.modeling_blr import module_name
 
 
 def discover_family(source: Source) -> Family:
-    """A table made from the model itself: every linear layer but the output embedding.
+    """A table made from the model itself: every linear layer of its blocks; the others are its heads.
 
     Raises InputError when transformers does not know the model type or architecture.
     """
     model = meta_model(source)
-    head = model.get_output_embeddings()
-    kinds = nn.Linear, Conv1D
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not head}
+    inner, outer = linear_layers(model)
+    transposed = any(isinstance(module, Conv1D) for module in inner.values())
     stored = {name.rpartition(".")[0] for name in source.entries if name.endswith(".weight")}
-    modules = {n: n.rpartition(".")[2] for n in sorted(stored) if module_name(model, n) in linear}
-    transposed = any(isinstance(module, Conv1D) for module in linear.values())
+    found = {name: module_name(model, name) for name in sorted(stored)}
+    modules = {n: n.rpartition(".")[2] for n, module in found.items() if module in inner}
+    heads = [n for n, module in found.items() if module in outer]
+    alike = [n for n in heads if isinstance(outer[found[n]], Conv1D) == transposed]
     model_type = source.config["model_type"]
-    return Family(model_type, (model_type,), modules, (), {}, transposed)
+    return Family(model_type, (model_type,), modules, tuple(alike), {}, transposed)
+
+
+def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The linear layers of the blocks of `model`, and those that are no part of a block, by name.
+
+    Blocks are the members of lists of modules in the base model. What a class has for its task stands
+    outside of the base model (or is lent to it), poolers and projections outside of lists; in a list
+    of heads the members are the layers, or of a class that transformers calls a head.
+    """
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    every = dict(model.named_modules(remove_duplicate=False))
+    lists = {name for name, m in every.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    task = {module for name, module in every.items() if not name.startswith(prefix)}
+    heads = {name for name, module in every.items() if type(module).__name__.endswith("Head")}
+    found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            member = name.rpartition(".")[0]
+            holders = {member[: dot.start()] for dot in re.finditer(r"\.", member)}
+            outside = module in task or not holders & lists or bool({*holders, member} & heads)
+            found[outside][name] = module
+    return found
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.common.layout import order_of, relaid
@@ -35,6 +36,29 @@ class StructuredLinear(nn.Module):
         self._allocate()
         self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
         self.register_state_dict_post_hook(_contiguous_entries)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x Wᵀ + bias`` by the factors, [..., i] -> [..., o]."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """W [o, i] for code that reads it of an `nn.Linear`. Nothing is computed for its dtype."""
+        if torch.compiler.is_compiling():
+            return self.composed()  # what reads the dtype alone leaves nothing of it in the graph
+        return DenseWeight(self, self._like())
+
+    def composed(self) -> Tensor:
+        """W [o, i], with gradients to the factors."""
+        like = self._like()
+        return self.product(torch.eye(self.in_features, dtype=like.dtype, device=like.device), None).mT
+
+    def _like(self) -> Tensor:
+        """A tensor of the dtype and on the device that it computes in and on."""
+        return next(t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point())
 
     def ordered(self) -> list[Tensor]:
         """The factors in the order of the spec, in a trace too, where none is a parameter."""
@@ -75,9 +99,13 @@ class LowRankLinear(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.shared is not None and (y := self.shared.take(self, x)) is not None:
             return y
-        if self.U.dim() == 3:
-            return grouped_lowrank_linear(x, self.U, self.V, self.bias, side=self.spec.side)
-        return lowrank_linear(x, self.U, self.V, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        U, V = self.U, self.V  # read once: packed ones are dequantized at each reading
+        if U.dim() == 3:
+            return grouped_lowrank_linear(x, U, V, bias, side=self.spec.side)
+        return lowrank_linear(x, U, V, bias)
 
     def keep_v(self, stored: Tensor) -> None:
         """Make V a view of `stored` [r, i], its values in kernel layout. Of whole layers only."""
@@ -87,15 +115,15 @@ class LowRankLinear(StructuredLinear):
 class MonarchLinear(StructuredLinear):
     """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return monarch_linear(x, self.U, self.V, self.bias)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return monarch_linear(x, self.U, self.V, bias)
 
 
 class BlastLinear(StructuredLinear):
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return blast_linear(x, self.U, self.S, self.V, self.bias)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return blast_linear(x, self.U, self.S, self.V, bias)
 
 
 class KroneckerLinear(StructuredLinear):
@@ -108,8 +136,8 @@ class KroneckerLinear(StructuredLinear):
     def ordered(self) -> list[Tensor]:
         return list(self.factors)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kronecker_linear(x, self.ordered(), self.bias)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return kronecker_linear(x, self.ordered(), bias)
 
 
 LAYERS: dict[str, type[StructuredLinear]] = {

@@ -24,8 +24,6 @@ from blr.compressor.modeling.layers import (
 )
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.kernels.common.layout import canonical_view, order_of, to_physical
-from blr.kernels.lowrank.op import lowrank_linear
-from blr.kernels.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.quantized.reference import GROUP, dequantize, packed_width
 
 PACKED, SCALE = "_q", "_scale"
@@ -162,12 +160,6 @@ class QuantizedLowRankLinear(QuantizedStructured, LowRankLinear):
     """U_q [o, …], V_q [r, …] of i columns, or in groups [G, o/G, …] and [G, r, …]."""
 
     U, V = _canonical("U"), _canonical("V")
-
-    def forward(self, x: Tensor) -> Tensor:
-        U, V = self.U, self.V  # read once: each reading dequantizes
-        if U.dim() == 3:
-            return grouped_lowrank_linear(x, U, V, self.bias, side=self.spec.side)
-        return lowrank_linear(x, U, V, self.bias)
 
 
 class QuantizedMonarchLinear(QuantizedStructured, MonarchLinear):

@@ -77,10 +77,63 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_DISTILBERT = {
+    "vocab_size": VOCAB,
+    "dim": 32,
+    "hidden_dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GEMMA = {**_LLAMA, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+_EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+
+# Families beyond those above: most tests need one of a kind
+MORE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma2": ("Gemma2Config", _GEMMA, "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", _GEMMA, "Gemma3ForCausalLM"),
+    "phi3": ("Phi3Config", {**_LLAMA, "tie_word_embeddings": False}, "Phi3ForCausalLM"),
+    "distilbert": ("DistilBertConfig", _DISTILBERT, "DistilBertForSequenceClassification"),
+    "xlm-roberta": (
+        "XLMRobertaConfig",
+        {**_BERT, "pad_token_id": 1},
+        "XLMRobertaForSequenceClassification",
+    ),
+    "t5": ("T5Config", _T5, "T5ForConditionalGeneration"),
+    "mixtral": ("MixtralConfig", {**_LLAMA, **_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**_LLAMA, **_EXPERTS, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4},
+        "Qwen3MoeForCausalLM",
+    ),
+}
+
 
 def save_pico(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Save the pico model `name` (random weights of visible size, biases too) into `folder`."""
-    config_name, settings, model_name = MODELS[name]
+    config_name, settings, model_name = {**MODELS, **MORE}[name]
+    save_model(config_name, settings, model_name, folder, dtype=dtype)
+    return folder
+
+
+def save_model(
+    config_name: str,
+    settings: dict[str, Any],
+    model_name: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Save a model of any class as `save_pico` does."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -89,7 +142,6 @@ def save_pico(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) ->
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(dtype).save_pretrained(folder)
-    return folder
 
 
 def save_rank_deficient(folder: Path, alive: int = 8) -> Path:

@@ -1,0 +1,48 @@
+"""The dense weight of a structured layer, made when something computes with it. Shipped inside every
+checkpoint.
+
+Models of transformers read the weights of their layers for the dtype alone (T5: `self.wo.weight.dtype`),
+or hand them to a function of torch (`multi_head_attention_forward`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What is answered without the product
+_FACTS = {
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point}
+
+
+class DenseWeight(Tensor):
+    """W [o, i] of a layer with `composed`, `in_features` and `out_features`: dtype, device and shape
+    cost nothing, every function of torch takes the product of the factors, with gradients to them."""
+
+    _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
+
+    @staticmethod
+    def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
+        """Of the dtype and device of `like`."""
+        shape = (layer.out_features, layer.in_features)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            DenseWeight, lambda weight: weight.layer.composed(), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} reached a weight that has no values: pass it to functions of torch")
