@@ -1,7 +1,7 @@
 """The forward pass of an encoder, compiled ahead of time by AOTInductor into one file.
 
-`model.pt2` runs without transformers and without `blr`: structured layers are traced as the plain
-torch products of their references, which Inductor compiles for the machine it runs on, a GPU if
+`model.pt2` runs without transformers and without `blr`: structured layers trace as the plain torch
+products of their references, which Inductor compiles for the machine it runs on, a GPU if
 there is one. Batch and, for text, length are free.
 """
 
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export.export import COMPILED
-from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.structures.registry import STRUCTURES
 
 FILE = COMPILED
 COMPILERS = ("g++", "clang++", "c++")
@@ -78,7 +76,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
             "leave the option out"
         ) from error
     found = _results(path, inputs)
-    with torch.no_grad(), plain_products(model):
+    with torch.no_grad():
         _compare(found, plain_forward(model)(**inputs))
     with open(path, "rb+") as file:
         flush(file.fileno())
@@ -92,7 +90,7 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
         inputs: by name. free: the same names to axes and their `torch.export.Dim`.
     """
     trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
-    with torch.no_grad(), plain_products(model):
+    with torch.no_grad():
         try:
             return trace(plain_forward(model))
         except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
@@ -188,24 +186,6 @@ def plain_forward(model: Any) -> nn.Module:
 
 def _tensors(found: Any) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-@contextmanager
-def plain_products(model: nn.Module) -> Iterator[None]:
-    """Structured layers run the references while active: operators of ours would have to be
-    registered wherever a program that holds them is loaded."""
-    layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
-    for layer in layers:
-        layer.forward = partial(_product, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _product(layer: StructuredLinear, x: Tensor) -> Tensor:
-    return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *layer.ordered(), bias=layer.bias)
 
 
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -91,7 +91,9 @@ def _capturable(model: Any) -> bool:
     """Whether a call of `model` now may replay a graph."""
     if model.device.type != "cuda" or model.training or torch.is_grad_enabled():
         return False
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch.cuda.is_current_stream_capturing():
         return False
     hooked = model._forward_hooks or model._forward_pre_hooks or hasattr(model, "_hf_hook")
     return not hooked and export_settings(model.config) is not None

@@ -46,8 +46,8 @@ class SharedInput:
         That is with gradients, under tracing, and for more than `MAX_TOKENS` tokens. An input is the
         same if it is the same object, unchanged since.
         """
-        tracing = torch.is_grad_enabled() or torch.compiler.is_compiling() or x.is_inference()
-        if tracing or x.numel() > MAX_TOKENS * x.shape[-1]:
+        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
+        if tracing or x.is_inference() or x.numel() > MAX_TOKENS * x.shape[-1]:
             return None
         known = self._input is x and self._version == x._version and id(layer) in self._results
         if not known:

@@ -88,5 +88,5 @@ def _mix(z: Tensor, S: Tensor) -> Tensor:
 _LINEAR = register(
     "blast_linear",
     "(Tensor x, Tensor U, Tensor S, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward),
+    *(_forward, _fake, _setup, _backward, reference),
 )

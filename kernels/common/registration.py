@@ -1,8 +1,9 @@
 """Makes a structure's product one operator of `torch.library`, and calls it with little overhead.
 
-An operator is what `torch.compile` and `torch.export` see: one node with known shapes, no look
-inside, hence no graph break and no guard on what the dispatch tables say. It has one kernel for
-every device (the implementation asks where its tensors are), a fake kernel and a backward.
+An operator is what `torch.compile` sees: one node with known shapes, no look inside, hence no graph
+break and no guard on what the dispatch tables say. It has one kernel for every device (the
+implementation asks where its tensors are), a fake kernel and a backward. What is traced to run
+elsewhere (`torch.export`, ONNX, `torch.jit.trace`) holds the reference's plain products instead.
 
 Without gradients and outside of tracing, `apply` calls the implementation itself: the dispatcher
 and autograd's Python layer cost 6 µs a call on a CPU of 2024, as long as a small kernel takes.
@@ -24,10 +25,12 @@ _libraries: list[torch.library.Library] = []  # an operator lives as long as its
 
 @dataclass(frozen=True)
 class Operator:
-    """A registered operator and the Python function behind it, of the same signature."""
+    """A registered operator, the Python function behind it and the same in plain torch, of one
+    signature."""
 
     run: Callable[..., Any]
     op: Callable[..., Any]
+    plain: Callable[..., Any]
 
 
 def register(
@@ -37,6 +40,7 @@ def register(
     fake: Callable[..., Any],
     setup: Callable[..., None],
     backward: Callable[..., Any],
+    plain: Callable[..., Any],
 ) -> Operator:
     """Register ``blr::<name><schema>``.
 
@@ -49,6 +53,7 @@ def register(
         run: the implementation on any device; its results never share memory with arguments.
         fake: shapes and dtypes of the results, as `torch.library.register_fake` takes it.
         setup, backward: as `torch.library.register_autograd` takes them.
+        plain: `run` in torch's own operations, whatever the device.
     """
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _libraries.append(library)
@@ -57,7 +62,7 @@ def register(
     qualified = f"{NAMESPACE}::{free}"
     torch.library.register_fake(qualified, fake, lib=library)
     torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
-    return Operator(run, getattr(getattr(torch.ops, NAMESPACE), free).default)
+    return Operator(run, getattr(getattr(torch.ops, NAMESPACE), free).default, plain)
 
 
 def _define(library: torch.library.Library, name: str, schema: str) -> str:
@@ -71,8 +76,20 @@ def _define(library: torch.library.Library, name: str, schema: str) -> str:
 
 def apply(operator: Operator, x: Tensor, *arguments: Any) -> Any:
     """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
+    if is_traced():
+        return operator.plain(x, *arguments)
     plain = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     return (operator.run if plain else operator.op)(x, *arguments)
+
+
+def is_traced() -> bool:
+    """Whether this call is written down for a runtime that has no operators of ours.
+
+    `torch.compile` is none; both exporters to ONNX go through one of the two.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch.jit.is_tracing()
 
 
 def rows(x: Tensor) -> Tensor:

@@ -103,5 +103,5 @@ def _factor_gradient(g: Tensor, x: Tensor, w: Tensor) -> Tensor:
 _LINEAR = register(
     "kronecker_linear",
     "(Tensor x, Tensor[] factors, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward),
+    *(_forward, _fake, _setup, _backward, reference),
 )

@@ -126,6 +126,11 @@ def _group_forward(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[T
     return [linear(*terms) for terms in zip(inner, Us, given, strict=True)]
 
 
+def _group_plain(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    given = [b if b.numel() else None for b in biases]
+    return [reference(x, *factors) for factors in zip(Us, Vs, given, strict=True)]
+
+
 def _group_fake(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     return [x.new_empty(x.shape[0], U.shape[0]) for U in Us]
 
@@ -148,10 +153,10 @@ def _group_backward(ctx: Any, gs: list[Tensor]) -> tuple[Any, ...]:
 _LINEAR = register(
     "lowrank_linear",
     "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward),
+    *(_forward, _fake, _setup, _backward, reference),
 )
 _GROUP = register(
     "lowrank_group",
     "(Tensor x, Tensor[] Us, Tensor[] Vs, Tensor[] biases) -> Tensor[]",
-    *(_group_forward, _group_fake, _group_setup, _group_backward),
+    *(_group_forward, _group_fake, _group_setup, _group_backward, _group_plain),
 )

@@ -38,7 +38,8 @@ def grouped_lowrank_linear(
     groups, _, rank = U.shape
     if side == "out":
         # One product over all groups; V stored [G, r, i] is read in place.
-        inner = torch.nn.functional.linear(x, V.mT.flatten(0, 1)).unflatten(-1, (groups, rank))
+        inner = torch.nn.functional.linear(x, V.transpose(1, 2).flatten(0, 1))
+        inner = inner.unflatten(-1, (groups, rank))
         y = torch.einsum("...gr,gqr->...gq", inner, U).flatten(-2)
         return y if bias is None else y + bias
     inner = torch.einsum("...gp,gpr->...gr", x.unflatten(-1, (groups, -1)), V).flatten(-2)

@@ -92,5 +92,5 @@ def _exchange(z: Tensor) -> Tensor:
 _LINEAR = register(
     "monarch_linear",
     "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward),
+    *(_forward, _fake, _setup, _backward, reference),
 )

@@ -1,5 +1,4 @@
-"""Compiled forward passes: structured layers can be traced, `model.pt2` needs torch alone, and where
-there can be none one line says why."""
+"""Compiled forward passes: `model.pt2` needs torch alone; where none can be, one line says why."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from exporting import Invoke, compress_to
 from flipping import every_flip_is_found
-from kernel_layers import SPECS, pair
 from pico import MODELS, inputs_for, save_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
@@ -21,7 +19,7 @@ from transformers import AutoModel
 import blr.compressor.modeling
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export import pt2
-from blr.compressor.export.pt2 import COMPILERS, plain_products
+from blr.compressor.export.pt2 import COMPILERS
 
 # Runs a compiled forward pass with torch alone.
 WITH_TORCH = """
@@ -31,20 +29,6 @@ run = torch._inductor.aoti_load_package(sys.argv[1])
 save_file(run(**load_file(sys.argv[2])), sys.argv[3])
 assert not any(name.partition(".")[0] in ("blr", "transformers") for name in sys.modules)
 """
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_layers_are_one_operator_in_a_trace_or_plain_products(name: str) -> None:
-    x, batch = torch.randn(4, 20), {"x": {0: torch.export.Dim("batch", min=1)}}
-    _, layer = pair(name)
-    expected = layer(x)
-    with torch.no_grad():
-        opaque = torch.export.export(layer, (x,), dynamic_shapes=batch)
-        with plain_products(layer):
-            plain = torch.export.export(layer, (x,), dynamic_shapes=batch)
-    for program in (opaque, plain):
-        torch.testing.assert_close(program.module()(x[:3]), expected[:3])
-    assert not any("blr" in str(node.target) for node in plain.graph.nodes)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="AOTInductor needs a C++ compiler")

@@ -13,11 +13,11 @@ import torch
 import transformers
 from fresh import CALL, blr, blr_process, fresh, shared
 from greedy import follow
+from references import plain_products
 from rows import Row, bounded, relative, row, tokens_row
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.export.pt2 import plain_products
 from blr.compressor.loading.load import load_model
 
 pytestmark = pytest.mark.gpu

@@ -14,11 +14,11 @@ import torch
 import transformers
 from fresh import blr, shared
 from greedy import Prompt, follow, left_padded, separated
+from references import plain_products
 from rows import Row, bounded, relative, row, tokens_row
 from tolerances import TOLERANCES
 from torch import Tensor, nn
 
-from blr.compressor.export.pt2 import plain_products
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.runtime.decoder import Decoder

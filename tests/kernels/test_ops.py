@@ -158,13 +158,6 @@ def test_compiles_to_one_graph_for_every_batch(spec: Spec, train: bool) -> None:
 
 
 @each_structure
-def test_exports_as_one_operator(spec: Spec) -> None:
-    layer, x = layer_of(spec, torch.float32), input_of(spec, 4, dtype=torch.float32)
-    program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("n", min=2)},))
-    torch.testing.assert_close(program.module()(x[:3]), layer(x[:3]))
-
-
-@each_structure
 def test_autocast_computes_in_its_dtype(spec: Spec) -> None:
     layer, x = layer_of(spec, torch.float32), input_of(spec, 4, dtype=torch.float32)
     expected = layer(x)
@@ -186,10 +179,9 @@ def test_other_dtypes_than_the_factors_are_refused(spec: Spec) -> None:
 def test_a_second_copy_of_the_code_registers_beside_the_first() -> None:
     """As the copies inside checkpoints do: another version must run its own code."""
     arguments = ("(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like, lambda *a, **k: None)
-    first = registration.register("twice", *arguments, lambda ctx, g: g)
-    second = registration.register(
-        "twice", arguments[0], lambda x: x + 2, *arguments[2:], lambda c, g: g
-    )
+    later = (lambda ctx, g: g, torch.clone)
+    first = registration.register("twice", *arguments, *later)
+    second = registration.register("twice", arguments[0], lambda x: x + 2, *arguments[2:], *later)
     x = torch.zeros(2)
     assert first.op(x).tolist() == [1, 1]
     assert second.op(x).tolist() == [2, 2]

@@ -38,19 +38,26 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 # Loads checkpoints one after the other without blr; prints the logits and a generation of each, and
-# which of the copied modules ran for it.
+# which of the copied modules ran for it. A trace of each holds plain torch alone.
 WITHOUT_BLR = (
     REFUSING
     + """
 import torch
 from transformers import AutoModelForCausalLM
-folders, ids = sys.argv[3:], torch.tensor(json.loads(sys.argv[2]))
+class Logits(torch.nn.Module):
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+folders, ids, function = sys.argv[3:], torch.tensor(json.loads(sys.argv[2])), Logits()
 found = {}
 for folder in folders:
     before = set(sys.modules)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     with torch.inference_mode():
         logits = model.eval()(ids).logits
+    function.model = model
+    traced = torch.jit.trace(function, ids[:, :5], check_trace=False)
+    assert "blr::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(ids), logits)
     tokens = model.generate(ids[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)
     ran = [name.rpartition(".")[2] for name in sys.modules if name not in before]
     found[folder] = {"logits": logits.tolist(), "tokens": tokens.tolist(), "ran": ran}

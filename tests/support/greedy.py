@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from references import plain_products
 from torch import Tensor
-
-from blr.compressor.export.pt2 import plain_products
 
 LEAD = 5e-5  # of the best logit, in standard deviations; float32 results differ by less than 1e-5
 DISTINCT = 6  # different tokens at least: a constant continuation proves little
