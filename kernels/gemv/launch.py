@@ -102,7 +102,9 @@ def gemv(
     config = {**tile_shape(rows, width, len(x), norm=norm, **sizes), **config}
     tile = Tile(config.pop("BR"), config.pop("BK"), norm, bias is not None)
     run_stage(
-        *(gemv_kernel, stage(segment), tile),
+        gemv_kernel,
+        stage(segment),
+        tile,
         residual=residual,
         gain=gain,
         eps=eps,
@@ -132,13 +134,33 @@ def ready(
 def stage(s: Segment) -> Stage:
     """What kernels take of a segment."""
     blocks, rows, width = s.w.shape
+    w_block, w_row, w_col = s.w.stride()
+    mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return Stage(
-        *(s.x, s.x.stride(0), 0 if shared_input(s.x, s.w) else width),
-        *(s.w, *s.w.stride()),
-        *(s.w if s.mix is None else s.mix, *((0, 0, 0) if s.mix is None else s.mix.stride())),
-        s.w if s.bias is None else s.bias,
-        *(s.y, s.y.stride(0), rows, width, blocks, s.part or rows),
+        x=s.x,
+        x_token=s.x.stride(0),
+        x_block=0 if shared_input(s.x, s.w) else width,
+        w=s.w,
+        w_block=w_block,
+        w_row=w_row,
+        w_col=w_col,
+        mix=s.w if s.mix is None else s.mix,
+        mix_out=mix_out,
+        mix_in=mix_in,
+        mix_rank=mix_rank,
+        bias=s.w if s.bias is None else s.bias,
+        y=s.y,
+        y_token=s.y.stride(0),
+        rows=rows,
+        K=width,
+        blocks=blocks,
+        part=s.part or rows,
     )
+
+
+def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
+    """Of [B, B, R]; zeros where nothing is mixed."""
+    return (0, 0, 0) if mix is None else mix.stride()
 
 
 def run_stage(
@@ -164,8 +186,8 @@ def run_stage(
 
 def run_grouped(
     kernel: Any,
-    stages: Sequence[Any],
-    tiles: Sequence[Any],
+    stages: list[Any],
+    tiles: list[Any],
     *,
     gain: Tensor | None,
     eps: float,

@@ -31,9 +31,9 @@ class Segment:
 
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
         """[n, B·R] in the dtype of `x`."""
-        tensors = (self.w, self.bias, self.mix, gain)
-        w, bias, mix, gain = (None if t is None else t.to(self.x.dtype) for t in tensors)
-        y = gemv(self.x, w, bias=bias, gain=gain, eps=eps, part=self.part)
+        tensors = (self.bias, self.mix, gain)
+        bias, mix, gain = (None if t is None else t.to(self.x.dtype) for t in tensors)
+        y = gemv(self.x, self.w.to(self.x.dtype), bias=bias, gain=gain, eps=eps, part=self.part)
         if mix is None:
             return y
         return torch.einsum("klr,nlr->nkr", mix, y.unflatten(-1, mix.shape[1:])).flatten(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 SECTOR = 32  # bytes, what L2 hands to an SM at least
 DENSE_SHARE = 1 / 8  # a weight is densified on the fly up to this share of the activations
@@ -160,7 +161,7 @@ def split_seconds(p: Problem, machine: Machine = H200) -> float:
     return time + (moved_seconds(p, 2 * p.y, machine) if p.d > 1 else bias_seconds(p, machine))
 
 
-def fused_seconds(p: Problem, config: Mapping[str, int | str], machine: Machine = H200) -> float:
+def fused_seconds(p: Problem, config: Mapping[str, Any], machine: Machine = H200) -> float:
     """One kernel: memory, or its padded tiles if they take longer."""
     path, G, BN, BB, BC = (config[key] for key in ("path", "G", "BN", "BB", "BC"))
     run = G if path == "dense" else 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def permute_factor(
     bias: Tensor | None = None,
     *,
     tf32: bool | None = None,
-    **tile: int,
+    **tile: Any,
 ) -> Tensor:
     """Gather – cuBLAS – scatter with our permutation kernels.
 

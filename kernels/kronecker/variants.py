@@ -131,7 +131,8 @@ def kind_of(x: Tensor, precision: str) -> str:
 
 def planned(x: Tensor, w: Tensor, variant: str | None, **fields: Any) -> tuple[str, dict[str, Any]]:
     """(variant, configuration) for a problem; both decided once and kept."""
-    problem, machine = Problem(*w.shape, x.shape[0], **fields), machine_of(x.device)
+    a, b, c, d = w.shape
+    problem, machine = Problem(a, b, c, d, x.shape[0], **fields), machine_of(x.device)
     if variant is None:
         variant, config = cached_choice(problem, machine)
         return variant, dict(config)

@@ -108,7 +108,7 @@ def _backward(ctx: Any, g: Tensor) -> Gradients:
 
 def _gradients(needed: Sequence[bool], g: Tensor, x: Tensor, U: Tensor, V: Tensor) -> Gradients:
     for_x, for_u, for_v, for_bias = needed
-    h = g @ U if for_x or for_v else None  # [n, r]
+    h: Any = g @ U if for_x or for_v else None  # [n, r]
     return (
         h @ V.mT if for_x else None,
         g.mT @ (x @ V) if for_u else None,

@@ -65,7 +65,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     for_x, for_u, for_v, for_bias = ctx.needs_input_grad
     x_l = _blocks(x, V.shape[0])
     g_k = _blocks(g, V.shape[0])
-    dz = _exchange(g_k @ U) if for_x or for_v else None
+    dz: Any = _exchange(g_k @ U) if for_x or for_v else None
     return (
         _rows(dz @ V.mT) if for_x else None,
         g_k.mT @ _exchange(x_l @ V) if for_u else None,

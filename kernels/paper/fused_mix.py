@@ -16,6 +16,8 @@ BLOCK_B < b computes z again for every group of output blocks and affords larger
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -139,8 +141,8 @@ def fused_mix(
     bias: Tensor | None = None,
     *,
     chunk: int | None = None,
-    first: dict[str, int] | None = None,
-    second: dict[str, int] | None = None,
+    first: dict[str, Any] | None = None,
+    second: dict[str, Any] | None = None,
 ) -> Tensor:
     """BLAST linear layer by ❹: V and S in one kernel, U in a batched product.
 

@@ -17,6 +17,8 @@ Both stages are products of `kernels.gemm`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,8 @@ def staged(
     bias: Tensor | None = None,
     *,
     chunk: int | None = None,
-    first: dict[str, int] | None = None,
-    second: dict[str, int] | None = None,
+    first: dict[str, Any] | None = None,
+    second: dict[str, Any] | None = None,
 ) -> Tensor:
     """Monarch linear layer by ❶–❸: one product with a permuted store, one plain product.
 

@@ -16,6 +16,8 @@ every (n, r): memory-bound on tensor cores. Rows of n begin at whole 128-byte li
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -132,9 +134,9 @@ def transposed(
     bias: Tensor | None = None,
     *,
     chunk: int | None = None,
-    first: dict[str, int] | None = None,
-    middle: dict[str, int] | None = None,
-    last: dict[str, int] | None = None,
+    first: dict[str, Any] | None = None,
+    middle: dict[str, Any] | None = None,
+    last: dict[str, Any] | None = None,
 ) -> Tensor:
     """BLAST linear layer by ❺: ``Vᵀ x``, the mix, ``U``, each a batched product with n contiguous.
 

@@ -187,7 +187,7 @@ def make_table(phases: Sequence[Sequence[Piece]], programs: int, tuning: Tuning)
 
     Raises ValueError for more than `MOST_VARIANTS` variants.
     """
-    table, rows = Table(programs, torch.zeros(0)), []
+    table, rows = Table(programs, torch.zeros(0)), list[Tensor]()
     numbers: dict[Variant, int] = {}
     for phase in phases:
         table.starts.append(len(rows))

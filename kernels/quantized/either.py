@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +23,7 @@ def grouped(
 ) -> None:
     """`segments.grouped` of either kind: one launch for neighbours of one kind and bits."""
     for bits, found in groupby(segments, key=lambda s: getattr(s, "bits", 0)):
+        launch: Callable[..., None]
         if bits:
             from blr.kernels.quantized.grouped import grouped as launch
         else:
@@ -35,6 +36,7 @@ def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
     bits = {getattr(s, "bits", 0) for s in (gate, up)}
     if len(bits) != 1:
         raise ValueError(f"dual: weights of {sorted(bits)} bits (0: dense); both must be of one kind")
+    launch: Callable[..., None]
     if bits == {0}:
         from blr.kernels.gemv.grouped import dual as launch
     else:
@@ -44,7 +46,7 @@ def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
 
 def add(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
     """The stage of a segment without a mix, added to what its result holds."""
-    options = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
+    options: dict[str, Any] = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
     if isinstance(s, Segment):
         from blr.kernels.gemv.launch import gemv
 

@@ -193,7 +193,7 @@ def _apart(first: QuantizedStage, second: QuantizedStage) -> QuantizedStage:
     return QuantizedStage(*(_distance(a, b) if name in APART else 0 for name, a, b in fields))
 
 
-def _distance(first: Tensor | int, second: Tensor | int) -> int:
+def _distance(first: Any, second: Any) -> int:
     """From one argument of a kernel to another of the same kind: elements between two tensors."""
     if isinstance(first, Tensor):
         return (second.data_ptr() - first.data_ptr()) // first.element_size()

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.gemv.launch import launch_options, norm_kind, power_of_two, ready, run_stage
+from blr.kernels.gemv.launch import (
+    launch_options,
+    mix_strides,
+    norm_kind,
+    power_of_two,
+    ready,
+    run_stage,
+)
 from blr.kernels.quantized.reference import packed_width
 from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
 
@@ -99,7 +106,9 @@ def gemv_quantized(
     config = {**tile_shape(rows, K, len(x), bits, blocks * rows), **config}
     config = complete(config, config["num_warps"], len(x))
     run_stage(
-        *(gemv_kernel, stage(s), quantized_tile(s, config, gain)),
+        gemv_kernel,
+        stage(s),
+        quantized_tile(s, config, gain),
         residual=residual,
         gain=gain,
         eps=eps,
@@ -113,15 +122,30 @@ def gemv_quantized(
 
 def stage(s: QuantizedSegment) -> QuantizedStage:
     """What kernels take of a segment. Raises ValueError as `as_words`."""
-    words, none = as_words(s.packed, s.bits, s.K), s.x
+    words = as_words(s.packed, s.bits, s.K)
     blocks, rows, _ = words.shape
+    mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return QuantizedStage(
-        *(s.x, s.x.stride(0), 0 if s.x.shape[1] == s.K else s.K),
-        *(words, words.stride(0), words.stride(1)),
-        *(s.scale, s.scale.stride(0), s.scale.stride(1)),
-        *(none if s.mix is None else s.mix, *((0, 0, 0) if s.mix is None else s.mix.stride())),
-        none if s.bias is None else s.bias,
-        *(s.y, s.y.stride(0), rows, s.K, blocks, s.part or rows),
+        x=s.x,
+        x_token=s.x.stride(0),
+        x_block=0 if s.x.shape[1] == s.K else s.K,
+        w=words,
+        w_block=words.stride(0),
+        w_row=words.stride(1),
+        scale=s.scale,
+        scale_block=s.scale.stride(0),
+        scale_row=s.scale.stride(1),
+        mix=s.x if s.mix is None else s.mix,
+        mix_out=mix_out,
+        mix_in=mix_in,
+        mix_rank=mix_rank,
+        bias=s.x if s.bias is None else s.bias,
+        y=s.y,
+        y_token=s.y.stride(0),
+        rows=rows,
+        K=s.K,
+        blocks=blocks,
+        part=s.part or rows,
     )
 
 
