@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.disk import check_space
+from blr.compressor.checkpoint.disk import Bytes, check_space
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.journal import canonical_json
@@ -213,7 +213,7 @@ def _slots(source: Source, plan: Plan, results: dict[str, Any]) -> list[Slot]:
 
 
 def _reader(source: Source, workspace: Workspace) -> Any:
-    def read(entry: TensorEntry) -> Iterator[bytes]:
+    def read(entry: TensorEntry) -> Iterator[Bytes]:
         if entry.file in source.shards:
             return source.read_bytes(entry)
         return workspace.journal.read_bytes(entry)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it with the tested versions into a fresh environment, runs the tests.
+# Builds the wheel, installs it with the tested versions into a fresh environment, checks style and
+# types, runs the tests.
 # All of it in a copy of the files that git tracks, as they are now: what else lies in the clone
 # (outputs, environments, notes, an older build) is neither checked nor packed.
 set -euo pipefail
@@ -26,6 +27,9 @@ wheel=$(echo "$work"/dist/*.whl)
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$work/env/bin/python" -m ruff check .
 "$work/env/bin/python" -m ruff format --check .
+mkdir -p "$work/types/blr" # the packages under their name, as the wheel has them
+ln -s "$work"/source/{compressor,kernels,configs,recipes} "$work/types/blr"
+(cd "$work/types" && "$work/env/bin/python" -m mypy --config-file ../source/pyproject.toml -p blr)
 chosen=(-m "not slow") # BLR_FULL=1: the whole of every table
 [ -z "${BLR_FULL:-}" ] || chosen=()
 "$work/env/bin/python" -m pytest -q -n 2 --dist loadfile "${chosen[@]}" "$@"

@@ -18,7 +18,8 @@ class EnergyMeter:
     `nvidia-ml-py`, or a driver without the counter."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.handle, self.driver = device, None, None
+        self.device, self.handle = device, None
+        self.driver: str | None = None
         if device.type == "cuda":
             self._open()
 

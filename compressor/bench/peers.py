@@ -76,6 +76,7 @@ def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         name, source, submodule_search_locations=[str(path)] if path.is_dir() else None
     )
+    assert spec is not None and spec.loader is not None  # of a Python file always
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if (folder := str(path.resolve().parent)) not in sys.path:

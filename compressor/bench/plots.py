@@ -102,7 +102,8 @@ def _roofline(axes: Any, rows: list[Row], report: Report) -> bool:
         mine = [row for row in found if row.arm == arm]
         axes.loglog([r.floor_ms for r in mine], [r.ms for r in mine], "o", markersize=4, label=arm)
     if found:
-        ends = [min(r.floor_ms for r in found), max(r.floor_ms for r in found)]
+        floors = [row.floor_ms for row in found if row.floor_ms]
+        ends = [min(floors), max(floors)]
         axes.loglog(ends, ends, color="grey", linewidth=1, label="roofline")
         axes.legend()
     axes.set_xlabel("floor, ms")

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blr.compressor.bench.ceilings import Ceilings
 from blr.compressor.bench.energy import EnergyMeter
@@ -83,7 +82,7 @@ class Runner:
     deadline: float = float("inf")
     clock: Callable[[], float] = perf_counter
     l2: int = 0
-    flush: Tensor | None = field(default=None, repr=False)
+    flush: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":

@@ -41,11 +41,11 @@ def layers_summary(rows: Sequence[Row]) -> dict[str, Any]:
             by_n.setdefault(str(row.n), []).append(row.speedup)
     over: dict[str, Any] = {}
     for case in cases(rows):
-        for ours in (r for r in case if r.arm == "ours" and r.ms is not None):
+        for ours, ms in ((r, r.ms) for r in case if r.arm == "ours" and r.ms is not None):
             for other in case:
                 if _same_layer(ours, other) and other is not ours and other.ms is not None:
                     by_arm = over.setdefault(ours.structure, {})
-                    by_arm.setdefault(other.arm, []).append(other.ms / ours.ms)
+                    by_arm.setdefault(other.arm, []).append(other.ms / ms)
     return {"speedup_over_dense": speedups_medians(speedups), "ours_over": medians(over)} | {
         "statuses": statuses(rows)
     }
@@ -83,9 +83,10 @@ def patterns_summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def gain_of(case: Sequence[Row]) -> tuple[float, float] | None:
     """(h, time of the fastest other arm over ours) of one pattern."""
-    ours = next((row for row in case if row.arm == "ours" and row.ms is not None), None)
-    others = [row.ms for row in case if row.arm != "ours" and row.ms is not None]
-    return (ours.h, min(others) / ours.ms) if ours is not None and others else None
+    timed = [(row, row.ms) for row in case if row.ms is not None]
+    ours = [(row.h, ms) for row, ms in timed if row.arm == "ours" and row.h is not None]
+    others = [ms for row, ms in timed if row.arm != "ours"]
+    return (ours[0][0], min(others) / ours[0][1]) if ours and others else None
 
 
 def _win_rate(gains: Sequence[tuple[float, float]]) -> dict[str, Any]:

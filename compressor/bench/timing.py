@@ -158,7 +158,8 @@ class CudaSampler:
 
     def __init__(self, call: Call, rotation: Rotation, flush: Tensor, pool: Any = None) -> None:
         sets = rotation.all()
-        self.calls, self.flush, self.output = len(sets), flush, None
+        self.calls, self.flush = len(sets), flush
+        self.output: Any = None
         self.step: Step = lambda: _loop(call, sets)
         if pool is not None:
             self.graph = torch.cuda.CUDAGraph()

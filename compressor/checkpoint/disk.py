@@ -12,6 +12,7 @@ from pathlib import Path
 
 from blr.compressor.errors import StorageError
 
+Bytes = bytes | bytearray | memoryview
 CHUNK = 1 << 24  # bytes read or written at once
 # What file systems without durable folders (some network ones) answer to fsync: there is no more to do
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -72,7 +73,7 @@ def _settle_new(scratch: Path, path: Path) -> None:
         os.unlink(scratch)
 
 
-def write_stream(path: Path, chunks: Iterable[bytes], new: bool = False) -> tuple[int, str]:
+def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tuple[int, str]:
     """Write `chunks` to `path`, which is absent (or as before) until all of them are on the disk.
 
     With `new` it must not exist: FileExistsError, and what is there stays.

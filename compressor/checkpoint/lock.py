@@ -26,6 +26,7 @@ from blr.compressor.errors import OutputError
 ABOUT = "lock of a blr run"
 MARK = canonical_json({"about": ABOUT})[:-1]
 MAX_BYTES = 4096
+CLOSED = -1  # no descriptor
 TRIES, PAUSE = 20, 0.01  # seconds; for a file that another run is just making or removing
 UNSUPPORTED = (
     *(errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL),
@@ -45,7 +46,7 @@ class Lock:
     def __init__(self, path: Path, output: Path) -> None:
         self.path, self.output = path, output
         self.after_kill = self.moving = False
-        self._descriptor: int | None = None
+        self._descriptor = CLOSED
 
     def acquire(self) -> None:
         """Take the lock without waiting.
@@ -79,14 +80,14 @@ class Lock:
 
     def release(self) -> None:
         """Give the lock back; its file goes unless folders are still on their way."""
-        if self._descriptor is None:
+        if self._descriptor == CLOSED:
             return
         with LOCKING:
             with suppress(OSError):  # a folder made read-only meanwhile
                 if not self.moving and self._is_in_place():
                     os.unlink(self.path)  # while held: whoever waits for it looks again
             os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor = CLOSED
             HELD_LOCKS.discard(self.path)
 
     def _try(self) -> bool:
@@ -103,7 +104,7 @@ class Lock:
                 if made:  # no room even for this
                     os.unlink(self.path)
                 os.close(self._descriptor)
-                self._descriptor = None
+                self._descriptor = CLOSED
         return taken
 
     def _open(self) -> bool:
@@ -129,7 +130,7 @@ class Lock:
         if not self._is_in_place():
             return False
         self.after_kill = left is not None
-        self.moving = bool(left) and left.get("moving") is True
+        self.moving = left is not None and left.get("moving") is True
         if not self.moving:
             self._write()
         return True

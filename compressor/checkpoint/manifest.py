@@ -104,7 +104,7 @@ def _damage(manifest: dict[str, Any], text: bytes) -> str:
     kept = manifest.get(DIGEST)
     if manifest["format"] == WITHOUT_DIGEST:
         return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
-    if not _is_digest(kept):
+    if not isinstance(kept, str) or not _is_digest(kept):
         return "no digest of its own"
     found = hashlib.sha256(_with_digest(text, kept, _UNSET)).hexdigest()
     return "" if found == kept else f"SHA-256 {found}, expected {kept}"

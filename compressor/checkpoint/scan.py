@@ -36,7 +36,9 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
     Raises:
         NumericsError: one of them does. InputError: a shard that its manifest does not list so.
     """
-    found, norms, shards = {}, {}, ShardDigests(source)
+    found: dict[str, str] = {}
+    norms: dict[str, float] = {}
+    shards = ShardDigests(source)
     with progress.layers(len(source.entries), "reading") as advance:
         for name, entry in source.entries.items():
             advance(name)

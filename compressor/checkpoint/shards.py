@@ -7,11 +7,11 @@ is what this module exists to avoid. Every shard is read back by the library at 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from blr.compressor.checkpoint.disk import write_stream
+from blr.compressor.checkpoint.disk import Bytes, write_stream
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 
 INDEX = "model.safetensors.index.json"
@@ -48,8 +48,8 @@ def assign_shards(slots: list[Slot], max_bytes: int) -> dict[str, list[Slot]]:
 
 def write_shards(
     folder: Path,
-    shards: dict[str, list[Slot]],
-    read: Callable[[TensorEntry], Iterator[bytes]],
+    shards: Mapping[str, list[Slot]],
+    read: Callable[[TensorEntry], Iterable[Bytes]],
 ) -> dict[str, tuple[int, str]]:
     """Write every shard, then the index if there are several.
 
@@ -64,7 +64,7 @@ def write_shards(
     return written
 
 
-def _shard_bytes(slots: list[Slot], read: Callable[[TensorEntry], Iterator[bytes]]) -> Iterator[bytes]:
+def _shard_bytes(slots: list[Slot], read: Callable[[TensorEntry], Iterable[Bytes]]) -> Iterator[Bytes]:
     yield _header(slots)
     for slot in slots:
         yield from read(slot.origin)
@@ -87,7 +87,7 @@ def _header(slots: list[Slot]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(shards: dict[str, list[Slot]]) -> bytes:
+def _index(shards: Mapping[str, list[Slot]]) -> bytes:
     weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
     total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

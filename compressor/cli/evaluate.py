@@ -57,7 +57,8 @@ def evaluate(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
-    if (text is None) == (sts is None):
+    data = text or sts
+    if data is None or (text and sts):
         raise UsageError("eval needs either --text FILE (decoders) or --sts FILE (encoders)")
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
@@ -67,15 +68,16 @@ def evaluate(
     from blr.compressor.progress import Progress
 
     task = "AutoModelForCausalLM" if text else "AutoModel"
-    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=read_start(text or sts))
-    options = {"dtype": dtype, "device": device, "trust": trust_remote_code, "verify": verify}
-    model = load_model(folder, task, **options)
+    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=read_start(data))
+    options = {"trust": trust_remote_code, "verify": verify}
+    model = load_model(folder, task, dtype=dtype, device=device, **options)
     progress = Progress(quiet)
+    result: library.Perplexity | library.Spearman
     if text is not None:
         ids = library.read_tokens(text, tokenizer, max_tokens)
         result = library.perplexity(model, ids, window, stride or window, batch, progress)
     else:
-        result = library.sts_spearman(model, tokenizer, sts, batch, progress)
+        result = library.sts_spearman(model, tokenizer, data, batch, progress)
     print_result(asdict(result), lambda r: "\n".join(f"{k}: {_number(v)}" for k, v in r.items()), format)
 
 

@@ -73,8 +73,8 @@ def generate(
         library.check_profile(device)
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=prompt)
     dtype = dtype or library.default_dtype(folder, device)
-    options = {"dtype": dtype, "device": device, "trust": trust_remote_code, "verify": verify}
-    model = load_model(folder, "AutoModelForCausalLM", **options)
+    options = {"trust": trust_remote_code, "verify": verify}
+    model = load_model(folder, "AutoModelForCausalLM", dtype=dtype, device=device, **options)
     sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     stream = sys.stdout if format is Format.text else None
     result = library.generate(model, tokenizer, prompt, sampling, stream)

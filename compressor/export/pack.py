@@ -100,7 +100,7 @@ def quantize_layer(
 
     Scales and what is not quantized keep the layer's dtype and device.
     """
-    bias = layer.bias
+    bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
         names = layer.spec.shapes()
         factors = {name: _factor(layer, name) for name in names}
@@ -148,8 +148,9 @@ def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
         )
     name = next(name for name, module in model.named_modules() if module is head)
     errors = {name: _replace(model, name, bits)}
-    if getattr(model.config, "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False
+    config: Any = model.config
+    if getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False
         getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
     return errors
 
@@ -185,12 +186,13 @@ def table_entry(layer: nn.Module, bits: int) -> dict[str, Any]:
     """What `blr.compressor.modeling.quantized.quantized_linear` makes the layer's place-holder from."""
     if isinstance(layer, StructuredLinear):
         return {**layer.spec.to_dict(), "bits": bits}
-    return dense_entry(*_dense_weight(layer).shape, bits)
+    outputs, inputs = _dense_weight(layer).shape
+    return dense_entry(outputs, inputs, bits)
 
 
 def _dense_weight(layer: nn.Module) -> Tensor:
     """W [o, i]."""
-    weight = layer.weight.detach()
+    weight = layer.get_parameter("weight").detach()
     return weight.mT if isinstance(layer, _conv1d()) else weight
 
 

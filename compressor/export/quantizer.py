@@ -72,14 +72,17 @@ class Quantizer:
 
     def bits(self, module: str) -> int:
         """8 or 4."""
-        return parse_kind(self.head.kind if self._is_head(module) else self.kind)
+        if self.head is not None and self._is_head(module):
+            return parse_kind(self.head.kind)
+        return parse_kind(self.kind or "")
 
     def settings(self) -> dict[str, Any]:
         """What `ExportSettings` says of packed layers."""
         dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
         if self.head is None:
             return {"quantize": self.kind, "dense": dense}
-        return {"quantize": self.kind, "dense": dense, "head": {self.head.module: self._head_entry()}}
+        head = {self.head.module: self._entry(self.head.module)}
+        return {"quantize": self.kind, "dense": dense, "head": head}
 
     def copies(self, entry: TensorEntry) -> bool:
         """Whether `entry` is an embedding that the head is made from and is itself stored too."""
@@ -88,11 +91,11 @@ class Quantizer:
     def _is_head(self, module: str) -> bool:
         return self.head is not None and self.head.module == module
 
-    def _head_entry(self) -> dict[str, Any]:
-        module, bits = self.head.module, self.bits(self.head.module)
+    def _entry(self, module: str) -> dict[str, Any]:
+        """What `quantized_linear` makes its layer from."""
         if module in self.specs:
-            return {**self.specs[module].to_dict(), "bits": bits}
-        return dense_entry(*self.dense[module].shape, bits)
+            return {**self.specs[module].to_dict(), "bits": self.bits(module)}
+        return dense_entry(*self.dense[module].shape, self.bits(module))
 
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
         """What is stored of one factor of a structured layer, or of a dense "weight", with scales of
@@ -124,7 +127,7 @@ class Quantizer:
 
     def mean_errors(self) -> dict[str, float]:
         """Layer type to the mean of its errors."""
-        family, found = find_family(self.source.model_type), {}
+        family, found = find_family(self.source.model_type), dict[str, list[float]]()
         for module, error in self.errors.items():
             kind = family.layer_type(module) if family else None
             found.setdefault(kind or module.rpartition(".")[2], []).append(error)
@@ -161,9 +164,11 @@ def make_quantizer(
     """
     packed = dict(specs) if kind else {}
     dense = _dense_layers(source, packed) if kind else {}
-    if head is not None and head.weight is None:
+    if head is None:
+        return Quantizer(source, packed, dense, kind, dtype)
+    if head.weight is None:
         packed[head.module] = specs[head.module]
-    elif head is not None:
+    else:
         dense[head.module] = DenseLayer(head.weight, transposed=False)
     return Quantizer(source, packed, dense, kind, dtype, head)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blr.compressor.checkpoint.disk import Bytes
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.numerics import check_product
 from blr.compressor.checkpoint.regular import refuse
@@ -100,7 +101,8 @@ def plan_tensors(
     Raises:
         InputError: a factor that is missing or of another shape than its spec says.
     """
-    factors, merged = _factors(source, specs), _factors(source, densified or {})
+    densified = densified or {}
+    factors, merged = _factors(source, specs), _factors(source, densified)
     dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
     found = Tensors([], {})
     for entry in source.entries.values():
@@ -116,11 +118,11 @@ def plan_tensors(
             module, factor = merged[entry.name]
             if factor == next(iter(densified[module].shapes())):  # once a layer
                 found.add_dense(source, module, densified[module], target)
-        elif entry.name in dense:
+        elif quantizer is not None and entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:
             found.add(source, entry.name, entry, target)
-        if quantizer is not None and quantizer.copies(entry):
+        if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
             found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
 
@@ -144,7 +146,7 @@ def check_products(
         check_product(f"{source.folder}: layer {module!r}", spec, found, factors, stored)
 
 
-def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[bytes | bytearray]:
+def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
     """The bytes of one planned tensor, in pieces.
 
     Raises NumericsError for a value that the new dtype does not hold.
@@ -152,7 +154,8 @@ def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterato
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
-    data = memoryview(tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy())
+    made: Any = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(made)  # of which numpy's stubs for Python 3.11 know nothing
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +51,10 @@ class Job:
 
         `prefix` is the digest of what else they depend on: calibration and the layers before.
         """
+        stored: Any = weight.view(torch.uint8).numpy()
         return layer_key(
             prefix=prefix,
-            weight=hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest(),
+            weight=hashlib.sha256(memoryview(stored)).hexdigest(),
             dtype=self.layer.entry.dtype,
             shape=self.layer.entry.shape,
             spec=self.planned.spec.to_dict(),
@@ -127,7 +128,7 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def keep_factors(
-    job: Job, weight: Tensor, factors: dict[str, Tensor], record: dict[str, Any]
+    job: Job, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Round fitted factors to the dtype they are stored in and measure what that gives.
 

@@ -9,6 +9,7 @@ worse. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,5 +102,5 @@ def _loss(block: nn.Module, batch: Batch, target: Tensor, root: Tensor | None) -
 
 
 @torch.no_grad()
-def _mean(loss: object, chosen: list[int]) -> float:
-    return sum(float(loss(n)) for n in chosen) / len(chosen)  # type: ignore[operator]
+def _mean(loss: Callable[[int], Tensor], chosen: list[int]) -> float:
+    return sum(float(loss(n)) for n in chosen) / len(chosen)

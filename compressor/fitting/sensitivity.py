@@ -175,7 +175,7 @@ def _record(
         gram = grams[group.modules[0]]
         for name in group.modules:
             stored = model.stored_module(f"{model.path}.{index}.{name}")
-            weight = block.get_submodule(name).weight.double()
+            weight = block.get_parameter(f"{name}.weight").double()
             weight = weight.mT if model.family.transposed else weight
             try:
                 found.curves[stored] = curve(weight, gram, outputs[name])

@@ -153,9 +153,9 @@ class BlockFit:
     def _fits_cache(self) -> bool:
         tokens = sum(batch.mask.numel() for batch in self.run.batches)
         groups = self.run.model.family.groups
-        inputs = [self.dense.get_submodule(g.modules[0]) for g in groups]
-        widths = [min(m.weight.shape) for m in inputs]  # at least the width of the hidden states
-        wide = max(max(m.weight.shape) for m in inputs)
+        inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in groups]
+        widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
+        wide = max(max(shape) for shape in inputs)
         return 4 * tokens * (2 * sum(widths) + wide) <= CACHE_BYTES
 
     def _install(self, name: str, module: str, key: str) -> None:

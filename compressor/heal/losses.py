@@ -24,7 +24,7 @@ Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
     """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]."""
     assert teacher is not None
-    log_p, log_q = (log_softmax(x, -1, torch.float32) for x in (teacher, student))
+    log_p, log_q = (log_softmax(x, -1, dtype=torch.float32) for x in (teacher, student))
     return kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
@@ -33,7 +33,7 @@ def kl_of_top(k: int) -> Measure:
 
     def measure(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
         assert teacher is not None
-        log_p, log_q = (log_softmax(x, -1, torch.float32) for x in (teacher, student))
+        log_p, log_q = (log_softmax(x, -1, dtype=torch.float32) for x in (teacher, student))
         log_p, chosen = log_p.topk(min(k, teacher.shape[-1] - 1), -1)
         log_q = log_q.gather(-1, chosen)
         rest_p, rest_q = (1 - x.exp().sum(-1) for x in (log_p, log_q))
@@ -131,7 +131,8 @@ class _Chunked(torch.autograd.Function):
                 part = hidden[at].detach().requires_grad_(hidden.requires_grad)
                 w = None if weight is None else weight.detach().requires_grad_(weight.requires_grad)
                 loss = measure(Head(w, head.bias).logits(part), theirs(at), targets[at])
-            leaves = {id(x): leaf for x, leaf in ((hidden, part), (weight, w)) if id(x) in gradients}
+            both = ((hidden, part), (weight, w))
+            leaves = {id(x): leaf for x, leaf in both if leaf is not None and id(x) in gradients}
             found = torch.autograd.grad(loss, list(leaves.values()))
             for key, gradient in zip(leaves, found, strict=True):
                 whole = gradients[key]

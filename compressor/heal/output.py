@@ -11,6 +11,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.disk import Bytes
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import carried, inert
 from blr.compressor.checkpoint.journal import Journal
@@ -65,7 +66,7 @@ def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
 def reader(source: Source, journal: Journal) -> Any:
     """Reads planned tensors from wherever they are."""
 
-    def read(entry: TensorEntry) -> Iterator[bytes | bytearray]:
+    def read(entry: TensorEntry) -> Iterator[Bytes]:
         return source.read_bytes(entry) if entry.file in source.shards else journal.read_bytes(entry)
 
     return read

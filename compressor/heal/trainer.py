@@ -124,8 +124,8 @@ class Trainer:
     def _after(self, show: Callable[[float, str], None]) -> None:
         """Log, judge and save when their time has come."""
         before = self.spent
-        late = monotonic() - self.saved >= 60 * self.options.save_minutes
-        self.spent, late = self.processes.agreed(self._share(), late)
+        now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
+        self.spent, late = self.processes.agreed(self._share(), now_late)
         if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
             self._log({"loss": self.since.mean(), **self.since.speed()})
             show(self.spent, self._text())

@@ -23,20 +23,21 @@ FORMAT = 1
 # What else is done when a configuration is saved, with it and the folder: where `blr` is installed it
 # writes the Python files that travel; a copy of this code leaves them to transformers.
 ON_SAVE: list[Callable[[Any, Path], None]] = []
-_classes: dict[str, type] = {}
+_classes: dict[str, type[Any]] = {}
 
 
 class SavedConfig:
     """Mixin of the configurations: a folder that transformers saves says so and where from."""
 
-    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> Any:
+    def save_pretrained(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
         """As of transformers, with ``blr["saved"]`` and the Python files in the folder."""
+        native: Any = super()
         origin = Path(str(getattr(self, "_name_or_path", None) or "")).name or None
         saved = {"by": f"transformers {transformers.__version__}", "from": origin}
         self.blr = {**(self.blr or {}), "saved": saved}
         for write in ON_SAVE:
             write(self, Path(save_directory))
-        return super().save_pretrained(save_directory, *arguments, **options)
+        return native.save_pretrained(save_directory, *arguments, **options)
 
 
 def native_name(name: str) -> str:
@@ -46,7 +47,7 @@ def native_name(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def config_class(name: str) -> type:
+def config_class(name: str) -> type[Any]:
     """The configuration class ``Blr<Native>Config``, made once.
 
     Its tensor-parallel plan is empty: the native plan shards ``weight`` matrices that a
@@ -69,7 +70,7 @@ def config_class(name: str) -> type:
     return _classes[name]
 
 
-def __getattr__(name: str) -> type:
+def __getattr__(name: str) -> type[Any]:
     if not name.startswith(PREFIX) or not name.endswith("Config"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return config_class(name)

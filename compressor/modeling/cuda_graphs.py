@@ -30,11 +30,12 @@ class CapturedForward:
     tensors or plain values. Everything else, and a model that cannot be captured, runs as usual.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        native: Any = super()
         if not _capturable(self):
-            return super().__call__(*args, **kwargs)
+            return native.__call__(*args, **kwargs)
         graphs = self.__dict__.setdefault("_blr_graphs", ForwardGraphs())
-        return graphs.run(super().__call__, (args, kwargs), next(self.parameters()).data_ptr())
+        return graphs.run(native.__call__, (args, kwargs), next(self.parameters()).data_ptr())
 
 
 class ForwardGraphs:

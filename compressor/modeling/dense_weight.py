@@ -25,6 +25,8 @@ class DenseWeight(Tensor):
 
     _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
 
+    layer: Any
+
     @staticmethod
     def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
         """Of the dtype and device of `like`."""
@@ -43,6 +45,8 @@ class DenseWeight(Tensor):
         )
         return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @classmethod  # torch's own is none
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} reached a weight that has no values: pass it to functions of torch")

@@ -24,14 +24,15 @@ from blr.compressor.modeling.quantized import (
 )
 from blr.compressor.modeling.settings import ExportSettings, export_settings
 
-_classes: dict[str, type] = {}
+_classes: dict[str, type[Any]] = {}
 
 
 class ExportedModelMixin:
     """Gives the structured layers kernel layout, or their packed form, as soon as they are in place."""
 
-    def _place_layers(self) -> None:
-        super()._place_layers()
+    def _place_layers(self: Any) -> None:
+        structured: Any = super()
+        structured._place_layers()
         settings = export_settings(self.config)
         if settings is None:
             return
@@ -47,11 +48,11 @@ def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str,
     if not settings.quantize:
         return settings.head
     structured = {name: {**spec, "bits": settings.bits} for name, spec in layers.items()}
-    dense = {name: dense_entry(*shape, settings.bits) for name, shape in settings.dense.items()}
+    dense = {name: dense_entry(o, i, settings.bits) for name, (o, i) in settings.dense.items()}
     return {**structured, **dense, **settings.head}
 
 
-def model_class(name: str) -> type:
+def model_class(name: str) -> type[Any]:
     """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
     if name not in _classes:
         structured = structured_class(name)
@@ -71,7 +72,7 @@ def model_class(name: str) -> type:
     return _classes[name]
 
 
-def __getattr__(name: str) -> type:
+def __getattr__(name: str) -> type[Any]:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return model_class(name)

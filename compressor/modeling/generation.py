@@ -22,18 +22,20 @@ class FusedGeneration:
 
     @torch.no_grad()
     def generate(
-        self, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
+        self: Any, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
     ) -> Any:
         """As `transformers.GenerationMixin.generate`: same arguments, same form of the result.
 
         Raises ValueError when prompt and new tokens exceed the model's own maximum.
         """
+        native: Any = super()
         settings = export_settings(self.config)
         request: Request | str = "positional arguments"
         if settings is not None and not rest:
             request = read_request(self, inputs, generation_config, kwargs)
-        if settings is None or (decoder := find_decoder(self, settings, request)) is None:
-            return super().generate(inputs, generation_config, *rest, **kwargs)
+        decoder = None if settings is None else find_decoder(self, settings, request)
+        if decoder is None or isinstance(request, str):
+            return native.generate(inputs, generation_config, *rest, **kwargs)
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
@@ -113,6 +115,7 @@ def _unsupported(model: Any) -> str | None:
 def _make_decoder(model: Any, settings: ExportSettings) -> Any:
     from blr.compressor.runtime.decoder import Decoder
 
+    assert settings.context is not None  # as every export that generates has it
     return Decoder(model, batch=settings.batch, context=settings.context)
 
 

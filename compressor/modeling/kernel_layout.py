@@ -7,7 +7,7 @@ without a copy, so that forward passes, kernels and gradients are those of the c
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -51,6 +51,7 @@ def to_kernel_layout(layer: StructuredLinear) -> None:
         else:
             layer.register_parameter(stem + SUFFIX, _stored(held, order[stem]))
     layer.__class__ = cls
+    assert isinstance(layer, KernelLayout)
     layer.orders = order
 
 
@@ -58,7 +59,7 @@ def _stored(factor: nn.Parameter, order: Order) -> nn.Parameter:
     return nn.Parameter(to_physical(factor.detach(), order), requires_grad=factor.requires_grad)
 
 
-def _canonical(factor: str) -> property:
+def _canonical(factor: str) -> Any:
     def view(layer: KernelLayout) -> Tensor:
         return canonical_view(getattr(layer, factor + SUFFIX), layer.orders[factor])
 
@@ -100,14 +101,16 @@ class KernelBlastLinear(KernelLayout, BlastLinear):
 class KernelKroneckerLinear(KernelLayout, KroneckerLinear):
     """factors_kernel.n [a, d, b, c]."""
 
-    @property
-    def factors(self) -> list[Tensor]:
-        """The factors [a, b, c, d], views of what is stored."""
+    factors_kernel: nn.ParameterList
+
+    def _views(self) -> list[Tensor]:
         stored = enumerate(self.factors_kernel)
         return [canonical_view(tensor, self.orders[f"factors.{n}"]) for n, tensor in stored]
 
+    factors: Any = property(_views, doc="The factors [a, b, c, d], views of what is stored.")
 
-KERNEL_LAYERS: dict[type[StructuredLinear], type[StructuredLinear]] = {
+
+KERNEL_LAYERS: dict[type[StructuredLinear], type[KernelLayout]] = {
     LowRankLinear: KernelLowRankLinear,
     MonarchLinear: KernelMonarchLinear,
     BlastLinear: KernelBlastLinear,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.dense_weight import DenseWeight
-from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.structures.specs import LowRankSpec, MonarchSpec, Spec, spec_from_dict
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.common.layout import order_of, relaid
 from blr.kernels.kronecker.op import kronecker_linear
@@ -94,6 +94,9 @@ class LowRankLinear(StructuredLinear):
     shared: the layers of the same input that this one may be computed with (`shared.py`), or None.
     """
 
+    spec: LowRankSpec
+    U: Tensor
+    V: Tensor
     shared: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,6 +118,10 @@ class LowRankLinear(StructuredLinear):
 class MonarchLinear(StructuredLinear):
     """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``."""
 
+    spec: MonarchSpec
+    U: Tensor
+    V: Tensor
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return monarch_linear(x, self.U, self.V, bias)
 
@@ -122,12 +129,18 @@ class MonarchLinear(StructuredLinear):
 class BlastLinear(StructuredLinear):
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``."""
 
+    U: Tensor
+    S: Tensor
+    V: Tensor
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return blast_linear(x, self.U, self.S, self.V, bias)
 
 
 class KroneckerLinear(StructuredLinear):
     """``y = K_0 K_1 … K_{L-1} x + bias``."""
+
+    factors: Any  # an nn.ParameterList, or a list of views of what is stored
 
     def _allocate(self) -> None:
         shapes = self.spec.shapes().values()
@@ -182,7 +195,7 @@ def prepare_layers(model: nn.Module) -> None:
             module.relayout_()
 
 
-def _contiguous_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _contiguous_entries(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Entries of a state dict in canonical order and memory of their own, as files hold them."""
     for name in module.spec.shapes():
         tensor = state.get(prefix + name)

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
 from blr.compressor.modeling.layers import prepare_layers, replace_layers
 
-_classes: dict[str, type] = {}
+_classes: dict[str, type[Any]] = {}
 
 
 class StructuredModelMixin:
@@ -31,22 +31,26 @@ class StructuredModelMixin:
     loading: the layers must be in place before it collects tied weights and parallel plans.
     """
 
-    def post_init(self) -> None:
+    def post_init(self: Any) -> None:
+        native: Any = super()
         self._place_layers()
-        super().post_init()
+        native.post_init()
 
-    def _place_layers(self) -> None:
+    def _place_layers(self: Any) -> None:
         layers = (self.config.blr or {}).get("layers", {})
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
 
     @classmethod
-    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
+    def from_pretrained(
+        cls: Any, *arguments: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
         """As of transformers; weights that were loaded onto a GPU are given their kernel layout.
 
         Raises ValueError when tensors are missing, left over or of another shape, which transformers
         would replace by random numbers; who asks for the loading info judges it himself.
         """
-        model, info = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        native: Any = super()
+        model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
         prepare_layers(model)
         if output_loading_info:
             return model, info
@@ -105,7 +109,7 @@ def _bare(cls: Any, key: str) -> str:
     return key.removeprefix(f"{cls.base_model_prefix}.")
 
 
-def model_class(name: str) -> type:
+def model_class(name: str) -> type[Any]:
     """The model class ``Blr<Native>``, made once; its tensors keep their names on disk."""
     if name not in _classes:
         native: Any = getattr(transformers, native_name(name))
@@ -131,7 +135,7 @@ def _keep_conversions(native: Any, name: str, model_type: str) -> None:
             register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
 
 
-def __getattr__(name: str) -> type:
+def __getattr__(name: str) -> type[Any]:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return model_class(name)

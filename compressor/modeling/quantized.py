@@ -152,7 +152,7 @@ class QuantizedStructured(StructuredLinear):
         return f"{super().extra_repr()}, int{self.bits}"
 
 
-def _canonical(name: str) -> property:
+def _canonical(name: str) -> Any:
     return property(lambda layer: layer.dequantized(name), doc=f"{name}, dequantized when read.")
 
 
@@ -177,10 +177,10 @@ class QuantizedBlastLinear(QuantizedStructured, BlastLinear):
 class QuantizedKroneckerLinear(QuantizedStructured, KroneckerLinear):
     """factors_q.n [a, d, …] of b·c columns."""
 
-    @property
-    def factors(self) -> list[Tensor]:
-        """The factors [a, b, c, d], dequantized when read."""
+    def _made(self) -> list[Tensor]:
         return [self.dequantized(name) for name in self.spec.shapes()]
+
+    factors: Any = property(_made, doc="The factors [a, b, c, d], dequantized when read.")
 
 
 class QuantizedLinear(nn.Module):
@@ -278,8 +278,8 @@ def packed_stages(layer: nn.Module) -> tuple[PackedStage, ...] | None:
     if not isinstance(layer, QuantizedStructured) or layer.spec.structure == "ks":
         return None
     V, U = _blocks(layer.packed("V")), _blocks(layer.packed("U"))
-    part = layer.spec.block_rank if layer.spec.structure == "monarch" else None
-    mix = layer.S if layer.spec.structure == "blast" else None
+    part = layer.spec.block_rank if isinstance(layer, MonarchLinear) else None
+    mix = layer.S if isinstance(layer, BlastLinear) else None
     return PackedStage(V, mix=mix, part=part), PackedStage(U, layer.bias)
 
 

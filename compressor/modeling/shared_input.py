@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.layers import LowRankLinear
 from blr.kernels.lowrank.op import lowrank_group
 
 # Tokens up to which it pays on an H200: 1.2 to 1.7 times as fast with 512 (q, k, v), even with 4096.
@@ -66,14 +66,14 @@ def share_inputs(model: Any) -> int:
     found = 0
     for block in model.get_decoder().layers:
         for owner, names in TOGETHER.items():
-            layers = [getattr(getattr(block, owner), name, None) for name in names]
+            layers: list[Any] = [getattr(getattr(block, owner), name, None) for name in names]
             if all(map(_plain, layers)) and all(layer.shared is None for layer in layers):
                 SharedInput(layers)
                 found += 1
     return found
 
 
-def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
+def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
     """Store the V of low-rank layers that read the same input in one tensor.
 
     Their parameters become views of it, so that `lowrank_group` can take one product through all

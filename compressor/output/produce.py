@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.disk import fsync_folder, pieces, write_stream
+from blr.compressor.checkpoint.disk import Bytes, fsync_folder, pieces, write_stream
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
 from blr.compressor.checkpoint.shards import INDEX, Slot, write_shards
@@ -27,7 +27,7 @@ class Contents:
     """
 
     shards: Mapping[str, list[Slot]]
-    read: Callable[[TensorEntry], Iterable[Any]]
+    read: Callable[[TensorEntry], Iterable[Bytes]]
     small: Mapping[str, bytes | Path]
     later: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ def produce(
 def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:
     with progress.layers(sum(map(len, contents.shards.values())), "writing") as advance:
 
-        def read(entry: TensorEntry) -> Iterable[Any]:
+        def read(entry: TensorEntry) -> Iterable[Bytes]:
             advance(entry.name)
             return contents.read(entry)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,7 +16,8 @@ from blr.compressor.structures.registry import STRUCTURES
 
 AUTO = "auto"  # the best structure of each layer
 if TYPE_CHECKING:
-    Method = LayerMethod = str
+    Method: TypeAlias = str
+    LayerMethod: TypeAlias = str
 else:
     Method = Literal[(*STRUCTURES, AUTO)]
     LayerMethod = Literal[(*STRUCTURES, AUTO, "dense")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,35 +61,31 @@ class Binder:
         return Segment(x, stage.w, y, stage.bias, stage.mix, stage.part)
 
     def _stages(self, phase: Phase) -> Run:
-        segments, norm = [self._segment(p) for p in phase.parts], {"gain": phase.gain, "eps": phase.eps}
-        if not self.triton:
-            from blr.kernels.quantized.segments import grouped
+        segments = [self._segment(part) for part in phase.parts]
+        norm: dict[str, Any] = {"gain": phase.gain, "eps": phase.eps}
+        if self.triton:
+            from blr.kernels.quantized.either import add, grouped
 
             if phase.add:
-                return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-            return lambda: grouped(segments, **norm)
+                runs: list[Run] = [partial(add, s, pdl=self.pdl, **norm) for s in segments]
+                return lambda: [run() for run in runs]
+            return partial(grouped, segments, pdl=self.pdl, **norm)
+        from blr.kernels.quantized.segments import grouped as reference
+
         if phase.add:
-            return lambda: [self._add(s, norm) for s in segments]
-        from blr.kernels.quantized.either import grouped
-
-        return lambda: grouped(segments, pdl=self.pdl, **norm)
-
-    def _add(self, s: Segment | QuantizedSegment, norm: dict[str, Any]) -> None:
-        """The stage of a segment added to what its result holds."""
-        from blr.kernels.quantized.either import add
-
-        add(s, pdl=self.pdl, **norm)
+            return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
+        return partial(reference, segments, **norm)
 
     def _dual(self, phase: Phase) -> Run:
         gate, up = (self._segment(part) for part in phase.parts)
-        options = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
+        options: dict[str, Any] = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
         if self.triton:
             from blr.kernels.quantized.either import dual
 
-            return lambda: dual(gate, up, pdl=self.pdl, **options)
-        from blr.kernels.quantized.segments import dual
+            return partial(dual, gate, up, pdl=self.pdl, **options)
+        from blr.kernels.quantized.segments import dual as reference
 
-        return lambda: dual(gate, up, **options)
+        return partial(reference, gate, up, **options)
 
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self.state.view(phase.source, self.rows), self.state.view(phase.target, self.rows)
@@ -99,36 +96,40 @@ class Binder:
         return lambda: torch.mul(ACTIVATIONS[phase.activation](gate), up, out=target)
 
     def _norm(self, phase: Phase) -> Run:
-        source, target = self._slots(phase)
-        return lambda: torch.mul(_over_rms(source, phase.eps), phase.gain.float(), out=target)
+        (source, target), gain = self._slots(phase), phase.gain
+        assert gain is not None
+        return lambda: torch.mul(_over_rms(source, phase.eps), gain.float(), out=target)
 
     def _module(self, phase: Phase) -> Run:
-        source, target = self._slots(phase)
-        dtype = next(phase.module.parameters()).dtype
+        (source, target), module = self._slots(phase), phase.module
+        assert module is not None
+        dtype = next(module.parameters()).dtype
 
         def call() -> None:
-            y = phase.module(source.to(dtype))
+            y = module(source.to(dtype))
             target.add_(y) if phase.add else target.copy_(y)
 
         return call
 
     def _attention(self, phase: Phase) -> Run:
         state, heads, (source, target) = self.state, phase.heads, self._slots(phase)
+        assert heads is not None
         k, v = state.kv.layer(heads.layer, self.rows)
         inputs = (source, k, v, state.cos, state.sin, state.pos[: self.rows], state.start[: self.rows])
-        options = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
+        options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
         options |= {"eps": heads.eps, "window": heads.window}
         if self.triton:
             from blr.kernels.attention.launch import decode_attention
 
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
-            return lambda: decode_attention(*inputs, **options, out=target, pdl=self.pdl)
-        from blr.kernels.attention.reference import decode_attention
+            return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
+        from blr.kernels.attention.reference import decode_attention as reference
 
-        return lambda: target.copy_(decode_attention(*inputs, **options))
+        return lambda: target.copy_(reference(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
         tokens, table = self.state.tokens[: self.rows], phase.weight
+        assert table is not None
         x = self.state.view(phase.target, self.rows)
         if not self.triton:
             return lambda: x.copy_(table[tokens])
@@ -148,7 +149,7 @@ class Binder:
         values, indices, counter = state.choice.values()
         grid = (self.rows, -(-logits.shape[1] // CHOICE_BLOCK))
         arguments = (logits, logits.stride(0), logits.shape[1], values, indices, counter, tokens, pos)
-        options = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
+        options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
 

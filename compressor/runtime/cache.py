@@ -17,6 +17,8 @@ class PrefillLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()

@@ -201,7 +201,7 @@ class Decoder:
     def bytes_of(self, phase: Phase) -> int:
         """Bytes of weights and cache that `phase` reads for one token of every row."""
         rows = max(self.rows, 1)
-        if phase.kind == "attention":
+        if phase.heads is not None:
             seen = min(self.position + 1, phase.heads.window or self.context)
             return seen * self.state.kv.bytes_a_slot(rows)
         return phase.bytes * (rows if phase.kind == "embed" else 1)
@@ -245,8 +245,8 @@ class Decoder:
             from blr.compressor.runtime.persistent import PersistentToken
         except ImportError as error:
             raise UnsupportedError(f"mode 'persistent': {error}; use mode 'graph'") from error
-        options = {"fixed": self.fixed_splits, "tuning": tuning}
-        return PersistentToken(self.plan, self.state, self.model, self.context, **options)
+        made = (self.plan, self.state, self.model, self.context)
+        return PersistentToken(*made, fixed=self.fixed_splits, tuning=tuning)
 
     def capture(self, runs: list[Run]) -> Run:
         """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.

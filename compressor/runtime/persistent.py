@@ -105,8 +105,9 @@ class PersistentToken:
         longest = bucket_of(context)
         most = self.fixed(longest) or split_count(k.shape[1], longest)
         most = min(1 << (most - 1).bit_length(), MAX_SPLITS)
-        options = {"activation": "".join(gated), "norm": norm, "splits": most}
-        self.program = TokenProgram(table, memory, self.tuning, **options)
+        self.program = TokenProgram(
+            table, memory, self.tuning, activation="".join(gated), norm=norm, splits=most
+        )
 
     def run(self, rows: int, bucket: int) -> None:
         """One token of `rows` rows in contexts of up to `bucket` slots."""
@@ -121,6 +122,7 @@ class PersistentToken:
 
     def _segment(self, part: Part) -> Segment:
         rows, stage = len(self.state.tokens), part.stage
+        assert not isinstance(stage.w, Packed)  # as `refusal` says
         x, y = self.state.view(part.source, rows), self.state.view(part.target, rows)
         return Segment(x, stage.w, y, stage.bias, stage.mix, stage.part)
 
@@ -129,16 +131,19 @@ class PersistentToken:
         return [rows_piece(s, phase.gain, phase.eps, phase.add) for s in segments]
 
     def _dual(self, phase: Phase) -> list[Piece]:
-        return [pairs_piece(*map(self._segment, phase.parts), phase.gain, phase.eps)]
+        gate, up = map(self._segment, phase.parts)
+        return [pairs_piece(gate, up, phase.gain, phase.eps)]
 
     def _attention(self, phase: Phase) -> list[Piece]:
         heads, rows = phase.heads, len(self.state.tokens)
-        views = [self.state.view(slot, rows) for slot in (phase.source, phase.target)]
+        assert heads is not None
+        source, target = (self.state.view(slot, rows) for slot in (phase.source, phase.target))
         k, v = self.state.kv.layer(heads.layer, rows)
-        gains = (heads.q_gain, heads.k_gain, heads.eps)
-        return [attention_piece(*views, k, v, heads.scale * log2(e), *gains, heads.window)]
+        norm = (heads.q_gain, heads.k_gain, heads.eps)
+        return [attention_piece(source, target, k, v, heads.scale * log2(e), *norm, heads.window)]
 
     def _embed(self, phase: Phase) -> list[Piece]:
+        assert phase.weight is not None
         return [embed_piece(phase.weight, self.state.view(phase.target, len(self.state.tokens)))]
 
     def _choose(self, phase: Phase) -> list[Piece]:

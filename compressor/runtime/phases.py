@@ -41,6 +41,9 @@ class Slot:
     start: int = 0
 
 
+NOWHERE = Slot("", 0)
+
+
 @dataclass(frozen=True)
 class Part:
     """One stage of a launch, from one slot into another."""
@@ -76,8 +79,8 @@ class Phase:
     name: str
     kind: str
     parts: tuple[Part, ...] = ()
-    source: Slot | None = None
-    target: Slot | None = None
+    source: Slot = NOWHERE
+    target: Slot = NOWHERE
     gain: Tensor | None = None
     eps: float = 0.0
     add: bool = False
@@ -89,7 +92,7 @@ class Phase:
     @property
     def bytes(self) -> int:
         """Bytes of weights that one token reads in this phase (the cache not counted)."""
-        if self.kind == "embed":
+        if self.weight is not None:  # the embedding, of which one row is read
             return self.weight.shape[1] * self.weight.element_size()
         own = 0 if self.module is None else sum(map(size_in_bytes, self.module.parameters()))
         return own + size_in_bytes(self.gain) + sum(part.stage.bytes for part in self.parts)
@@ -106,7 +109,7 @@ class Plan:
         """Append a phase and widen the buffers for it."""
         slots = [slot for part in phase.parts for slot in (part.source, part.target)]
         for slot in (*slots, phase.source, phase.target):
-            if slot is not None:
+            if slot is not NOWHERE:
                 width = self.buffers.get(slot.name, 0)
                 self.buffers[slot.name] = max(width, slot.start + slot.width)
         self.phases.append(phase)
@@ -163,9 +166,9 @@ def _heads(attention: Any, config: Any, index: int) -> Heads:
         window = attention.sliding_window
     elif config.model_type.removeprefix("blr_") != "mistral":
         window = None
-    gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
+    q_gain, k_gain = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
     eps = 0.0 if q_norm is None else q_norm.variance_epsilon
-    return Heads(index, attention.head_dim, attention.scaling, *gains, eps, window)
+    return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window)
 
 
 def _attention(plan: Plan, prefix: str, layer: Any, heads: Heads, x: Slot) -> None:
@@ -187,9 +190,7 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
     mlp, width = layer.mlp, layer.mlp.down_proj.in_features
     inner, norm = Slot("inner", width), layer.post_attention_layernorm
     gate, up = stages_of(mlp.gate_proj), stages_of(mlp.up_proj)
-    paired = gate is not None and up is not None and len(gate) == len(up)
-    same = paired and kind_of(gate[-1].w) == kind_of(up[-1].w)
-    if same and dual_fits(gate[-1].w, up[-1].w):
+    if gate is not None and up is not None and _pair(gate, up):
         name = f"{prefix}gate_up"
         inputs = _advance(plan, name, [gate, up], x, norm)
         last = _last(inputs, [gate, up], [inner, inner])
@@ -203,6 +204,12 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
+
+
+def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:
+    """Whether the last stages of two layers fit one `dual`."""
+    same = len(gate) == len(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
+    return same and dual_fits(gate[-1].w, up[-1].w)
 
 
 def _projections(
@@ -220,10 +227,11 @@ def _projections(
         for key, target in targets.items():
             _projections(plan, prefix, {key: target}, source, key, norm, add)
         return
-    if None in found.values():
+    stages = [chain for chain in found.values() if chain is not None]
+    if not stages:
         _modules(plan, prefix, targets, source, norm, add)
         return
-    stages, slots = list(found.values()), [slot for _, slot in targets.values()]
+    slots = [slot for _, slot in targets.values()]
     parts = _advance(plan, prefix + name, stages, source, norm)
     gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
     label = prefix + name + (".U" if len(stages[0]) > 1 else "")

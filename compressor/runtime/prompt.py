@@ -45,14 +45,14 @@ def prefill_chunks(model: Any, input_ids: Tensor, start: Tensor, cache: Any) -> 
     """
     length, base = input_ids.shape[1], model.get_decoder()
     slot = torch.arange(length, device=input_ids.device)
-    start = start.to(input_ids.device) if int(start.max()) > 0 else None
-    hidden = None
+    padding = start.to(input_ids.device)[:, None] if int(start.max()) > 0 else None
+    hidden: Any = None
     for begin in range(0, length, CHUNK):
         end = min(begin + CHUNK, length)
         positions, mask = slot[None, begin:end], None
-        if start is not None:
-            positions = (positions - start[:, None]).clamp_min(0)
-            mask = (slot[None, :end] >= start[:, None]).long()
+        if padding is not None:
+            positions = (positions - padding).clamp_min(0)
+            mask = (slot[None, :end] >= padding).long()
         hidden = base(
             input_ids=input_ids[:, begin:end],
             attention_mask=mask,

@@ -53,7 +53,7 @@ def stages_of(module: nn.Module) -> tuple[Stage, ...] | None:
         return tuple(Stage(*stage) for stage in packed)
     if type(module) is nn.Linear:
         return (Stage(module.weight[None], module.bias),)
-    structure = getattr(getattr(module, "spec", None), "structure", None)
+    structure = getattr(getattr(module, "spec", None), "structure", "")
     make = {"svd": _lowrank, "monarch": _monarch, "blast": _blast}.get(structure)
     return None if make is None else make(module)
 

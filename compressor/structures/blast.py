@@ -128,11 +128,8 @@ class BlastProblem:
     ) -> tuple[Tensor, float, Tensor]:
         """Exact U, loss and pull ``E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk."""
         Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
-        if overlap is not None:
-            weighted, normal = Z, mixed_gram(S, overlap)
-        else:
-            weighted = self.gram @ Z
-            normal = Z.mT @ weighted
+        weighted = Z if self.gram is None else self.gram @ Z
+        normal = Z.mT @ weighted if overlap is None else mixed_gram(S, overlap)
         U = solve_spd(normal, rows @ weighted)
         error = rows - U @ Z.mT
         pushed = error if self.gram is None else error @ self.gram

@@ -200,7 +200,8 @@ def _refitted(factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | No
     With L and R the products left and right of it, the correction Δ solves
     ``support(LᵀL Δ R H Rᵀ) = support(Lᵀ (E H) Rᵀ)``.
     """
-    pattern = tuple(factors[n].shape)
+    a, b, c, d = factors[n].shape
+    pattern = (a, b, c, d)
     left = _product(factors[:n]) if n else None
     right = _product(factors[n + 1 :]) if n + 1 < len(factors) else None
     slope = residual if right is None else kronecker_factor(residual, right)

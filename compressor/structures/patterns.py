@@ -74,9 +74,11 @@ def parse_patterns(text: str, in_features: int | None = None, out_features: int 
             f"pattern is {quote(text)}: expected a chain such as (1,192,48,2)(2,48,192,1) "
             f"or one of {', '.join(NAMED)}"
         )
-    return tuple(
-        tuple(int(number) for number in re.findall(r"\d+", one)) for one in re.findall(_ONE, text)
-    )
+    found = []
+    for one in re.findall(_ONE, text):
+        a, b, c, d = map(int, re.findall(r"\d+", one))
+        found.append((a, b, c, d))
+    return tuple(found)
 
 
 def parse_each(text: str) -> Chain:

@@ -68,7 +68,8 @@ class Stream:
 def tokenize(documents: Iterable[str], tokenizer: Any) -> Tensor:
     """The tokens [n] (int32) of `documents` one after the other, without special tokens."""
     found: list[Tensor] = []
-    piece, size = [], 0
+    piece: list[str] = []
+    size = 0
 
     def flush() -> None:
         ids = tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]

@@ -91,8 +91,8 @@ def dual(
     up.y.copy_(product)
 
 
-def dual_fits(gate: Tensor, up: Tensor) -> bool:
-    """Whether stages of weights `gate` and `up`, [B, R, K] each, fit one `dual`."""
+def dual_fits(gate: Any, up: Any) -> bool:
+    """Whether stages of weights `gate` and `up`, [B, R, K] each, plain or packed, fit one `dual`."""
     return gate.shape[:2] == up.shape[:2]
 
 

@@ -39,8 +39,8 @@ class ArmName:
 
 def parse_arm(text: str) -> ArmName:
     """Raises UsageError for an arm that does not exist."""
-    runtime, _, rest = text.partition("-")
-    structure, *rest = rest.split("-")
+    runtime, _, later = text.partition("-")
+    structure, *rest = later.split("-")
     kind = rest.pop(0) if rest and rest[0] in KINDS else ""
     head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
     mode = rest.pop(0) if rest and rest[0] in MODES else ""

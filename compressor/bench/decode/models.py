@@ -120,7 +120,8 @@ class Models:
             raise UsageError(f"{self.subject.name} is a checkpoint: its arms are hf-own and ours-own")
         with torch.device("meta"):
             config = LlamaConfig(**self.subject.settings, max_position_embeddings=self.context)
-            return LlamaForCausalLM(config).to(self.dtype).eval()
+            model: Any = LlamaForCausalLM(config)  # whose `to` is annotated as taking no dtype
+            return model.to(self.dtype).eval()
 
     def _random(self, structure: str) -> Any:
         model = self._empty()

@@ -98,9 +98,10 @@ class DecodeBench:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.options.device)
-        self.dtype = getattr(torch, self.options.dtype, None)
-        if self.dtype not in LIMITS:
+        dtype = getattr(torch, self.options.dtype, None)
+        if dtype not in LIMITS:
             raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
+        self.dtype = dtype
         for name, value, known in (
             ("mode", self.options.mode, MODES),
             ("ops", self.options.ops, ("auto", *OPS)),
@@ -252,9 +253,9 @@ class DecodeBench:
         found = spread(samples)
         row.ms, row.low, row.high, row.rounds = found.ms, found.low, found.high, found.rounds
         row.steps, row.tokens_per_second = self.options.steps, row.batch * 1e3 / found.ms
-        if self.copy_tbps is not None:
+        if self.copy_tbps is not None and row.bytes is not None:
             row.floor_ms = row.bytes / self.copy_tbps * 1e-9
-            row.fraction = row.floor_ms / row.ms
+            row.fraction = row.floor_ms / found.ms
 
     def _compare(self, rows: list[DecodeRow]) -> None:
         """Fill in `speedup` over the dense baseline, or over transformers on a checkpoint."""
