@@ -186,7 +186,7 @@ class Assigner:
         items = [item for item, _ in groups]
         options = {"strength": self._strength, "floor": self.recipe.floor}
         exact = exact_ranks(items, budget, **options) if items else []
-        chains = self._chains(groups, exact, goal)
+        chains = self._chains(groups, exact)
         ranked = [
             n for n, (_, members) in enumerate(groups) if STRUCTURES[members[0].settings.method].ranked
         ]
@@ -227,9 +227,7 @@ class Assigner:
         pairs = [(self._item(members[0]), members) for members in merged.values()]
         return [(replace(item, count=len(members)), members) for item, members in pairs]
 
-    def _chains(
-        self, groups: Sequence[tuple[Item, list[Task]]], exact: Sequence[float], goal: str
-    ) -> Assigned:
+    def _chains(self, groups: Sequence[tuple[Item, list[Task]]], exact: Sequence[float]) -> Assigned:
         """Kronecker-sparse chains that together come within a percent of what their share allows."""
         pairs = zip(groups, exact, strict=True)
         wanted = [

@@ -52,10 +52,10 @@ class Item:
         return self.step * self.cost * self.count
 
 
-def fit_ranks(
+def exact_ranks(
     items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
-) -> list[int]:
-    """The rank of every item so that all parameters together come within `TOLERANCE` of `budget`.
+) -> list[float]:
+    """Real-valued ranks that spend `budget` exactly, each from one step to break-even.
 
     Args:
         items: what shares the budget.
@@ -63,13 +63,6 @@ def fit_ranks(
         strength: weight of the sensitivities, 0 for uniform ranks.
         floor: least share of the uniform rank that the sensitivities leave.
     """
-    return snap(items, exact_ranks(items, budget, strength=strength, floor=floor), budget)
-
-
-def exact_ranks(
-    items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
-) -> list[float]:
-    """Real-valued ranks that spend `budget` exactly, each from one step to break-even."""
     share = budget / sum(item.size * item.count for item in items)
     wanted = [share * item.full for item in items]
     if strength and any(item.curve is not None for item in items):

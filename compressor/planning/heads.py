@@ -57,14 +57,6 @@ def memory_threshold(width: int, groups: int, tokens: int = TOKENS) -> float:
     return tokens * width / (groups * tokens + width)
 
 
-def activation_memory(width: int, groups: int, rank: int, tokens: int) -> int:
-    """Numbers kept for M tokens: G·r·(M + width/G), rank-space activations and streamed factors.
-
-    Source: FlashSVD, theorem 8.25.
-    """
-    return groups * rank * tokens + rank * width
-
-
 def saves(width: int, other: int, groups: int, rank: float, tokens: int = TOKENS) -> bool:
     """Whether G groups of rank r hold fewer parameters and less activation memory than dense."""
     return rank < min(parameter_threshold(width, other, groups), memory_threshold(width, groups, tokens))

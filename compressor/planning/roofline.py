@@ -113,14 +113,6 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
         raise TypeError(f"no roofline for {type(spec).__name__}")
 
 
-def permuted_chain_time(spec: KroneckerSpec, tokens: int, gpu: Gpu) -> float:
-    """Microseconds of a Kronecker-sparse layer by permute, batched product, permute for every
-    factor, as without the fused kernel; launches excluded."""
-    sides = [(a * c * d, a * b * d) for a, b, c, d in spec.patterns]
-    moves = [Kernel(2 * tokens * size, 0) for pair in sides for size in pair]
-    return _total([*kernels(spec, tokens), *moves], gpu, launch=False)
-
-
 def _matmul(tokens: int, i: int, o: int) -> Kernel:
     return Kernel(tokens * i + i * o + tokens * o, tokens * i * o)
 

@@ -113,10 +113,6 @@ class PersistentToken:
         """One token of `rows` rows in contexts of up to `bucket` slots."""
         self.program.run(rows, bucket, self.fixed(bucket))
 
-    def run_phase(self, number: int, rows: int, bucket: int) -> None:
-        """Phase `number` of it alone."""
-        self.program.run(rows, bucket, self.fixed(bucket), number)
-
     def _pieces(self, phase: Phase) -> list[Piece]:
         return getattr(self, f"_{phase.kind}")(phase)
 

@@ -31,11 +31,6 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
-def relayout(w: Tensor) -> Tensor:
-    """[a, b, c, d] as a view of storage [a, d, b, c], the fast one; a copy only where needed."""
-    return w.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-
-
 def densify(w: Tensor, G: int) -> Tensor:
     """Weight of runs of G columns l as dense blocks: [a, b, c, d] -> [a, b·G, c·G, d/G].
 

@@ -10,14 +10,16 @@ import torch
 from tolerances import TOLERANCES
 from torch import Tensor
 
+from blr.kernels.common.layout import order_of, relaid
 from blr.kernels.kronecker import densify as densifying
 from blr.kernels.kronecker import permute, products, variants
 from blr.kernels.kronecker.reference import kronecker_factor as reference
 from blr.kernels.kronecker.reference import kronecker_linear
-from blr.kernels.kronecker.variants import VARIANTS, densify, kronecker_chain, kronecker_factor, relayout
+from blr.kernels.kronecker.variants import VARIANTS, densify, kronecker_chain, kronecker_factor
 
 pytest.importorskip("triton")
 
+STORED = order_of("ks", "factors", 4)
 PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (2, 20, 36, 4), (1, 18, 12, 16), (2, 33, 17, 2)]
 SMALL_PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (1, 20, 12, 8)]
 SMALL = {"BN": 16, "BB": 16, "BC": 16}
@@ -68,7 +70,7 @@ def problem(
     a, b, c, d = pattern
     g = torch.Generator().manual_seed(n)
     x = torch.randn(n, a * c * d, generator=g).to(dtype)
-    w = relayout((torch.randn(pattern, generator=g) / c**0.5).to(dtype))
+    w = relaid((torch.randn(pattern, generator=g) / c**0.5).to(dtype), STORED)
     bias = torch.randn(a * b * d, generator=g).to(dtype)
     return x, w, bias, reference(x.double(), w.double()) + bias.double()
 
@@ -133,7 +135,7 @@ def test_weight_of_all_columns_is_the_same_in_one_launch(dtype: torch.dtype) -> 
         w = torch.randn(pattern).to(dtype)
         expected = densify(w, pattern[3])[..., 0]
         assert torch.equal(densifying.densify_all(w), expected)
-        assert torch.equal(densifying.densify_all(relayout(w)), expected)
+        assert torch.equal(densifying.densify_all(relaid(w, STORED)), expected)
 
 
 @pytest.mark.parametrize("a", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blr.compressor.planning.budget import Item, equal_margins, exact_ranks, fit_ranks
+from blr.compressor.planning.budget import Item, equal_margins, exact_ranks, snap
 
 pytestmark = pytest.mark.fast
 
@@ -28,6 +28,11 @@ def spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
 
 def dense(items: Sequence[Item]) -> int:
     return sum(item.size * item.count for item in items)
+
+
+def fit_ranks(items: Sequence[Item], budget: float, **options: float) -> list[int]:
+    """What a plan does for layers that share a budget."""
+    return snap(items, exact_ranks(items, budget, **options), budget)
 
 
 def falling(length: int, decay: float) -> list[float]:

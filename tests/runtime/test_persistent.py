@@ -89,7 +89,7 @@ def error_of(model: Any, rows: int, programs: int, steps: int = 2, tuning: Tunin
             token.run(rows, 128)
         else:
             for number in range(len(ours.plan.phases)):
-                token.run_phase(number, rows, 128)
+                token.program.run(rows, 128, phase=number)
         found, wanted = (d.state.buffers["logits"].float() for d in (ours, truth))
         errors.append(float((found - wanted).norm() / wanted.norm()))
         assert ours.state.tokens.tolist() == found.argmax(-1).tolist()
@@ -157,7 +157,7 @@ def test_splits_of_the_attention(tmp_path: Path) -> None:
         decoder.prefill(ids)
     with torch.no_grad():
         for number in range(len(ours.plan.phases)):
-            token.run_phase(number, 1, 128)
+            token.program.run(1, 128, 8, number)
         wanted._advance()
     found, truth = (d.state.buffers["logits"] for d in (ours, wanted))
     assert (found - truth).norm() < TOLERANCES[torch.float32] * truth.norm()
