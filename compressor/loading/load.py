@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
@@ -24,7 +25,6 @@ from blr.compressor.machine.dtypes import COMPUTED
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.modeling_blr import misloaded
-from blr.compressor.modeling.registry import register
 from blr.compressor.quoting import quote
 
 GENERATES = "AutoModelForCausalLM"
@@ -49,7 +49,7 @@ def load_model(
     """
     if dtype not in COMPUTED:
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
-    source = _register_structured(folder)
+    source = _open(folder)
     check_generation(folder)
     check_listed(folder, "all" if verify else "none")
     if task == GENERATES and not trust:
@@ -111,7 +111,7 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
 
     Raises InputError when it has none that loads, or one that explodes.
     """
-    _register_structured(folder)
+    _open(folder)
     check_tokenizer(folder, text)
     try:
         with quiet_transformers():
@@ -125,21 +125,17 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
         ) from error
 
 
-def _register_structured(folder: Path) -> Source:
-    """Check the files of `folder`, and register its model type if that is one of ours without a
-    table in configs/.
+def _open(folder: Path) -> Source:
+    """Check the files of `folder`, and that its model type is known if it is one of ours.
 
     Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
     """
     source = open_source(folder)
-    if "blr" in source.config and source.model_type.startswith("blr_"):
-        native = source.model_type.removeprefix("blr_")
-        try:
-            register(native)
-        except (KeyError, AttributeError):
-            found = f"model type {quote(source.model_type)}"
-            expected = "blr_ and one that this version of transformers has"
-            refuse(folder / "config.json", found, expected, REMEDY)
+    ours = "blr" in source.config and source.model_type.startswith("blr_")
+    if ours and source.model_type not in CONFIG_MAPPING:
+        found = f"model type {quote(source.model_type)}"
+        expected = "blr_ and one that this version of transformers has"
+        refuse(folder / "config.json", found, expected, REMEDY)
     return source
 
 

@@ -1,6 +1,7 @@
 """Importing this teaches `transformers` to load structured checkpoints without remote code.
 
-After ``import blr.compressor.modeling``, ``AutoModelForCausalLM.from_pretrained(OUT)`` works, and
+After ``import blr.compressor.modeling``, ``AutoModelForCausalLM.from_pretrained(OUT)`` works for every
+model type that transformers has, and
 ``save_pretrained`` writes folders that load where `blr` is not installed.
 """
 
@@ -9,9 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.architectures import families
 from blr.compressor.modeling.configuration_blr import ON_SAVE
-from blr.compressor.modeling.registry import register
+from blr.compressor.modeling.registry import register_on_demand
 
 
 def _write_code(config: Any, folder: Path) -> None:
@@ -21,6 +21,4 @@ def _write_code(config: Any, folder: Path) -> None:
 
 
 ON_SAVE.append(_write_code)
-for _family in families():
-    for _model_type in _family.model_types:
-        register(_model_type)
+register_on_demand()

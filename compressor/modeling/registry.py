@@ -32,6 +32,31 @@ def register(model_type: str) -> type:
     return config
 
 
+class _OnDemand(dict[str, type]):
+    """Configurations registered with transformers by model type; the structured variant of each native
+    type is registered when somebody asks for it first."""
+
+    def __contains__(self, model_type: object) -> bool:
+        return super().__contains__(model_type) or _register_structured(str(model_type))
+
+
+def register_on_demand() -> None:
+    """Make transformers know the structured variants of all model types that it has."""
+    if not isinstance(CONFIG_MAPPING._extra_content, _OnDemand):
+        CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
+
+
+def _register_structured(model_type: str) -> bool:
+    """Register ``blr_<native>``; False for a name that is none."""
+    native = model_type.removeprefix(f"{PREFIX.lower()}_")
+    if native == model_type or native not in CONFIG_MAPPING:
+        return False
+    with suppress(AttributeError):  # transformers keeps some classes to itself
+        register(native)
+        return True
+    return False
+
+
 def auto_map(model_type: str) -> dict[str, str]:
     """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class."""
     native = CONFIG_MAPPING[model_type]

@@ -63,13 +63,18 @@ def outline(folder: Path) -> Source:
 
 def _names(source: Source, family: Family) -> Iterator[str]:
     """Module names of all compressible layers, block after block."""
-    counted, symbol = next(
-        (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob.endswith("#")
-    )
+    counted = [
+        (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"
+    ]
+    if not counted:
+        raise InputError(
+            f"{source.folder}: found no weights, and config.json alone does not tell the layers of a "
+            f"{source.model_type!r} model; give a folder with its weights"
+        )
+    container, symbol = counted[0][0].removeprefix("*"), counted[0][1]
     blocks = evaluate(source, symbol)
     if blocks is None:
         raise InputError(f"{source.folder / 'config.json'}: found no {symbol}, expected it to plan")
-    container = counted.removeprefix("*")
     for number in range(blocks):
         for glob in family.modules:
             inner = re.sub(r"^\*.*?\.\*\.", "", glob)

@@ -44,7 +44,7 @@ def drift(found: sequential.Run) -> float:
     return float(sum((s - h).norm() for s, h in pairs) / sum(h.norm() for _, h in pairs))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "gemma2", "phi3", "distilbert"])
 def test_full_rank_changes_nothing(name: str, tmp_path: Path) -> None:
     found = run(save_pico(name, tmp_path / name), tmp_path / "journal", method="svd", rank=32)
     assert len(found.results) == len(found.plan.layers)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pico import MODELS, inputs_for, save_pico
+from fresh import fresh
+from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import blr.compressor.modeling
+import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling.layers import StructuredLinear
@@ -31,7 +32,7 @@ AUTO |= {"ImageClassification": "AutoModelForImageClassification"}
 
 def auto_class(name: str) -> Any:
     """The Auto class for the pico model `name`."""
-    architecture = MODELS[name][2].replace("LMHeadModel", "ForCausalLM")
+    architecture = {**MODELS, **MORE}[name][2].replace("LMHeadModel", "ForCausalLM")
     return getattr(transformers, AUTO.get(architecture.partition("For")[2], "AutoModel"))
 
 
@@ -69,8 +70,6 @@ CASES += [(name, method) for name in ("llama", "gpt2", "vit") for method in ("mo
 def test_same_logits_as_dense_rebuilt_from_factors(name: str, method: str, tmp_path: Path) -> None:
     settings = {"method": method, "cf": 1.5, **METHODS[method]}
     source, output = compress_pico(name, tmp_path, **settings)
-    if name == "opt":
-        blr.compressor.modeling.register("opt")
     model = auto_class(name).from_pretrained(output, dtype=torch.float32).eval()
     assert any(isinstance(module, StructuredLinear) for module in model.modules())
     dense = rebuilt(name, source, output, make_recipe(**settings))
@@ -120,3 +119,17 @@ def test_new_model_from_configuration_has_finite_weights(tmp_path: Path) -> None
     config = transformers.AutoConfig.from_pretrained(output)
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_every_family_is_registered_when_it_is_asked_for(tmp_path: Path) -> None:
+    """`import blr.compressor.modeling` alone, in a process that asked for no other."""
+    folders = [str(compress_pico(name, tmp_path / name)[1]) for name in ("electra", "t5", "opt")]
+    code = """
+import blr.compressor.modeling
+from transformers import AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+assert "blr_nothing" not in CONFIG_MAPPING and "blr_t5" in CONFIG_MAPPING
+print(json.dumps([type(AutoModel.from_pretrained(folder)).__name__ for folder in job["folders"]]))
+"""
+    found, _ = fresh(code, {"folders": folders}, hidden=())
+    assert found == ["BlrElectraModel", "BlrT5Model", "BlrOPTModel"]

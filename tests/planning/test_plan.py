@@ -75,6 +75,6 @@ def test_heads_stay_dense_unless_asked(tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_is_discovered_and_said(tmp_path: Path) -> None:
-    found = plan(save_pico("opt", tmp_path))
+    found = plan(save_pico("electra", tmp_path))
     assert len(found.layers) == 12
     assert any("has no table in configs/" in note for note in found.notes)

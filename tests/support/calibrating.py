@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from pico import MODELS, VOCAB, save_pico
+from pico import MODELS, MORE, VOCAB, save_pico
 
 from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.source import open_source
@@ -15,6 +15,7 @@ from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.text.reading import Calibration
 
 TEXT_MODELS = [name for name in MODELS if name not in ("vit", "opt")]
+TEXT_MODELS += ["gemma2", "gemma3", "phi3", "distilbert", "xlm-roberta"]
 CPU = torch.device("cpu")
 
 
@@ -38,5 +39,5 @@ def block_model(name: str, folder: Path) -> BlockModel:
 
 def native(name: str, folder: Path) -> Any:
     """The same checkpoint as transformers loads it."""
-    config = MODELS[name][2]
+    config = {**MODELS, **MORE}[name][2]
     return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()

@@ -109,6 +109,8 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
         "XLMRobertaForSequenceClassification",
     ),
     "t5": ("T5Config", _T5, "T5ForConditionalGeneration"),
+    # one that has no table in configs/
+    "electra": ("ElectraConfig", _BERT, "ElectraForSequenceClassification"),
     "mixtral": ("MixtralConfig", {**_LLAMA, **_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
     "qwen3-moe": (
         "Qwen3MoeConfig",
