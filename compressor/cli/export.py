@@ -30,6 +30,7 @@ class Kind(StrEnum):
 
     folder = "folder"
     pt2 = "pt2"
+    dense = "dense"
 
 
 def export(
@@ -40,7 +41,11 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     kind: Annotated[
         Kind,
-        typer.Option("--as", help="folder, or pt2: a compiled forward pass of an encoder beside it."),
+        typer.Option(
+            "--as",
+            help="folder; pt2: a compiled forward pass of an encoder beside it; dense: the ordinary "
+            "checkpoint, for tools that know nothing of blr.",
+        ),
     ] = Kind.folder,
     gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
     batch: Annotated[
@@ -113,17 +118,12 @@ def export(
 
 
 def _export_text(summary: dict[str, Any]) -> str:
-    batch, context = summary["batch"], summary["context"]
-    use = f", batch {batch}, context {context} tokens" if context is not None else ""
     lines = [
         f"output: {summary['output']}",
-        f"for: {summary['gpu']}{use}",
-        f"layers: {summary['layers']} structured, in kernel layout",
+        *_layers_text(summary),
         f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
         f"time: {summary['seconds']:.1f} s",
     ]
-    if summary["densified"]:
-        lines[2] += f"; {summary['densified']} dense, faster so by the table of this GPU"
     if summary["untied_bytes"]:
         added = f"output head: {summary['untied_bytes']:,} bytes beside the embedding it was tied to"
         lines.insert(-1, added)
@@ -133,3 +133,14 @@ def _export_text(summary: dict[str, Any]) -> str:
         errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
         lines.insert(-1, f"{kinds} error by layer type: {errors}")
     return "\n".join(lines)
+
+
+def _layers_text(summary: dict[str, Any]) -> list[str]:
+    if summary["kind"] == Kind.dense:
+        return [f"layers: {summary['densified']} structured, made dense"]
+    batch, context = summary["batch"], summary["context"]
+    use = f", batch {batch}, context {context} tokens" if context is not None else ""
+    layers = f"layers: {summary['layers']} structured, in kernel layout"
+    if summary["densified"]:
+        layers += f"; {summary['densified']} dense, faster so by the table of this GPU"
+    return [f"for: {summary['gpu']}{use}", layers]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-KINDS = ("folder", "pt2")
+KINDS = ("folder", "pt2", "dense")
 COMPILED = "model.pt2"
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
@@ -112,7 +112,17 @@ def check_options(options: ExportOptions) -> ExportOptions:
         if value is not None and value not in known:
             raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
     head = None if options.quantize_head == NONE else options.quantize_head
-    return replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
+    options = replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
+    _check_meant(options)
+    return options
+
+
+def _check_meant(options: ExportOptions) -> None:
+    """Raise UsageError for an option that `options.kind` has no use for."""
+    for name in ("batch", "context", "quantize", "quantize_head") if options.kind == "dense" else ():
+        if getattr(options, name) != getattr(ExportOptions, name):
+            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise UsageError(f"{option}: --as dense writes plain weights; leave one of them out")
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
@@ -131,7 +141,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         if options.allow_pickle:
             workspace.claim()
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
-        job = Job(checkpoint, options, workspace, progress)
+        job = _job_class(options.kind)(checkpoint, options, workspace, progress)
         job.run()
     before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
     return ExportSummary(
@@ -139,7 +149,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         kind=options.kind,
         gpu=options.gpu,
         batch=options.batch,
-        context=job.settings.context,
+        context=job.context,
         layers=len(job.checkpoint.specs),
         densified=len(job.densified),
         bytes_before=before,
@@ -153,32 +163,49 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     )
 
 
+def _job_class(kind: str) -> type[Job]:
+    if kind != "dense":
+        return Job
+    from blr.compressor.export.dense import DenseJob
+
+    return DenseJob
+
+
 class Job:
     """One export. `settings`, `config` and `tensors` are what it will write, known from headers."""
 
+    checkpoint: Checkpoint
     settings: ExportSettings
+    config: dict[str, Any]
     tensors: Tensors
-    quantizer: Quantizer | None
+    quantizer: Quantizer | None = None
     densified: list[str]
 
     def __init__(
         self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
     ) -> None:
+        self.stored_specs = checkpoint.specs
+        self.checkpoint, self.options = checkpoint, options
+        self.workspace, self.progress = workspace, progress
+        self._plan()
+
+    def _plan(self) -> None:
+        """Find out what is to be written, and that it will load."""
         from blr.compressor.export.densify import slower_layers
         from blr.compressor.export.files import export_config
         from blr.compressor.export.reload import check_fits, export_context
         from blr.compressor.export.tensors import plan_tensors
         from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 
+        checkpoint, options = self.checkpoint, self.options
         asked = (options.gpu, options.batch, options.dtype)
         head = self._find_head(checkpoint, options)
         densified = {} if options.quantize else slower_layers(checkpoint, *asked)
         if head is not None:
             densified.pop(head.module, None)
         kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
-        self.densified, self.stored_specs = sorted(densified), checkpoint.specs
-        self.checkpoint, self.options = replace(checkpoint, specs=kept), options
-        self.workspace, self.progress = workspace, progress
+        self.densified = sorted(densified)
+        self.checkpoint = replace(checkpoint, specs=kept)
         context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
         if options.kind == "pt2":
             from blr.compressor.export.pt2 import check_pt2
@@ -213,6 +240,11 @@ class Job:
         return make_quantizer(source, specs, self.options.quantize, dtype, head)
 
     @property
+    def context(self) -> int | None:
+        """Tokens that generation is prepared for, if it is."""
+        return self.settings.context
+
+    @property
     def untied_bytes(self) -> int:
         """Of a packed head that was the embedding."""
         head = self.quantizer.head if self.quantizer is not None else None
@@ -242,20 +274,27 @@ class Job:
 
     def _produce(self, read: str) -> None:
         from blr.compressor.checkpoint.shards import assign_shards
-        from blr.compressor.export.files import small_files
         from blr.compressor.export.tensors import in_order, read_tensor
         from blr.compressor.output.produce import Contents, produce
 
         source, slots = self.checkpoint.source, self.tensors.slots
         shards = assign_shards(slots, self.options.max_shard_size)
         shards = {name: in_order(group, slots) for name, group in shards.items()}
-        name, compiled = self.options.source_name, self.options.kind == "pt2"
-        files = small_files(self.checkpoint, self.config, self.settings, name, compiled)
         contents = Contents(
-            shards, lambda entry: read_tensor(source, self.tensors, entry), files, later=(COMPILED,)
+            shards,
+            lambda entry: read_tensor(source, self.tensors, entry),
+            self._small_files(),
+            later=(COMPILED,),
         )
         facts = partial(self._facts, read)
         produce(self.workspace, contents, self._check, facts, self.progress)
+
+    def _small_files(self) -> dict[str, bytes | Path]:
+        """Everything but weights and manifest."""
+        from blr.compressor.export.files import small_files
+
+        name, compiled = self.options.source_name, self.options.kind == "pt2"
+        return small_files(self.checkpoint, self.config, self.settings, name, compiled)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
@@ -282,11 +321,15 @@ class Job:
         return {
             "source": headers_digest(self.checkpoint.source),
             "revision": options.revision,
-            "export": {**self.config["blr"]["export"], "dtype": options.dtype, "kind": options.kind},
+            "export": {**self._described(), "dtype": options.dtype, "kind": options.kind},
             "densified": self.densified,
             "max_shard_size": options.max_shard_size,
             "versions": versions(),
         }
+
+    def _described(self) -> dict[str, Any]:
+        """What the folder says it was made for."""
+        return self.config["blr"]["export"]
 
     def _digest(self) -> str:
         """SHA-256 over everything that is read, which is compared with its manifest as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -61,10 +61,14 @@ class Tensors:
             make = partial(quantizer.tensor, module, part)
             self._made(f"{module}.{part}", stored, shape, file, make)
 
-    def add_dense(self, source: Source, module: str, spec: Spec, dtype: str) -> None:
-        """The weight [o, i] of a structured layer, of `dtype`."""
+    def add_dense(
+        self, source: Source, module: str, spec: Spec, dtype: str, transposed: bool = False
+    ) -> None:
+        """The weight [o, i] of a structured layer, stored [i, o] if `transposed`, of `dtype`."""
         make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
         shape = (spec.out_features, spec.in_features)
+        if transposed:
+            make, shape = partial(_transposed, make), shape[::-1]
         self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
 
     def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
@@ -89,6 +93,7 @@ def plan_tensors(
     dtype: str | None,
     quantizer: Quantizer | None = None,
     densified: Mapping[str, Spec] | None = None,
+    transposed: Collection[str] = (),
 ) -> Tensors:
     """What an export of `source` stores, from headers alone.
 
@@ -96,7 +101,8 @@ def plan_tensors(
         specs: structured module to its spec, as on disk.
         dtype: torch's name of what floating-point tensors are cast to; None leaves them.
         quantizer: packs the structured and dense layers that it lists.
-        densified: structured modules of which the dense weight is written.
+        densified: structured modules of which the dense weight is written. transposed: those of
+            them that store it [i, o].
 
     Raises:
         InputError: a factor that is missing or of another shape than its spec says.
@@ -117,7 +123,7 @@ def plan_tensors(
         elif entry.name in merged:
             module, factor = merged[entry.name]
             if factor == next(iter(densified[module].shapes())):  # once a layer
-                found.add_dense(source, module, densified[module], target)
+                found.add_dense(source, module, densified[module], target, module in transposed)
         elif quantizer is not None and entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:
@@ -188,6 +194,10 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
             "expected finite numbers; choose --dtype bfloat16 or float32"
         )
     return to_physical(cast, order) if order else cast
+
+
+def _transposed(make: Make) -> Tensor:
+    return make().mT
 
 
 def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
