@@ -132,7 +132,7 @@ def test_pickle_refused(case: str, pickled: dict[str, dict[str, Any]]) -> None:
 
 
 # Refused by what transformers makes of the config, hence with torch but before any work
-_OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
+_BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
 NATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "type-unknown": ({"model_type": "nonesuch"}, "model type 'nonesuch'"),
     "architecture-unknown": ({"architectures": ["EvilForCausalLM"]}, "'EvilForCausalLM'"),
@@ -142,12 +142,12 @@ NATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "architecture-with-more-tensors": ({"tie_word_embeddings": False}, "lm_head.weight"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'"),
     "quantized-oddly": ({"quantization_config": "yes"}, "method 'yes'"),
-    "no-table-no-architecture": ({**_OPT, "architectures": None}, "no architectures"),
-    "no-table-huge-depth": ({**_OPT, "num_hidden_layers": 10**6}, "num_hidden_layers '1000000'"),
-    "no-table-huge-experts": ({**_OPT, "a": {"num_experts": 10**9}}, "num_experts '1000000000'"),
-    "no-table-bad-width": ({**_OPT, "hidden_size": "wide"}, "'opt' cannot be built from"),
-    "no-table-bad-heads": ({**_OPT, "num_attention_heads": 0}, "'opt' cannot be built from"),
-    "no-table-other-tensors": (_OPT, "no linear layer of a 'opt' model"),
+    "no-table-no-architecture": ({**_BLOOM, "architectures": None}, "no architectures"),
+    "no-table-huge-depth": ({**_BLOOM, "num_hidden_layers": 10**6}, "num_hidden_layers '1000000'"),
+    "no-table-huge-experts": ({**_BLOOM, "a": {"num_experts": 10**9}}, "num_experts '1000000000'"),
+    "no-table-bad-width": ({**_BLOOM, "hidden_size": "wide"}, "'bloom' cannot be built from"),
+    "no-table-bad-heads": ({**_BLOOM, "num_attention_heads": 0}, "'bloom' cannot be built from"),
+    "no-table-other-tensors": (_BLOOM, "no linear layer of a 'bloom' model"),
     "compressed-already": ({"model_type": "blr_llama"}, "already compressed"),
 }
 
