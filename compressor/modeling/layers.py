@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.dense_weight import DenseWeight
-from blr.compressor.structures.specs import LowRankSpec, MonarchSpec, Spec, spec_from_dict
+from blr.compressor.modeling.stages import Stage
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    Spec,
+    spec_from_dict,
+)
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.common.layout import order_of, relaid
 from blr.kernels.kronecker.op import kronecker_linear
@@ -64,6 +72,16 @@ class StructuredLinear(nn.Module):
         """The factors in the order of the spec, in a trace too, where none is a parameter."""
         return [getattr(self, name) for name in self.spec.shapes()]
 
+    def stages(self) -> tuple[Stage, ...] | None:
+        """The products that decoding kernels compute it by, in order; None if only `forward` does."""
+        return None
+
+    def matrix(self, name: str) -> Any:
+        """A factor [B, R, K] as a stage takes it: in place."""
+        factor: Tensor = getattr(self, name)
+        w = factor.permute(order_of(self.spec.structure, name, factor.dim()))
+        return w if w.dim() == 3 else w[None]
+
     def relayout_(self) -> Self:
         """Lay the factors in memory as the kernels read them fastest. Values stay the same."""
         for name in self.spec.shapes():
@@ -110,6 +128,14 @@ class LowRankLinear(StructuredLinear):
             return grouped_lowrank_linear(x, U, V, bias, side=self.spec.side)
         return lowrank_linear(x, U, V, bias)
 
+    def stages(self) -> tuple[Stage, ...] | None:
+        return Stage(self.matrix("V")), Stage(self.matrix("U"), self.bias)
+
+    def matrix(self, name: str) -> Any:
+        if name == "U" and self.spec.side == "in":  # outputs sum over the groups: one product, a copy
+            return self.U.movedim(0, 1).flatten(1)[None]
+        return super().matrix(name)
+
     def keep_v(self, stored: Tensor) -> None:
         """Make V a view of `stored` [r, i], its values in kernel layout. Of whole layers only."""
         self.V.data = stored.mT
@@ -125,6 +151,10 @@ class MonarchLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return monarch_linear(x, self.U, self.V, bias)
 
+    def stages(self) -> tuple[Stage, ...] | None:
+        first = Stage(self.matrix("V"), part=self.spec.block_rank)
+        return first, Stage(self.matrix("U"), self.bias)
+
 
 class BlastLinear(StructuredLinear):
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``."""
@@ -135,6 +165,9 @@ class BlastLinear(StructuredLinear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return blast_linear(x, self.U, self.S, self.V, bias)
+
+    def stages(self) -> tuple[Stage, ...] | None:
+        return Stage(self.matrix("V"), mix=self.S), Stage(self.matrix("U"), self.bias)
 
 
 class KroneckerLinear(StructuredLinear):
@@ -153,18 +186,18 @@ class KroneckerLinear(StructuredLinear):
         return kronecker_linear(x, self.ordered(), bias)
 
 
-LAYERS: dict[str, type[StructuredLinear]] = {
-    "svd": LowRankLinear,
-    "monarch": MonarchLinear,
-    "blast": BlastLinear,
-    "ks": KroneckerLinear,
+LAYERS: dict[type[Spec], type[StructuredLinear]] = {
+    LowRankSpec: LowRankLinear,
+    MonarchSpec: MonarchLinear,
+    BlastSpec: BlastLinear,
+    KroneckerSpec: KroneckerLinear,
 }
 
 
 def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
     """The module for one entry of the configuration's layer table (`Spec.to_dict`)."""
     spec = spec_from_dict(fields)
-    return LAYERS[spec.structure](spec, bias)
+    return LAYERS[type(spec)](spec, bias)
 
 
 def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ The S of BLAST, which is small, stays a parameter in full precision.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,22 @@ from blr.compressor.modeling.layers import (
     MonarchLinear,
     StructuredLinear,
 )
-from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.modeling.stages import Stage
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    Spec,
+    spec_from_dict,
+)
 from blr.kernels.common.layout import canonical_view, order_of, to_physical
 from blr.kernels.quantized.reference import GROUP, dequantize, packed_width
 
 PACKED, SCALE = "_q", "_scale"
 DENSE = "dense"  # the structure of an entry for a quantized nn.Linear
 WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
-KEPT = {("blast", "S")}  # factors that are never quantized
+Axes = tuple[tuple[int, ...], ...]
 
 
 class Packed(NamedTuple):
@@ -55,39 +63,11 @@ class Packed(NamedTuple):
         return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype)
 
 
-class PackedStage(NamedTuple):
-    """One blockwise product of the decoding kernels: weights [B, R, K] and what a
-    `blr.kernels.quantized.segments.QuantizedSegment` has beside."""
-
-    w: Packed
-    bias: Tensor | None = None
-    mix: Tensor | None = None
-    part: int | None = None
-
-
 def matrix_shape(spec: Spec, name: str) -> tuple[int, ...]:
     """Shape [..., R, K] that a factor is packed in: the factor in kernel layout, but with two axes
     made one where a product sums over both or one alone would leave most of a group empty:
     Kronecker-sparse [a, d, b·c], and the U of a low-rank layer in input groups [o, G·r]."""
-    return tuple(map(prod, _matrix_axes(spec, name)))
-
-
-def _matrix_axes(spec: Spec, name: str) -> list[tuple[int, ...]]:
-    """Sizes of the axes behind each axis of `matrix_shape`."""
-    shape = spec.shapes()[name]
-    sizes = [shape[axis] for axis in _order(spec, name)]
-    joined = 2 if spec.structure == "ks" or _sums_over_groups(spec, name) else 1
-    return [*((size,) for size in sizes[:-joined]), tuple(sizes[-joined:])]
-
-
-def _order(spec: Spec, name: str) -> tuple[int, ...]:
-    if _sums_over_groups(spec, name):
-        return (1, 0, 2)
-    return order_of(spec.structure, name, len(spec.shapes()[name]))
-
-
-def _sums_over_groups(spec: Spec, name: str) -> bool:
-    return getattr(spec, "side", None) == "in" and name == "U"
+    return tuple(map(prod, _sizes(spec, name)))
 
 
 def to_matrix(spec: Spec, name: str, factor: Tensor) -> Tensor:
@@ -95,9 +75,23 @@ def to_matrix(spec: Spec, name: str, factor: Tensor) -> Tensor:
     return to_physical(factor, _order(spec, name)).reshape(matrix_shape(spec, name))
 
 
+def _axes(spec: Spec, name: str) -> Axes:
+    return QUANTIZED_LAYERS[type(spec)].axes(spec, name)
+
+
+def _order(spec: Spec, name: str) -> tuple[int, ...]:
+    return sum(_axes(spec, name), ())
+
+
+def _sizes(spec: Spec, name: str) -> list[tuple[int, ...]]:
+    """Sizes of the axes behind each axis of `matrix_shape`."""
+    shape = spec.shapes()[name]
+    return [tuple(shape[axis] for axis in joined) for joined in _axes(spec, name)]
+
+
 def from_matrix(spec: Spec, name: str, matrix: Tensor) -> Tensor:
     """The inverse of `to_matrix`: a view in canonical shape."""
-    sizes = [size for axes in _matrix_axes(spec, name) for size in axes]
+    sizes = [size for joined in _sizes(spec, name) for size in joined]
     return canonical_view(matrix.reshape(sizes), _order(spec, name))
 
 
@@ -109,7 +103,7 @@ def stored_names(name: str) -> tuple[str, str]:
 
 def is_quantized(spec: Spec, name: str) -> bool:
     """Whether a quantized layer of `spec` packs this factor."""
-    return (spec.structure, name) not in KEPT
+    return name not in QUANTIZED_LAYERS[type(spec)].kept
 
 
 class QuantizedStructured(StructuredLinear):
@@ -117,7 +111,11 @@ class QuantizedStructured(StructuredLinear):
 
     Args:
         spec, bias: as of the plain layer. bits: 4 or 8.
+
+    kept: factors that are never packed.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: Spec, bias: bool, bits: int) -> None:
         self.bits = bits  # first: `_allocate` asks for it
@@ -132,6 +130,14 @@ class QuantizedStructured(StructuredLinear):
                     _register(self, stem + suffix, index, tensor)
             else:
                 self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    @classmethod
+    def axes(cls, spec: Spec, name: str) -> Axes:
+        """The canonical axes behind each axis of the matrix [..., R, K] that a factor is packed as."""
+        return tuple((axis,) for axis in order_of(spec.structure, name, len(spec.shapes()[name])))
+
+    def matrix(self, name: str) -> Any:
+        return _blocks(self.packed(name))
 
     def packed(self, name: str) -> Packed:
         """The packed factor `name` ("U", "V", "factors.0"), of `matrix_shape`."""
@@ -159,6 +165,12 @@ def _canonical(name: str) -> Any:
 class QuantizedLowRankLinear(QuantizedStructured, LowRankLinear):
     """U_q [o, …], V_q [r, …] of i columns, or in groups [G, o/G, …] and [G, r, …]."""
 
+    @classmethod
+    def axes(cls, spec: Spec, name: str) -> Axes:
+        if getattr(spec, "side", None) == "in" and name == "U":  # a product over all groups' ranks
+            return (1,), (0, 2)
+        return super().axes(spec, name)
+
     U, V = _canonical("U"), _canonical("V")
 
 
@@ -171,11 +183,18 @@ class QuantizedMonarchLinear(QuantizedStructured, MonarchLinear):
 class QuantizedBlastLinear(QuantizedStructured, BlastLinear):
     """U_q [b, q, …], V_q [b, r, …] of p columns, S [b, b, r]."""
 
+    kept = ("S",)
+
     U, V = _canonical("U"), _canonical("V")
 
 
 class QuantizedKroneckerLinear(QuantizedStructured, KroneckerLinear):
     """factors_q.n [a, d, …] of b·c columns."""
+
+    @classmethod
+    def axes(cls, spec: Spec, name: str) -> Axes:
+        (a,), (d,), (b,), (c,) = super().axes(spec, name)
+        return (a,), (d,), (b, c)
 
     def _made(self) -> list[Tensor]:
         return [self.dequantized(name) for name in self.spec.shapes()]
@@ -202,6 +221,10 @@ class QuantizedLinear(nn.Module):
         packed, scale = getattr(self, name + PACKED), getattr(self, name + SCALE)
         return Packed(packed, scale, self.bits, self.in_features)
 
+    def stages(self) -> tuple[Stage, ...]:
+        """As of the structured layers."""
+        return (Stage(_blocks(self.packed()), self.bias),)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
         w = self.packed()
@@ -223,11 +246,11 @@ def rows_at_once(width: int) -> int:
     return max(WHOLE // max(width, 1), 1)
 
 
-QUANTIZED_LAYERS: dict[str, type[QuantizedStructured]] = {
-    "svd": QuantizedLowRankLinear,
-    "monarch": QuantizedMonarchLinear,
-    "blast": QuantizedBlastLinear,
-    "ks": QuantizedKroneckerLinear,
+QUANTIZED_LAYERS: dict[type[Spec], type[QuantizedStructured]] = {
+    LowRankSpec: QuantizedLowRankLinear,
+    MonarchSpec: QuantizedMonarchLinear,
+    BlastSpec: QuantizedBlastLinear,
+    KroneckerSpec: QuantizedKroneckerLinear,
 }
 
 
@@ -239,7 +262,7 @@ def quantized_linear(fields: dict[str, Any], bias: bool) -> QuantizedStructured 
     if fields["structure"] == DENSE:
         return QuantizedLinear(fields["in_features"], fields["out_features"], bias, bits)
     spec = spec_from_dict(fields)
-    return QUANTIZED_LAYERS[spec.structure](spec, bias, bits)
+    return QUANTIZED_LAYERS[type(spec)](spec, bias, bits)
 
 
 def dense_entry(rows: int, columns: int, bits: int) -> dict[str, Any]:
@@ -266,21 +289,6 @@ def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> No
             new = quantized_linear(fields, bias=getattr(modules[name], "bias", None) is not None)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, new.to(old.dtype))
-
-
-def packed_stages(layer: nn.Module) -> tuple[PackedStage, ...] | None:
-    """The stages of a quantized layer for the decoding kernels, in order.
-
-    None for a layer that is not quantized or that only its own forward computes (Kronecker-sparse).
-    """
-    if isinstance(layer, QuantizedLinear):
-        return (PackedStage(_blocks(layer.packed()), layer.bias),)
-    if not isinstance(layer, QuantizedStructured) or layer.spec.structure == "ks":
-        return None
-    V, U = _blocks(layer.packed("V")), _blocks(layer.packed("U"))
-    part = layer.spec.block_rank if isinstance(layer, MonarchLinear) else None
-    mix = layer.S if isinstance(layer, BlastLinear) else None
-    return PackedStage(V, mix=mix, part=part), PackedStage(U, layer.bias)
 
 
 def _blocks(found: Packed) -> Packed:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.stages import Stage
 from blr.compressor.runtime.failures import UnsupportedError
-from blr.compressor.runtime.stages import Stage, kind_of, size_in_bytes, stages_of
+from blr.compressor.runtime.stages import kind_of, stages_of
 from blr.kernels.gemv.segments import dual_fits
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -94,8 +95,9 @@ class Phase:
         """Bytes of weights that one token reads in this phase (the cache not counted)."""
         if self.weight is not None:  # the embedding, of which one row is read
             return self.weight.shape[1] * self.weight.element_size()
-        own = 0 if self.module is None else sum(map(size_in_bytes, self.module.parameters()))
-        return own + size_in_bytes(self.gain) + sum(part.stage.bytes for part in self.parts)
+        own = [] if self.module is None else [*self.module.parameters()]
+        gain = [] if self.gain is None else [self.gain]
+        return sum(t.nbytes for t in (*own, *gain)) + sum(part.stage.bytes for part in self.parts)
 
 
 @dataclass

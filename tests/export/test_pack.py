@@ -30,7 +30,6 @@ from blr.compressor.modeling.quantized import (
     QuantizedLinear,
     QuantizedStructured,
     matrix_shape,
-    packed_stages,
     quantized_linear,
     replace_quantized,
     to_matrix,
@@ -125,7 +124,7 @@ def test_packed_factors_are_what_the_kernels_read(spec: Spec) -> None:
 def test_stages_compute_the_layer(spec: Spec) -> None:
     """One after the other they give what the layer's own forward gives."""
     layer, _ = quantize_layer(_layer(spec), 8)
-    stages = packed_stages(layer)
+    stages = layer.stages()
     if spec.structure == "ks":
         assert stages is None
         return

@@ -1,0 +1,30 @@
+"""What the decoding kernels take of a linear layer. Shipped in every checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Stage(NamedTuple):
+    """One blockwise product, as `blr.kernels.gemv.segments.Segment` takes it.
+
+    w: [B, R, K], a view of the layer's own factor, or a `modeling.quantized.Packed` of that shape.
+    bias: [B·R]. mix: [B, B, R]. part: see there.
+    """
+
+    w: Any
+    bias: Tensor | None = None
+    mix: Tensor | None = None
+    part: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of outputs."""
+        return self.w.shape[0] * self.w.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """What one token has to read of it."""
+        return sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
