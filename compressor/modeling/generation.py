@@ -113,8 +113,9 @@ def _unsupported(model: Any) -> str | None:
 
 
 def _make_decoder(model: Any, settings: ExportSettings) -> Any:
-    from blr.compressor.runtime.decoder import Decoder
+    from blr.compressor.runtime.decoder import Decoder, prepare_prompts
 
+    prepare_prompts(model)
     assert settings.context is not None  # as every export that generates has it
     return Decoder(model, batch=settings.batch, context=settings.context)
 

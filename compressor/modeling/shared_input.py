@@ -7,7 +7,7 @@ an input computes all of them and keeps the others' results until they ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from blr.kernels.lowrank.op import lowrank_group
 
 # Tokens up to which it pays on an H200: 1.2 to 1.7 times as fast with 512 (q, k, v), even with 4096.
 MAX_TOKENS = 1024
-# Names of layers of one input, of the modules of a decoder layer that hold them.
-TOGETHER = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 
 
 class SharedInput:
@@ -61,15 +59,16 @@ class SharedInput:
         return y
 
 
-def share_inputs(model: Any) -> int:
-    """Group the low-rank layers of a Llama-type model that read the same input; how many groups."""
+def share_inputs(groups: Iterable[Sequence[Any]]) -> int:
+    """Compute the low-rank layers of every group, which read the same input, together; how many groups.
+
+    A group with another layer in it, or one that is shared already, stays as it is.
+    """
     found = 0
-    for block in model.get_decoder().layers:
-        for owner, names in TOGETHER.items():
-            layers: list[Any] = [getattr(getattr(block, owner), name, None) for name in names]
-            if all(map(_plain, layers)) and all(layer.shared is None for layer in layers):
-                SharedInput(layers)
-                found += 1
+    for layers in groups:
+        if all(map(_plain, layers)) and all(layer.shared is None for layer in layers):
+            SharedInput(layers)
+            found += 1
     return found
 
 

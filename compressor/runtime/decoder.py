@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.shared_input import share_inputs
 from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
@@ -23,7 +22,7 @@ from blr.compressor.runtime.memory import State, bucket_of
 from blr.compressor.runtime.modes import MODES, OPS
 from blr.compressor.runtime.phases import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
-from blr.compressor.runtime.prompt import left_padded, prefill_chunks
+from blr.compressor.runtime.prompt import left_padded, prefill_chunks, prepare_prompts
 from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
@@ -32,7 +31,7 @@ from blr.kernels.common.tables import token_mode
 if TYPE_CHECKING:
     from blr.kernels.persistent.program import Tuning
 
-__all__ = ["Decoder", "supports"]
+__all__ = ["Decoder", "prepare_prompts", "supports"]
 
 MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
@@ -43,7 +42,7 @@ class Decoder:
 
     Args:
         model: a causal language model of transformers (dense or structured layers in any mixture),
-            on one device, in evaluation mode.
+            on one device, in evaluation mode. `prepare_prompts` before makes its prompts faster.
         batch: rows at most, 1 to 8. context: slots a row at most, prompt and new tokens together.
         mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
             power of two of the context; "persistent" has all phases in one kernel, whose programs
@@ -74,8 +73,6 @@ class Decoder:
         deterministic: bool = False,
         tuning: Tuning | None = None,
     ) -> None:
-        if model.device.type == "cuda" and supports(model) is None:
-            share_inputs(model)
         self.plan = make_plan(model)
         _check(model, batch, context, mode, ops)
         self.model, self.batch, self.context = model, batch, context

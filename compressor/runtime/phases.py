@@ -7,7 +7,7 @@ activations, "logits". `execute.py` runs phases, with Triton kernels or in plain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+# Layers of a block that read the same input, of the modules that hold them.
+TOGETHER = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 # Rotary embeddings whose table does not depend on the length of the sequence so far.
 ROTARY = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -161,6 +163,13 @@ def make_plan(model: Any) -> Plan:
     return plan
 
 
+def same_inputs(model: Any) -> Iterator[list[nn.Module]]:
+    """The groups of layers of `model` that read the same input."""
+    for layer in model.get_decoder().layers:
+        for owner, names in TOGETHER.items():
+            yield [getattr(getattr(layer, owner), name) for name in names]
+
+
 def _heads(attention: Any, config: Any, index: int) -> Heads:
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     window = getattr(config, "sliding_window", None)
@@ -176,10 +185,10 @@ def _heads(attention: Any, config: Any, index: int) -> Heads:
 def _attention(plan: Plan, prefix: str, layer: Any, heads: Heads, x: Slot) -> None:
     """Norm, projections, attention and the output projection of a decoder layer."""
     own, targets, at = layer.self_attn, {}, 0
-    for name in ("q", "k", "v"):
-        module = getattr(own, f"{name}_proj")
+    for name in TOGETHER["self_attn"]:
+        module = getattr(own, name)
         width = module.out_features
-        targets[name] = (module, Slot("qkv", width, at))
+        targets[name.removesuffix("_proj")] = (module, Slot("qkv", width, at))
         at += width
     _projections(plan, prefix, targets, x, "qkv", layer.input_layernorm)
     mixed = Slot("heads", own.o_proj.in_features)
@@ -191,7 +200,8 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
     """Norm, gated projections and the output projection of a decoder layer."""
     mlp, width = layer.mlp, layer.mlp.down_proj.in_features
     inner, norm = Slot("inner", width), layer.post_attention_layernorm
-    gate, up = stages_of(mlp.gate_proj), stages_of(mlp.up_proj)
+    modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
+    gate, up = map(stages_of, modules)
     if gate is not None and up is not None and _pair(gate, up):
         name = f"{prefix}gate_up"
         inputs = _advance(plan, name, [gate, up], x, norm)
@@ -201,8 +211,8 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
         plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
     else:
         both = Slot("gate_up", 2 * width)
-        targets = {"gate": (mlp.gate_proj, Slot("gate_up", width))}
-        targets["up"] = (mlp.up_proj, Slot("gate_up", width, width))
+        targets = {"gate": (modules[0], Slot("gate_up", width))}
+        targets["up"] = (modules[1], Slot("gate_up", width, width))
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)

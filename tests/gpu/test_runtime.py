@@ -15,7 +15,7 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.compressor.loading.load import load_model, load_tokenizer
-from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.decoder import Decoder, prepare_prompts
 from blr.compressor.runtime.failures import UnsupportedError
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,10 @@ class Case:
         self.batches = (1, 2) if mode == "persistent" else (1, 2, 3, 8)
 
     def load(self, dtype: str, device: str | None = None) -> Any:
-        return load_model(self.folder, "AutoModelForCausalLM", dtype=dtype, device=device or self.device)
+        place = {"dtype": dtype, "device": device or self.device}
+        model = load_model(self.folder, "AutoModelForCausalLM", **place)
+        prepare_prompts(model)
+        return model
 
     def decoder(self, model: Any = None, **options: Any) -> Decoder:
         given = {"mode": self.mode, "ops": self.ops, "context": self.context, **options}

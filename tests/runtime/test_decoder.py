@@ -13,13 +13,17 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.architectures import find_family
 from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling.layers import replace_layers
+from blr.compressor.modeling.shared_input import share_inputs
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
-from blr.compressor.runtime.phases import make_plan
+from blr.compressor.runtime.phases import FAMILIES as RUN
+from blr.compressor.runtime.phases import TOGETHER, make_plan, same_inputs
+from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.available import has_triton
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
@@ -323,3 +327,24 @@ def test_unsupported_models_say_why(tmp_path: Path) -> None:
     assert supports(llama) is None
     llama.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert "dynamic" in supports(llama)
+
+
+def test_prompts_through_shared_layers_give_the_same_tokens(tmp_path: Path) -> None:
+    """Layers of one input are rewired by whoever asks for it; a decoder leaves them as they are."""
+    model, (ids, mask) = load(save_pico("llama", tmp_path)), prompts(3, 7)
+    linear = {n: m for n, m in model.model.named_modules() if type(m) is nn.Linear}
+    specs = {n: LowRankSpec(m.in_features, m.out_features, 4) for n, m in linear.items()}
+    replace_layers(model.model, {name: spec.to_dict() for name, spec in specs.items()})
+    groups = list(same_inputs(model))
+    expected = decoder(model, 64, batch=2).generate(ids, mask, max_new_tokens=6)
+    assert all(layer.shared is None for layers in groups for layer in layers)
+    assert share_inputs(groups) == len(groups) == 2 * model.config.num_hidden_layers
+    assert decoder(model, 64, batch=2).generate(ids, mask, max_new_tokens=6) == expected
+
+
+@pytest.mark.parametrize("model_type", RUN)
+def test_layers_of_one_input_are_those_of_the_family(model_type: str) -> None:
+    family = find_family(model_type)
+    assert family is not None
+    known = {group.modules for group in family.groups if len(group.modules) > 1}
+    assert known == {tuple(f"{owner}.{name}" for name in names) for owner, names in TOGETHER.items()}

@@ -105,8 +105,9 @@ class OursArm:
     """Our decoder on the model's own weights; arguments as of `HfArm`. ops: "triton" or "torch"."""
 
     def __init__(self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto") -> None:
-        from blr.compressor.runtime.decoder import Decoder
+        from blr.compressor.runtime.decoder import Decoder, prepare_prompts
 
+        prepare_prompts(model)
         self.ids = ids
         context = ids.shape[1] + steps + 1
         self.decoder = Decoder(model, batch=len(ids), context=context, mode=mode, ops=ops)
