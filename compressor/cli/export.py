@@ -30,6 +30,7 @@ class Kind(StrEnum):
 
     folder = "folder"
     pt2 = "pt2"
+    onnx = "onnx"
     dense = "dense"
 
 
@@ -43,8 +44,8 @@ def export(
         Kind,
         typer.Option(
             "--as",
-            help="folder; pt2: a compiled forward pass of an encoder beside it; dense: the ordinary "
-            "checkpoint, for tools that know nothing of blr.",
+            help="folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; "
+            "dense: the ordinary checkpoint, for tools that know nothing of blr.",
         ),
     ] = Kind.folder,
     gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",

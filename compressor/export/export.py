@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-KINDS = ("folder", "pt2", "dense")
+NO_USE = {  # what is exported to the options that it has no use for
+    "dense": ("batch", "context", "quantize", "quantize_head"),
+    "onnx": ("quantize", "quantize_head"),
+}
+KINDS = ("folder", "pt2", "dense", "onnx")
 COMPILED = "model.pt2"
+GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -119,10 +124,10 @@ def check_options(options: ExportOptions) -> ExportOptions:
 
 def _check_meant(options: ExportOptions) -> None:
     """Raise UsageError for an option that `options.kind` has no use for."""
-    for name in ("batch", "context", "quantize", "quantize_head") if options.kind == "dense" else ():
+    for name in NO_USE.get(options.kind, ()):
         if getattr(options, name) != getattr(ExportOptions, name):
             option = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise UsageError(f"{option}: --as dense writes plain weights; leave one of them out")
+            raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
@@ -211,6 +216,10 @@ class Job:
             from blr.compressor.export.pt2 import check_pt2
 
             check_pt2(checkpoint.source.model_type, generates=context is not None)
+        if options.kind == "onnx":
+            from blr.compressor.export.onnx import check_onnx
+
+            check_onnx()
         self.quantizer = self._make_quantizer(head)
         packed = {} if self.quantizer is None else self.quantizer.settings()
         self.settings = ExportSettings(
@@ -284,7 +293,7 @@ class Job:
             shards,
             lambda entry: read_tensor(source, self.tensors, entry),
             self._small_files(),
-            later=(COMPILED,),
+            later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
         )
         facts = partial(self._facts, read)
         produce(self.workspace, contents, self._check, facts, self.progress)
@@ -293,26 +302,31 @@ class Job:
         """Everything but weights and manifest."""
         from blr.compressor.export.files import small_files
 
-        name, compiled = self.options.source_name, self.options.kind == "pt2"
-        return small_files(self.checkpoint, self.config, self.settings, name, compiled)
+        name, kind = self.options.source_name, self.options.kind
+        return small_files(self.checkpoint, self.config, self.settings, name, kind)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
         from blr.compressor.export.reload import check_reload, load_export
 
         written = check_reload(self.checkpoint.source, partial, self.config)
-        if self.options.kind != "pt2":
-            return written
-        from blr.compressor.export.pt2 import write_pt2
+        if self.options.kind == "pt2":
+            from blr.compressor.export.pt2 import write_pt2
 
-        self.progress.stage("compiling")
-        return {**written, **write_pt2(load_export(partial, self.config), partial)}
+            self.progress.stage("compiling")
+            written |= write_pt2(load_export(partial, self.config), partial)
+        if self.options.kind == "onnx":
+            from blr.compressor.export.onnx import write_onnx
+
+            self.progress.stage("tracing")
+            written |= write_onnx(load_export(partial, self.config, "cpu"), partial, self.progress)
+        return written
 
     def _estimate(self) -> int:
         """Upper estimate of the bytes of the output."""
         source = self.checkpoint.source
         extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
-        compiled = self.tensors.nbytes if self.options.kind == "pt2" else 0
+        compiled = self.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.tensors.nbytes + compiled + extra + (4 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:

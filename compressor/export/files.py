@@ -59,6 +59,15 @@ run = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
 results = run(input_ids=ids, attention_mask=mask)  # or pixel_values=images
 ```
 """
+GRAPH = """
+`model.onnx` is the forward pass as an ONNX graph, batch and length free, without a cache:
+
+```python
+session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
+results = session.run(None, {"input_ids": ids, "attention_mask": mask})  # or pixel_values: images
+```
+"""
+PASSES = {"pt2": COMPILED, "onnx": GRAPH}
 OUTPUT_HEAD = " The output head has {kind} weights of its own."
 CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graphs, one an input shape."
 
@@ -84,11 +93,11 @@ def small_files(
     config: Mapping[str, Any],
     settings: ExportSettings,
     name: str,
-    compiled: bool = False,
+    kind: str = "folder",
 ) -> dict[str, bytes | Path]:
     """Everything of an export but weights and manifest: name to contents, or file to carry over.
 
-    `name` is the source's; `compiled` says that a compiled forward pass will be there.
+    `name` is the source's; `kind` says what else will be there (`PASSES`).
 
     Raises InputError for a file to carry over that cannot be read.
     """
@@ -101,7 +110,7 @@ def small_files(
         **files,
         **kept,
         "config.json": json.dumps(config, indent=2).encode() + b"\n",
-        CARD: (head + _section(checkpoint, config, settings) + COMPILED * compiled).encode(),
+        CARD: (head + _section(checkpoint, config, settings) + PASSES.get(kind, "")).encode(),
         **vendored_files(contents_of({s.structure for s in checkpoint.specs.values()}, settings)),
     }
 

@@ -76,8 +76,8 @@ def check_reload(source: Source, folder: Path, config: Mapping[str, Any]) -> dic
     return keep_tokenizer(source.folder, folder)
 
 
-def load_export(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The model in `folder`, as stored, in evaluation mode, on the GPU if there is one."""
+def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> Any:
+    """The model in `folder`, as stored, in evaluation mode; "auto": on the GPU if there is one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
-    return model.to(pick_device("auto")).eval()
+    return model.to(pick_device(device)).eval()

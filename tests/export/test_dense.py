@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,7 +81,3 @@ def test_the_commands_take_it(sources: dict[str, Path], tmp_path: Path, invoke: 
     assert invoke("verify", tmp_path / "out")[0] == 0
     again = ("compress", tmp_path / "out", "-o", tmp_path / "again", "--method", "svd", "--quiet")
     assert invoke(*again)[0] == 0
-    given: Any
-    for given in (("--quantize", "int4"), ("--quantize-head", "int8"), ("--context", 8), ("--batch", 2)):
-        code, out, err = invoke("export", sources["svd"], *arguments, "--overwrite", *given)
-        assert (code, out, err.count("\n")) == (2, "", 1) and given[0] in err and "--as dense" in err

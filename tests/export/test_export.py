@@ -151,6 +151,11 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
         (["--dtype", "int3"], 2, ["int3", "bfloat16"]),
         (["--quantize", "int3"], 2, ["int3", "int8, int4"]),
         (["--format", "folder"], 2, ["folder"]),
+        (["--as", "gguf"], 2, ["gguf"]),
+        (["--as", "dense", "--context", "8"], 2, ["--context 8", "--as dense has no use"]),
+        (["--as", "dense", "--batch", "2"], 2, ["--batch 2", "--as dense has no use"]),
+        (["--as", "dense", "--quantize", "int4"], 2, ["--quantize int4", "--as dense has no use"]),
+        (["--as", "onnx", "--quantize-head", "int8"], 2, ["--as onnx has no use"]),
         (["-o", "no/such/parent"], 5, ["no such folder"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
@@ -166,6 +171,15 @@ def test_bad_options_get_one_line_and_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(invoke("export", tiny, "-o", "out", *arguments), code, *fragments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_installed_is_named_with_its_remedy(
+    tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blr.compressor.export.onnx.find_spec", lambda name: None)
+    outcome = invoke("export", tiny, "-o", tmp_path / "out", "--as", "onnx")
+    refused(outcome, 9, "onnx and onnxscript not installed", 'pip install "blr-compress[onnx]"')
     assert list(tmp_path.iterdir()) == []
 
 
