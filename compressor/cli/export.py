@@ -144,4 +144,6 @@ def _layers_text(summary: dict[str, Any]) -> list[str]:
     layers = f"layers: {summary['layers']} structured, in kernel layout"
     if summary["densified"]:
         layers += f"; {summary['densified']} dense, faster so by the table of this GPU"
+    if summary["plain"]:
+        layers += f"; {summary['plain']} not quantized, which would not make them smaller"
     return [f"for: {summary['gpu']}{use}", layers]

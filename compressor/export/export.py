@@ -75,8 +75,8 @@ class ExportOptions:
 class ExportSummary:
     """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
     the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
-    is stored as well; `errors` maps layer type to the mean relative error that quantization adds;
-    `seconds` is the wall time."""
+    is stored as well; `plain` counts structured layers that packing would not make smaller; `errors`
+    maps layer type to the mean relative error that quantization adds; `seconds` is the wall time."""
 
     output: str
     kind: str
@@ -91,6 +91,7 @@ class ExportSummary:
     quantize: str | None
     quantize_head: str | None
     untied_bytes: int
+    plain: int
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -163,6 +164,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         quantize=options.quantize,
         quantize_head=options.quantize_head,
         untied_bytes=job.untied_bytes,
+        plain=len(job.settings.plain),
         seconds=monotonic() - started,
         errors=job.errors(),
     )

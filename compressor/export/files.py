@@ -78,7 +78,7 @@ def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str |
     config["blr"] = {
         "format": FORMAT,
         "layers": {name: spec.to_dict() for name, spec in checkpoint.specs.items()},
-        "export": {k: v for k, v in asdict(settings).items() if v is not None and v != {}},
+        "export": {k: v for k, v in asdict(settings).items() if v is not None and v not in ({}, [])},
     }
     if "head" in config["blr"]["export"]:
         config["tie_word_embeddings"] = False  # a packed head is no embedding
@@ -129,7 +129,7 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     decoder = settings.context is not None
     head = config["blr"]["export"].get("head", {})
     others = "unchanged" if config.get("dtype") == checkpoint.source.config.get("dtype") else "cast"
-    count = len(checkpoint.specs.keys() - head.keys()) + len(settings.dense)
+    count = len(checkpoint.specs.keys() - {*head, *settings.plain}) + len(settings.dense)
     layout = PACKED if settings.quantize else KERNEL_LAYOUT
     plain = f"All tensors are those of the dense model, {others}."
     what = layout.format(count=count, kind=settings.quantize, others=others) if count else plain

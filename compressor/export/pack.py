@@ -35,6 +35,7 @@ from blr.kernels.quantized.reference import BITS, dequantize, quantize
 
 KINDS = {f"int{bits}": bits for bits in BITS}
 PRODUCT = "product"
+SOLVED = (4,)  # bits for which factors are solved again: int8 has nothing to make good
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def parse_kind(kind: str) -> int:
 def quantize_factors(
     spec: Spec, factors: dict[str, Tensor], bits: int, scale_dtype: torch.dtype | None = None
 ) -> Quantized:
-    """Quantize one structured layer.
+    """Quantize one structured layer. Of int4, which rounds coarsely, factors that follow from the
+    others by least squares are solved again behind those that are rounded.
 
     Args:
         factors: canonical, as named by `spec`. scale_dtype: the model's (default: of each factor).
@@ -65,20 +67,35 @@ def quantize_factors(
         NumericsError: a factor whose scales are not finite.
     """
     tensors, errors, back = {}, {}, {}
-    for name in spec.shapes():
-        factor = factors[name]
+    exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
+    for name in _turns(spec, bits):
+        factor = _solved(name, spec, back, exact) if bits in SOLVED else exact[name]
         if not is_quantized(spec, name):
-            tensors[name] = factor if scale_dtype is None else factor.to(scale_dtype)
-            back[name] = tensors[name].to(_work(factor))
+            tensors[name] = factor.to(scale_dtype or factors[name].dtype)
+            back[name] = tensors[name].to(factor)
             continue
-        matrix, stored = _pack(name, to_matrix(spec, name, factor), bits, scale_dtype)
+        dtype = scale_dtype or factors[name].dtype
+        matrix, stored = _pack(name, to_matrix(spec, name, factor), bits, dtype)
         tensors |= stored
         back[name] = from_matrix(spec, name, matrix)
-        errors[name] = relative_error(factor.to(matrix), back[name])
-    exact = {name: factors[name].to(tensor) for name, tensor in back.items()}
+        errors[name] = relative_error(factor, back[name])
     reconstruct = STRUCTURES[spec.structure].factorizer().reconstruct
     errors[PRODUCT] = relative_error(reconstruct(exact, spec), reconstruct(back, spec))
     return Quantized(tensors, errors)
+
+
+def _turns(spec: Spec, bits: int) -> list[str]:
+    """The factors as they are rounded: those that are solved again come last."""
+    solved = STRUCTURES[spec.structure].solved if bits in SOLVED else ()
+    return [*(name for name in spec.shapes() if name not in solved), *solved]
+
+
+def _solved(name: str, spec: Spec, rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
+    """The factor `name` for those of `rounded` so far."""
+    structure = STRUCTURES[spec.structure]
+    if name not in structure.solved:
+        return exact[name]
+    return structure.factorizer().solve_again(name, {**exact, **rounded}, exact, spec)
 
 
 def quantize_dense(weight: Tensor, bits: int, scale_dtype: torch.dtype | None = None) -> Quantized:

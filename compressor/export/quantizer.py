@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from statistics import mean
 from typing import Any
 
 import torch
 
 from blr.compressor.architectures import Family, find_family
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import InputError, NumericsError, UsageError
 from blr.compressor.export.pack import PRODUCT, Quantized, parse_kind, quantize_dense, quantize_factors
@@ -56,6 +57,7 @@ class Quantizer:
 
     Attributes:
         specs, dense: by module, the structured and the dense layers, the head among them.
+        plain: the structured layers that packing would not make smaller.
         kind: of all but the head; None if the head alone is packed.
         dtype: safetensors' name of the scales' dtype, None for that of each weight.
         errors: relative error of the weight that quantization adds, by module, as they are packed.
@@ -67,6 +69,7 @@ class Quantizer:
     kind: str | None
     dtype: str | None = None
     head: Head | None = None
+    plain: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     _last: tuple[str, Quantized] | None = None
 
@@ -79,10 +82,23 @@ class Quantizer:
     def settings(self) -> dict[str, Any]:
         """What `ExportSettings` says of packed layers."""
         dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
-        if self.head is None:
-            return {"quantize": self.kind, "dense": dense}
-        head = {self.head.module: self._entry(self.head.module)}
-        return {"quantize": self.kind, "dense": dense, "head": head}
+        head = {self.head.module: self._entry(self.head.module)} if self.head else {}
+        return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
+
+    def sizes(self, module: str) -> tuple[int, int]:
+        """Bytes of a layer as it would be stored without packing, and packed."""
+        if module in self.dense:
+            entries = {"weight": self.dense[module].entry}
+        else:
+            factors = self.specs[module].shapes()
+            entries = {factor: self.source.entries[f"{module}.{factor}"] for factor in factors}
+        before = packed = 0
+        for factor, entry in entries.items():
+            dtype = self.dtype or entry.dtype
+            before += prod(entry.shape) * BITS[dtype] // 8
+            parts = self.parts(module, factor, dtype).values()
+            packed += sum(prod(shape) * BITS[kind] // 8 for kind, shape in parts)
+        return before, packed
 
     def copies(self, entry: TensorEntry) -> bool:
         """Whether `entry` is an embedding that the head is made from and is itself stored too."""
@@ -164,13 +180,30 @@ def make_quantizer(
     """
     packed = dict(specs) if kind else {}
     dense = _dense_layers(source, packed) if kind else {}
-    if head is None:
-        return Quantizer(source, packed, dense, kind, dtype)
-    if head.weight is None:
+    if head is not None and head.weight is None:
         packed[head.module] = specs[head.module]
-    else:
+    elif head is not None and head.weight is not None:
         dense[head.module] = DenseLayer(head.weight, transposed=False)
-    return Quantizer(source, packed, dense, kind, dtype, head)
+    return _without_larger(Quantizer(source, packed, dense, kind, dtype, head))
+
+
+def _without_larger(quantizer: Quantizer) -> Quantizer:
+    """`quantizer` less the layers that it would not make smaller: rows far shorter than a group.
+
+    Raises InputError when none is left.
+    """
+    own = {quantizer.head.module} if quantizer.head else set()
+    sizes = {m: quantizer.sizes(m) for m in (*quantizer.specs, *quantizer.dense) if m not in own}
+    plain = {module for module, (before, packed) in sizes.items() if packed >= before}
+    if quantizer.kind and not sizes.keys() - plain:
+        raise InputError(
+            f"{quantizer.source.folder}: no layer gets smaller in {quantizer.kind}, whose rows are "
+            f"padded to groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
+        )
+    specs = {m: spec for m, spec in quantizer.specs.items() if m not in plain}
+    dense = {m: layer for m, layer in quantizer.dense.items() if m not in plain}
+    kept = sorted(plain & quantizer.specs.keys())
+    return replace(quantizer, specs=specs, dense=dense, plain=kept)
 
 
 def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:

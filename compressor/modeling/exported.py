@@ -47,7 +47,8 @@ def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str,
     """Module to what `modeling/quantized.py` makes its layer from, for all that are packed."""
     if not settings.quantize:
         return settings.head
-    structured = {name: {**spec, "bits": settings.bits} for name, spec in layers.items()}
+    kept = {name: spec for name, spec in layers.items() if name not in settings.plain}
+    structured = {name: {**spec, "bits": settings.bits} for name, spec in kept.items()}
     dense = {name: dense_entry(o, i, settings.bits) for name, (o, i) in settings.dense.items()}
     return {**structured, **dense, **settings.head}
 

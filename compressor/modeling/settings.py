@@ -16,7 +16,8 @@ class ExportSettings:
 
     `gpu` is a name of configs/gpus.yaml; `batch` sequences at most and `context` tokens of prompt
     and answer (None: not a decoder) are what generation is prepared for; `quantize` is "int8",
-    "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed.
+    "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed;
+    `plain` are structured modules that are left as they are, since packing makes them no smaller.
     `head` maps the output head, if it is packed by itself, to the entry of `modeling/quantized.py`
     that its layer is made from.
     """
@@ -28,6 +29,7 @@ class ExportSettings:
     context: int | None = None
     quantize: str | None = None
     dense: dict[str, list[int]] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
     head: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

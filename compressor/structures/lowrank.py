@@ -19,6 +19,7 @@ from blr.compressor.structures.linalg import (
     balance,
     cholesky,
     orthonormal,
+    refit_left,
     solve_spd,
     top_eigenvectors,
     truncated_svd,
@@ -99,6 +100,13 @@ def _refit_left(weight: Tensor, gram: Tensor, right: Tensor) -> tuple[Tensor, Te
 def _summed(left: Tensor, right: Tensor) -> Tensor:
     """[o, i] of groups of input columns."""
     return (left @ right.mT).movedim(0, 1).flatten(1)
+
+
+def solve_again(
+    name: str, now: dict[str, Tensor], exact: dict[str, Tensor], spec: LowRankSpec
+) -> Tensor:
+    """The factor `name` (U) of least squares for the product of `exact`, the others being `now`'s."""
+    return refit_left(exact["U"], exact["V"], now["V"])
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: LowRankSpec) -> Tensor:

@@ -17,6 +17,7 @@ from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import (
     balance,
     inverse_spd,
+    refit_left,
     solve_spd,
     top_eigenvectors,
     truncated_svd,
@@ -48,6 +49,15 @@ def fit(
     left = _scatter(problem.U, spec.blocks)
     left, right = balance(left, problem.split(theta).transpose(0, 1))
     return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
+
+
+def solve_again(
+    name: str, now: dict[str, Tensor], exact: dict[str, Tensor], spec: MonarchSpec
+) -> Tensor:
+    """The factor `name` (U) of least squares for the product of `exact`, the others being `now`'s."""
+    parts = (_scatter(t, spec.blocks) for t in (exact["U"], exact["V"], now["V"]))
+    left, right, new = parts  # [k, l, q, r'], [l, k, p, r'] twice
+    return _gather(refit_left(left, right.transpose(0, 1), new.transpose(0, 1)))
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:

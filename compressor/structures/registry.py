@@ -58,7 +58,8 @@ class Structure:
     `solvers` name its factorizers, the default first. `of_rank` makes the spec of a form and a rank,
     None where a chain of patterns takes the rank's place. `blocks` is the default number of blocks,
     None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
-    can be factorized on their own.
+    can be factorized on their own. `solved` are the factors in which the product is linear, in the order
+    in which they are solved again once the others are rounded (``solve_again`` of the factorizer).
     """
 
     spec: type[Spec]
@@ -67,6 +68,7 @@ class Structure:
     blocks: int | None = None
     stepped: bool = False
     grouped: bool = False
+    solved: tuple[str, ...] = ()
 
     @property
     def ranked(self) -> bool:
@@ -118,9 +120,9 @@ class Structure:
 STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
-        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True),
-        Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True),
-        Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16),
+        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, solved=("U",)),
+        Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, solved=("U",)),
+        Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, solved=("U", "S")),
         Structure(KroneckerSpec, ("hierarchical",)),
     )
 }

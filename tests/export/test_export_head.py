@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to, tokens_without_blr
+from exporting import Invoke, compress_to, export_to, plain_layers, tokens_without_blr
 from pico import save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -50,8 +50,7 @@ def test_tensors_are_those_of_the_quantized_source(
     stored = load_file(folder / "model.safetensors")
     model = load(sources[name], "auto")
     errors = quantize_head(model, int(head[3:]))
-    if kind:
-        quantize_model(model, int(kind[3:]))
+    packed = quantize_model(model, int(kind[3:]), skip=plain_layers(folder)) if kind else {}
     expected = model.state_dict()
     of_head = {key for key in stored if key.startswith("lm_head.")}
     assert of_head == {"lm_head.weight_q", "lm_head.weight_scale"}
@@ -59,7 +58,8 @@ def test_tensors_are_those_of_the_quantized_source(
         assert stored[key].equal(expected[key]), key
     manifest = read_manifest(folder)
     assert manifest["quantization_errors"]["lm_head"] == pytest.approx(errors["lm_head"][PRODUCT])
-    assert len(manifest["quantization_errors"]) == (8 if kind else 1)
+    kinds = {module.rpartition(".")[2] for module in packed}
+    assert manifest["quantization_errors"].keys() == {"lm_head", *kinds}
     assert manifest["untied_bytes"] == sum(stored[key].nbytes for key in of_head)
     assert json.loads((folder / "config.json").read_bytes())["tie_word_embeddings"] is False
 
@@ -69,14 +69,17 @@ def test_what_loads_computes_what_is_stored(
     kind: str | None, head: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     """Layers, head and embedding are what they should be, and the logits those of `quantize.py`."""
-    found = load(export_to(sources["svd"], tmp_path / "out", quantize=kind, quantize_head=head))
+    folder = export_to(sources["svd"], tmp_path / "out", quantize=kind, quantize_head=head)
+    found, plain = load(folder), plain_layers(folder)
     assert isinstance(found.lm_head, QuantizedLinear) and found.lm_head.bits == int(head[3:])
-    layers = [m for m in found.modules() if isinstance(m, StructuredLinear)]
-    assert len(layers) == 28 and {getattr(m, "bits", None) for m in layers} == {kind and int(kind[3:])}
+    layers = {n: m for n, m in found.named_modules() if isinstance(m, StructuredLinear)}
+    assert len(layers) == 28 and plain != list(layers)
+    for name, layer in layers.items():
+        assert getattr(layer, "bits", None) == (None if name in plain else kind and int(kind[3:]))
     expected = load(sources["svd"], "auto")
     quantize_head(expected, int(head[3:]))
     if kind:
-        quantize_model(expected, int(kind[3:]))
+        quantize_model(expected, int(kind[3:]), skip=plain)
     with torch.inference_mode():
         torch.testing.assert_close(found(IDS).logits, expected.float()(IDS).logits)
 
@@ -141,15 +144,12 @@ def test_a_checkpoint_that_stores_both_ends_of_a_tie(tiny: Path, tmp_path: Path)
     assert all(tensor.equal(expected[key]) for key, tensor in found.items())
 
 
-@pytest.mark.parametrize("kind", [None, "int8"])
-def test_a_structured_head_is_packed_as_the_structure_it_is(
-    kind: str | None, untied: Path, tmp_path: Path
-) -> None:
+def test_a_structured_head_is_packed_as_the_structure_it_is(untied: Path, tmp_path: Path) -> None:
     source = compress_to(untied, tmp_path / "source", method="svd", cf=1.25, include=["*"])
-    made = export_to(source, tmp_path / "out", quantize=kind, quantize_head="int4")
+    made = export_to(source, tmp_path / "out", quantize_head="int4")
     model = load(made)
     assert isinstance(model.lm_head, QuantizedLowRankLinear) and model.lm_head.bits == 4
-    assert getattr(model.model.layers[0].mlp.up_proj, "bits", None) == (8 if kind else None)
+    assert getattr(model.model.layers[0].mlp.up_proj, "bits", None) is None
     ours = Decoder(model, context=64, ops="torch").generate(IDS, max_new_tokens=24)
     assert IDS[0].tolist() + ours[0] == greedy(model)
 

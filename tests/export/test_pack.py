@@ -20,6 +20,7 @@ from blr.compressor.export.pack import (
     parse_kind,
     quantizable,
     quantize_dense,
+    quantize_factors,
     quantize_head,
     quantize_layer,
     quantize_model,
@@ -102,6 +103,43 @@ def test_reported_errors_are_those_of_the_layer(spec: Spec, bits: int) -> None:
     assert set(errors) == {*quantized, PRODUCT}
     bound = {8: 0.01, 4: 0.15}[bits]
     assert all(0 < errors[name] < bound for name in quantized)
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in SPECS if STRUCTURES[s.structure].solved], ids=lambda s: s.structure
+)
+def test_a_factor_solved_again_is_the_one_of_least_squares(spec: Spec) -> None:
+    """No step away from it, in any direction, brings the product nearer."""
+    structure = STRUCTURES[spec.structure]
+    factorizer = structure.factorizer()
+    torch.manual_seed(0)
+    exact = {name: torch.randn(shape).double() for name, shape in spec.shapes().items()}
+    now = {name: factor + 0.1 * torch.randn_like(factor) for name, factor in exact.items()}
+    target = factorizer.reconstruct(exact, spec)
+    for name in structure.solved:
+        best = factorizer.solve_again(name, now, exact, spec)
+        assert best.shape == exact[name].shape
+        for step in (torch.randn_like(best) * 1e-3, now[name] - best):
+            there = factorizer.reconstruct({**now, name: best}, spec)
+            near = factorizer.reconstruct({**now, name: best + step}, spec)
+            assert (there - target).norm() < (near - target).norm()
+
+
+def test_terms_that_cancel_survive_int4() -> None:
+    """BLAST fits leave large terms of opposite sign: rounded alone they lose what is left of them."""
+    spec = BlastSpec(64, 64, 4, 24)
+    torch.manual_seed(0)
+    factors = {name: torch.randn(shape) for name, shape in spec.shapes().items()}
+    for name, sign in (("U", -1.0), ("V", 1.0), ("S", 1.0)):  # pairs of ranks of nearly one term
+        noise = 0.3 * torch.randn_like(factors[name][..., :12])
+        factors[name][..., 12:] = sign * factors[name][..., :12] + noise
+    solved = quantize_factors(spec, factors, 4).errors
+    plain = [name for name in solved if name != PRODUCT]
+    back = {n: f + solved[n] * f.norm() / f.numel() ** 0.5 * torch.randn_like(f) if n in plain else f
+            for n, f in factors.items()}  # fmt: skip
+    reconstruct = STRUCTURES["blast"].factorizer().reconstruct
+    exact = reconstruct(factors, spec)
+    assert solved[PRODUCT] < 0.8 * float((reconstruct(back, spec) - exact).norm() / exact.norm())
 
 
 @SPEC

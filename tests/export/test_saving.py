@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = save_pico("qwen2", folder / "dense")
     compress_to(source, folder / "checkpoint", method="blast", cf=1.5, rounds=1, blocks=4)
     export_to(folder / "checkpoint", folder / "export")
-    export_to(folder / "checkpoint", folder / "int8", quantize="int8")
+    export_to(folder / "checkpoint", folder / "int8", quantize_head="int8")
     return folder
 
 

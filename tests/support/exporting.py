@@ -72,3 +72,8 @@ def export_to(source: Path, output: Path, **options: object) -> Path:
     """`source` exported; returns `output`."""
     export(source, output, ExportOptions(source.name, **options), Progress(quiet=True))
     return output
+
+
+def plain_layers(folder: Path) -> list[str]:
+    """The structured modules that an export leaves as they are: packed they would not be smaller."""
+    return json.loads((folder / "config.json").read_bytes())["blr"]["export"].get("plain", [])
