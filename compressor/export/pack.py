@@ -66,7 +66,9 @@ def quantize_factors(
     Raises:
         NumericsError: a factor whose scales are not finite.
     """
-    tensors, errors, back = {}, {}, {}
+    tensors: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
+    back: dict[str, Tensor] = {}
     exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
     for name in _turns(spec, bits):
         factor = _solved(name, spec, back, exact) if bits in SOLVED else exact[name]
