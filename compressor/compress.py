@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -87,22 +88,136 @@ def compress(
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
         progress.notes(plan.notes)
-        needed = estimate_bytes(source, plan, recipe)
+        job = Job(source, plan, recipe, settings, workspace, progress)
+        records = job.run()
+    return job.summary(records, monotonic() - started)
+
+
+@dataclass
+class Job:
+    """One compression. `plan` is that of the headers until calibration gives a better one."""
+
+    source: Source
+    plan: Plan
+    recipe: Recipe
+    settings: Settings
+    workspace: Workspace
+    progress: Progress
+
+    def run(self) -> dict[str, Any]:
+        """Fit, write, check and commit, or finish what a killed run had all but committed; every
+        layer's record by name."""
+        workspace, needed = self.workspace, self._estimate()
         with storage_errors(workspace.output.parent, needed, workspace.output):
             check_space(workspace.output.parent, needed - workspace.used_bytes())
-            plan, records = _run(source, recipe, plan, workspace, settings, progress)
-    return _summarize(source, recipe, plan, records, workspace, monotonic() - started)
+            workspace.open(self._fingerprint())
+            from blr.compressor.loading.carry import check_carried
+            from blr.compressor.output.files import check_fits, structured_config
 
+            check_fits(self.source, self.plan)
+            check_carried(self.source, structured_config(self.source.config, self.plan))
+            read = self._digest()
+            if workspace.finished(read):
+                return read_records(workspace.output)
+            return self._produce(read)
 
-def estimate_bytes(source: Source, plan: Plan, recipe: Recipe) -> int:
-    """Upper estimate of the disk a run needs: the output, the journal of factors and small files."""
-    replaced = {planned.layer.entry.name for planned in plan.layers}
-    kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
-    factors = sum(
-        planned.spec.parameters * _item_bytes(planned.layer.entry, recipe) for planned in plan.layers
-    )
-    extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
-    return kept + 2 * factors + extra + (4 << 20)
+    def _produce(self, read: str) -> dict[str, Any]:
+        from blr.compressor.output.files import check_reload, small_files
+        from blr.compressor.output.produce import Contents, produce
+
+        source, results, measured = self.source, *self._fit()
+        records = {module: record for module, (_, record) in results.items()}
+        facts = self._facts(records)
+        contents = Contents(
+            assign_shards(_slots(source, self.plan, results), self.settings.max_shard_size),
+            _reader(source, self.workspace),
+            small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
+        )
+        facts["input_sha256"] = read
+        check = partial(check_reload, source)
+        produce(self.workspace, contents, check, lambda: facts, self.progress)
+        return records
+
+    def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Factors and record by module, and what was measured: facts of the `calibration`, and the
+        sensitivity curve of each module under `curves`."""
+        from blr.compressor.fitting.work import Work
+
+        source, recipe, settings = self.source, self.recipe, self.settings
+        place = (settings.device, settings.offline)
+        work = Work(source, recipe, self.workspace.journal, self.progress, *place)
+        if settings.calibration is None:
+            from blr.compressor.fitting.factorize import factorize_layers
+
+            return factorize_layers(work, self.plan), {}
+        from blr.compressor.fitting.engine import compress_calibrated
+
+        replan = partial(make_plan, source, recipe, calibrated=True)
+        found = compress_calibrated(work, replan, settings.calibration)
+        self.plan = found.plan
+        return found.results, {"calibration": found.facts, "curves": found.curves}
+
+    def _estimate(self) -> int:
+        """Upper estimate of the disk a run needs: output, journal of factors and small files."""
+        source, layers = self.source, self.plan.layers
+        replaced = {planned.layer.entry.name for planned in layers}
+        kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
+        factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
+        extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
+        return kept + 2 * factors + extra + (4 << 20)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
+        settings = self.settings
+        return {
+            "source": headers_digest(self.source),
+            "revision": settings.revision,
+            "recipe": self.recipe.model_dump(),
+            "max_shard_size": settings.max_shard_size,
+            "device": settings.device,
+            "threads": settings.threads,
+            "calibration": _calibration(settings),
+            "versions": versions(),
+        }
+
+    def _digest(self) -> str:
+        """SHA-256 over everything that is read. Raises NumericsError for weights that are not finite."""
+        from blr.compressor.checkpoint.scan import scan_source
+
+        replaced = {planned.layer.entry.name for planned in self.plan.layers}
+        remedy = "repair the checkpoint or --exclude the layer"
+        return scan_source(self.source, replaced, remedy, self.progress).digest
+
+    def _facts(self, records: dict[str, Any]) -> dict[str, Any]:
+        """The manifest's account of where the output came from."""
+        recipe = canonical_json(self.recipe.model_dump())
+        return {
+            "source": {"name": self.settings.source_name, "revision": self.settings.revision},
+            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
+            "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
+            "run": self.workspace.fingerprint,
+        }
+
+    def summary(self, records: dict[str, Any], seconds: float) -> Summary:
+        """Of this run."""
+        source, plan, output = self.source, self.plan, self.workspace.output
+        before = sum(entry.parameters for entry in source.entries.values())
+        by_type: dict[str, list[float]] = {}
+        for record in records.values():
+            by_type.setdefault(record["type"], []).append(record["error"])
+        return Summary(
+            output=str(output),
+            method=self.recipe.method,
+            cf=plan.cf,
+            parameters_before=before,
+            parameters_after=before - plan.dense_parameters + plan.structured_parameters,
+            bytes_before=sum(entry.nbytes for entry in source.entries.values()),
+            bytes_after=sum(tensor_bytes(path) for path in output.glob("*.safetensors")),
+            layers=len(plan.layers),
+            errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
+            seconds=seconds,
+            notes=plan.notes,
+        )
 
 
 def _item_bytes(entry: TensorEntry, recipe: Recipe) -> int:
@@ -111,91 +226,12 @@ def _item_bytes(entry: TensorEntry, recipe: Recipe) -> int:
     return entry.nbytes // max(entry.parameters, 1)
 
 
-def _fingerprint(source: Source, recipe: Recipe, settings: Settings) -> dict[str, Any]:
-    """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
-    return {
-        "source": headers_digest(source),
-        "revision": settings.revision,
-        "recipe": recipe.model_dump(),
-        "max_shard_size": settings.max_shard_size,
-        "device": settings.device,
-        "threads": settings.threads,
-        "calibration": _calibration(settings),
-        "versions": versions(),
-    }
-
-
-def _run(
-    source: Source,
-    recipe: Recipe,
-    plan: Plan,
-    workspace: Workspace,
-    settings: Settings,
-    progress: Progress,
-) -> tuple[Plan, dict[str, dict[str, Any]]]:
-    """Produce the output; returns the plan that was followed and every layer's record by name."""
-    workspace.open(_fingerprint(source, recipe, settings))
-    from blr.compressor.checkpoint.scan import scan_source
-    from blr.compressor.loading.carry import check_carried
-    from blr.compressor.output.files import check_fits, check_reload, small_files, structured_config
-    from blr.compressor.output.produce import Contents, produce
-
-    check_fits(source, plan)
-    check_carried(source, structured_config(source.config, plan))
-    replaced = {planned.layer.entry.name for planned in plan.layers}
-    read = scan_source(source, replaced, "repair the checkpoint or --exclude the layer", progress).digest
-    if workspace.finished(read):
-        return plan, read_records(workspace.output)
-    plan, results, measured = _factorize(source, recipe, plan, workspace, settings, progress)
-    records = {module: record for module, (_, record) in results.items()}
-    facts = _facts(recipe, records, workspace.fingerprint, settings)
-    about = {**facts, "calibration": measured.pop("calibration", None)}
-    contents = Contents(
-        assign_shards(_slots(source, plan, results), settings.max_shard_size),
-        _reader(source, workspace),
-        small_files(source, recipe, plan, records, measured, about),
-    )
-    facts["input_sha256"] = read
-    produce(workspace, contents, partial(check_reload, source), lambda: facts, progress)
-    return plan, records
-
-
 def _calibration(settings: Settings) -> str | None:
     if settings.calibration is None:
         return None
     from blr.compressor.text.reading import calibration_digest
 
     return calibration_digest(settings.calibration)
-
-
-def _factorize(
-    source: Source,
-    recipe: Recipe,
-    plan: Plan,
-    workspace: Workspace,
-    settings: Settings,
-    progress: Progress,
-) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
-    """The plan that was followed, factors and record by module, and what was measured: facts of the
-    `calibration`, and the sensitivity curve of each module under `curves`."""
-    if settings.calibration is None:
-        from blr.compressor.fitting.factorize import factorize_layers
-
-        results = factorize_layers(source, recipe, plan, workspace.journal, settings.device, progress)
-        return plan, results, {}
-    from blr.compressor.fitting.engine import compress_calibrated
-
-    outcome = compress_calibrated(
-        source,
-        recipe,
-        lambda curves: make_plan(source, recipe, curves, calibrated=True),
-        settings.calibration,
-        workspace.journal,
-        settings.device,
-        settings.offline,
-        progress,
-    )
-    return outcome.plan, outcome.results, {"calibration": outcome.facts, "curves": outcome.curves}
 
 
 def _slots(source: Source, plan: Plan, results: dict[str, Any]) -> list[Slot]:
@@ -221,20 +257,6 @@ def _reader(source: Source, workspace: Workspace) -> Any:
     return read
 
 
-def _facts(
-    recipe: Recipe, records: dict[str, Any], fingerprint: dict[str, Any], settings: Settings
-) -> dict[str, Any]:
-    """The manifest's account of where the output came from."""
-    import hashlib
-
-    return {
-        "source": {"name": settings.source_name, "revision": settings.revision},
-        "recipe_sha256": hashlib.sha256(canonical_json(recipe.model_dump())).hexdigest(),
-        "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
-        "run": fingerprint,
-    }
-
-
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What compression recorded for every layer of an output: spec, type and relative error."""
     config = json.loads((folder / "config.json").read_bytes())
@@ -244,30 +266,3 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 def tensor_bytes(path: Path) -> int:
     """Bytes of tensor data in one shard."""
     return sum(entry.nbytes for entry in read_header(path).entries.values())
-
-
-def _summarize(
-    source: Source,
-    recipe: Recipe,
-    plan: Plan,
-    records: dict[str, dict[str, Any]],
-    workspace: Workspace,
-    seconds: float,
-) -> Summary:
-    before = sum(entry.parameters for entry in source.entries.values())
-    by_type: dict[str, list[float]] = {}
-    for record in records.values():
-        by_type.setdefault(record["type"], []).append(record["error"])
-    return Summary(
-        output=str(workspace.output),
-        method=recipe.method,
-        cf=plan.cf,
-        parameters_before=before,
-        parameters_after=before - plan.dense_parameters + plan.structured_parameters,
-        bytes_before=sum(entry.nbytes for entry in source.entries.values()),
-        bytes_after=sum(tensor_bytes(path) for path in workspace.output.glob("*.safetensors")),
-        layers=len(plan.layers),
-        errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
-        seconds=seconds,
-        notes=plan.notes,
-    )

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.architectures import find_family
-from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
-from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
 from blr.compressor.fitting.own import is_own, with_own_text
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import Run, fit_blocks
-from blr.compressor.machine.device import pick_device
+from blr.compressor.fitting.work import Work
 from blr.compressor.planning.plan import Plan
-from blr.compressor.progress import Progress
-from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
@@ -40,17 +37,8 @@ class Outcome:
     curves: dict[str, list[float]]
 
 
-def compress_calibrated(
-    source: Source,
-    recipe: Recipe,
-    replan: Replan,
-    text: str,
-    journal: Journal,
-    device: str,
-    offline: bool,
-    progress: Progress,
-) -> Outcome:
-    """Fit every planned layer of `source` to the activations that `text` causes.
+def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
+    """Fit every planned layer to the activations that `text` causes.
 
     Args:
         replan: makes the plan from measured sensitivities (None: uniform).
@@ -59,9 +47,9 @@ def compress_calibrated(
     Raises:
         InputError, HubError, CapabilityError, NumericsError.
     """
-    target = pick_device(device)
+    source, recipe, target = work.source, work.recipe, work.target
     model = BlockModel(source, find_family(source.model_type), target)
-    calibration = _read(source, recipe, text, offline, model, journal, progress)
+    calibration = _read(work, text, model)
     model.load_rest()
     batches = model.start(calibration)
     key = layer_key(
@@ -72,61 +60,54 @@ def compress_calibrated(
     )
     sensitivity = None
     if recipe.allocation != "uniform":
-        sensitivity = _measure(model, batches, journal, key, recipe, progress)
+        sensitivity = _measure(work, model, batches, key)
     curves = _curves(sensitivity)
     plan = replan(curves)
-    progress.notes(plan.notes)
+    work.progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else GPU_EPOCHS * (target.type == "cuda")
     prefix = layer_key(key=key, measured=sensitivity is not None)
-    run = Run(model, recipe, plan, journal, batches, sensitivity, epochs, prefix)
-    results = fit_blocks(run, progress)
-    results |= _outside(source, recipe, plan, results, journal, device, progress)
+    results = fit_blocks(Run(work, model, plan, batches, sensitivity, epochs, prefix))
+    results |= _outside(work, plan, results)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest, "refit_epochs": epochs}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves or {})
 
 
-def _read(
-    source: Source, recipe: Recipe, text: str, offline: bool, model: BlockModel, journal: Journal,
-    progress: Progress,
-) -> Calibration:  # fmt: skip
+def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     from blr.compressor.loading.load import load_tokenizer
 
+    recipe = work.recipe
     context = getattr(model.model.config, "max_position_embeddings", None) or recipe.seq_len
     seq_len = min(recipe.seq_len, context)
     if seq_len < recipe.seq_len:
-        progress.notes(
+        work.progress.notes(
             [f"calibrating on windows of {seq_len} tokens, the model's context, not {recipe.seq_len}"]
         )
     own, packed = is_own(text), model.model.can_generate()
     if (own or recipe.mix) and not packed:
         raise CapabilityError(
-            f"{source.folder}: a model that generates no text has none of its own; "
+            f"{work.source.folder}: a model that generates no text has none of its own; "
             "give --calibration a text"
         )
     start = read_start(Path(text)) if os.path.exists(text) else ""
-    tokenizer = load_tokenizer(source.folder, text=start)
+    tokenizer = load_tokenizer(work.source.folder, text=start)
     found = None
     if not own:
-        found = read_calibration(
-            text, tokenizer, samples=recipe.samples, seq_len=seq_len, packed=packed, offline=offline
-        )
+        sizes = {"samples": recipe.samples, "seq_len": seq_len}
+        found = read_calibration(text, tokenizer, **sizes, packed=packed, offline=work.offline)
     if found is not None and not recipe.mix:
         return found
-    return with_own_text(source, recipe, tokenizer, seq_len, found, model.device, journal, progress)
+    return with_own_text(work, tokenizer, seq_len, found)
 
 
-def _measure(
-    model: BlockModel, batches: list[Any], journal: Journal, key: str, recipe: Recipe, progress: Progress
-) -> Sensitivity:
+def _measure(work: Work, model: BlockModel, batches: list[Any], key: str) -> Sensitivity:
     """From the first batches that hold `SENSITIVITY_TOKENS`."""
     chosen, tokens = [], 0
     for batch in batches:
         if tokens < SENSITIVITY_TOKENS:
             chosen.append(batch)
             tokens += int(batch.mask.sum())
-    name = layer_key(key=key, sensitivity=tokens)
-    return measure(model, chosen, journal, name, recipe.seed, progress)
+    return measure(work, model, chosen, layer_key(key=key, sensitivity=tokens))
 
 
 def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:
@@ -135,19 +116,11 @@ def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:
     return {module: curve.tolist() for module, curve in sensitivity.curves.items()}
 
 
-def _outside(
-    source: Source,
-    recipe: Recipe,
-    plan: Plan,
-    done: dict[str, Result],
-    journal: Journal,
-    device: str,
-    progress: Progress,
-) -> dict[str, Result]:
+def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Result]:
     """Layers that are in no block (heads) are fitted without statistics, and that is said."""
     rest = [planned for planned in plan.layers if planned.layer.module not in done]
     if not rest:
         return {}
     names = ", ".join(planned.layer.module for planned in rest)
-    progress.notes([f"outside the blocks, fitted without calibration: {names}"])
-    return factorize_layers(source, recipe, Plan(rest), journal, device, progress)
+    work.progress.notes([f"outside the blocks, fitted without calibration: {names}"])
+    return factorize_layers(work, Plan(rest))

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.journal import Journal, layer_key
-from blr.compressor.checkpoint.source import Source
+from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError, NumericsError
-from blr.compressor.machine.device import pick_device, working_dtype
+from blr.compressor.fitting.work import Work
+from blr.compressor.machine.device import working_dtype
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
@@ -65,25 +64,17 @@ class Job:
         )
 
 
-def factorize_layers(
-    source: Source,
-    recipe: Recipe,
-    plan: Plan,
-    journal: Journal,
-    device: str,
-    progress: Progress,
-) -> dict[str, Result]:
+def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     """Factors of every planned layer, from the journal where it has them.
 
     Returns:
         Module name to its stored factors and record (spec, type, relative error, notes).
     """
-    target = pick_device(device)
     results = {}
-    with progress.layers(len(plan.layers)) as advance:
+    with work.progress.layers(len(plan.layers)) as advance:
         for planned in plan.layers:
             advance(planned.layer.module)
-            results[planned.layer.module] = _layer(source, Job(planned, recipe, target), journal)
+            results[planned.layer.module] = _layer(work, Job(planned, work.recipe, work.target))
     return results
 
 
@@ -92,8 +83,8 @@ def layer_seed(seed: int, module: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
 
 
-def _layer(source: Source, job: Job, journal: Journal) -> Result:
-    weight = source.load_tensor(job.layer.entry)
+def _layer(work: Work, job: Job) -> Result:
+    journal, weight = work.journal, work.source.load_tensor(job.layer.entry)
     key = job.key(weight)
     done = journal.load(key)
     if done is None:

@@ -9,46 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.journal import Journal, canonical_json
+from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_model
-from blr.compressor.progress import Progress
-from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import ROOM, OwnText, working_dtype, write_own_text
 from blr.compressor.text.reading import BATCH, OWN, Calibration, digest_batches
 from blr.compressor.text.windows import interleaved
 
 
-def with_own_text(
-    source: Source, recipe: Recipe, tokenizer: Any, seq_len: int, text: Calibration | None,
-    device: torch.device, journal: Journal, progress: Progress,
-) -> Calibration:  # fmt: skip
-    """Windows of `seq_len` tokens, `recipe.samples` at most: the share `recipe.mix` of them is own
+def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | None) -> Calibration:
+    """Windows of `seq_len` tokens, `samples` of the recipe at most: the share `mix` of them is own
     text, all if there is no `text`.
 
-    To write it the whole model is loaded, once; what it wrote is kept in `journal`.
+    To write it the whole model is loaded, once; what it wrote is kept in the journal.
     """
-    count = recipe.samples if text is None else max(1, round(recipe.mix * recipe.samples))
-    parts = [_write(source, recipe, tokenizer, seq_len, count, device, journal, progress)]
-    if text is not None and count < recipe.samples:
-        parts.insert(0, torch.cat(text.ids)[: recipe.samples - count])
+    samples = work.recipe.samples
+    count = samples if text is None else max(1, round(work.recipe.mix * samples))
+    parts = [_write(work, tokenizer, seq_len, count)]
+    if text is not None and count < samples:
+        parts.insert(0, torch.cat(text.ids)[: samples - count])
     ids = list(interleaved(parts).split(BATCH))
     return Calibration(ids, masks := [torch.ones_like(part) for part in ids], digest_batches(ids, masks))
 
 
-def _write(
-    source: Source, recipe: Recipe, tokenizer: Any, seq_len: int, count: int, device: torch.device,
-    journal: Journal, progress: Progress,
-) -> Tensor:  # fmt: skip
+def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
     """[count, seq_len]; the token at random that each sample starts from is left out where the context
     has room for that."""
-    model = load_model(
-        source.folder, "AutoModelForCausalLM", dtype=working_dtype(device), device=str(device)
-    )
+    folder, device = work.source.folder, work.target
+    model = load_model(folder, "AutoModelForCausalLM", dtype=working_dtype(device), device=str(device))
     context = getattr(model.config, "max_position_embeddings", None) or seq_len + ROOM
     length = min(seq_len + ROOM, context)
-    wanted = OwnText(count * length, length, recipe.seed, author_of(source))
-    rows = write_own_text(model, tokenizer, wanted, journal, progress)
+    wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
+    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress)
     return rows[:count, length - seq_len :].long()
 
 

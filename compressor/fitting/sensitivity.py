@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.errors import NumericsError
 from blr.compressor.fitting.blocks import Batch, BlockModel, captured_inputs, run_block
+from blr.compressor.fitting.work import Work
 from blr.compressor.progress import Progress
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 
@@ -35,19 +35,17 @@ class Sensitivity:
     blocks: dict[str, Tensor] = field(default_factory=dict)
 
 
-def measure(
-    model: BlockModel, batches: list[Batch], journal: Journal, key: str, seed: int, progress: Progress
-) -> Sensitivity:
+def measure(work: Work, model: BlockModel, batches: list[Batch], key: str) -> Sensitivity:
     """Sensitivities of every compressible layer, from the journal where it has them.
 
     Args:
         batches: hidden states entering the first block; left as they are.
         key: digest of everything the result depends on.
     """
-    if journal.load(key) is not None:
-        return _unflatten(journal.tensors(key))
-    found = _sweep(model, batches, seed, progress)
-    journal.store(key, _flatten(found), {})
+    if work.journal.load(key) is not None:
+        return _unflatten(work.journal.tensors(key))
+    found = _sweep(model, batches, work.recipe.seed, work.progress)
+    work.journal.store(key, _flatten(found), {})
     return found
 
 

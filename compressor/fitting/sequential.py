@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.architectures import Group
-from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.fitting.blocks import (
     Batch,
     BlockModel,
@@ -29,10 +29,9 @@ from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.refit import Refit, refit_block
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.weighted import fit_weighted
+from blr.compressor.fitting.work import Work
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
 from blr.compressor.planning.plan import Plan
-from blr.compressor.progress import Progress
-from blr.compressor.recipe.schema import Recipe
 
 CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, they are recomputed
 
@@ -41,10 +40,9 @@ CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, t
 class Run:
     """One calibrated compression: what is fitted, from what, and what is done so far."""
 
+    work: Work
     model: BlockModel
-    recipe: Recipe
     plan: Plan
-    journal: Journal
     batches: list[Batch]
     sensitivity: Sensitivity | None
     epochs: int
@@ -55,12 +53,12 @@ class Run:
         self.planned = {planned.layer.module: planned for planned in self.plan.layers}
 
     def job(self, module: str) -> Job:
-        return Job(self.planned[module], self.recipe, self.model.device)
+        return Job(self.planned[module], self.work.recipe, self.model.device)
 
 
-def fit_blocks(run: Run, progress: Progress) -> dict[str, Result]:
+def fit_blocks(run: Run) -> dict[str, Result]:
     """Factors and records of every planned layer inside the model's blocks, by module name."""
-    with progress.layers(len(run.plan.layers)) as advance:
+    with run.work.progress.layers(len(run.plan.layers)) as advance:
         for index in range(len(run.model)):
             BlockFit(run, index).fit(advance)
     return run.results
@@ -96,12 +94,12 @@ class BlockFit:
         moments: Moments | None = None
         for name, module in members.items():
             advance(module)
-            if self.run.journal.load(keys[name]) is None:
+            if self.run.work.journal.load(keys[name]) is None:
                 moments = moments or self._moments(group)
                 tensors, record = fit_weighted(
                     self.run.job(module), weights[name], moments, self._metric(module)
                 )
-                self.run.journal.store(keys[name], tensors, record)
+                self.run.work.journal.store(keys[name], tensors, record)
             self._install(name, module, keys[name])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
 
@@ -118,7 +116,7 @@ class BlockFit:
             keep = batch.mask.to(self.run.model.device)
             dense = self._dense_inputs(n, group)
             x = dense[group.modules[0]][keep]
-            if not self.run.recipe.sequential:
+            if not self.run.work.recipe.sequential:
                 moments.add(x)
                 continue
             student = self._inputs(self.student, batch.student, batch, group)
@@ -160,7 +158,7 @@ class BlockFit:
 
     def _install(self, name: str, module: str, key: str) -> None:
         """Put the stored factors of `module` into the student, rounded as they are stored."""
-        entries, found = self.run.journal.load(key), self.run.journal.tensors(key)
+        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
         assert entries is not None
         spec = self.run.planned[module].spec
         bias = getattr(self.student.get_submodule(name), "bias", None)
@@ -188,7 +186,7 @@ class BlockFit:
 
     def _refit(self, targets: list[Tensor]) -> None:
         key = layer_key(refit=self.run.epochs, prefix=self.run.prefix, block=self.index)
-        done = self.run.journal.load(key)
+        done = self.run.work.journal.load(key)
         if done is None:
             self._store_refit(key, self._run_refit(targets))
         for name in self._structured():
@@ -202,7 +200,7 @@ class BlockFit:
         for parameter in parameters:
             parameter.requires_grad_(True)
         metric = self.run.sensitivity.blocks[str(self.index)] if self.run.sensitivity else None
-        seed = layer_seed(self.run.recipe.seed, f"refit:{self.index}")
+        seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
         found = refit_block(
             self.student, parameters, self.run.batches, targets, metric, self.run.epochs, seed
         )
@@ -220,10 +218,10 @@ class BlockFit:
             stored, record = keep_factors(self.run.job(module), self._weight(module), factors, old)
             tensors |= {f"{module}:{suffix}": tensor for suffix, tensor in stored.items()}
             records[module] = {**record, "refit": [found.before, found.after]}
-        self.run.journal.store(key, tensors, records)
+        self.run.work.journal.store(key, tensors, records)
 
     def _reload(self, name: str, key: str) -> None:
-        entries, found = self.run.journal.load(key), self.run.journal.tensors(key)
+        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
         assert entries is not None
         module = self._stored(name)
         part, spec = self.student.get_submodule(name), self.run.planned[module].spec

@@ -21,7 +21,7 @@ from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import OutputError
-from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.heal.settings import HealOptions, check_options
 from blr.compressor.progress import Progress
 
@@ -76,7 +76,10 @@ def heal(
     processes = Processes(options.device)
     progress = progress if processes.first else Progress(quiet=True)
     with _workspace(output, options, processes) as workspace:
-        job = Job(folder, teacher, options, processes, workspace, progress)
+        scratch = workspace.pickled
+        student = open_checkpoint(folder, options.allow_pickle, scratch)
+        dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
+        job = Job(student, dense, options, processes, workspace, progress)
         job.run()
     return job.summary(monotonic() - started) if processes.first else None
 
@@ -94,27 +97,25 @@ def _workspace(output: Path, options: HealOptions, processes: Processes) -> Iter
         yield workspace
 
 
+@dataclass
 class Job:
-    """One healing run."""
+    """One healing run. `state` and `facts` are there once it is trained."""
 
-    def __init__(
-        self, folder: Path, teacher: Path, options: HealOptions, processes: Processes,
-        workspace: Workspace, progress: Progress,
-    ) -> None:  # fmt: skip
-        from blr.compressor.heal.pair import check_generates, check_same_vocabulary
-
-        self.options, self.processes = options, processes
-        self.workspace, self.progress = workspace, progress
-        scratch = workspace.pickled
-        self.checkpoint = open_checkpoint(folder, options.allow_pickle, scratch)
-        self.teacher = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
-        check_same_vocabulary(self.checkpoint, self.teacher)
-        check_generates(self.checkpoint)
-        self.state: State | None = None
-        self.facts: dict[str, Any] = {}
+    checkpoint: Checkpoint
+    teacher: Checkpoint
+    options: HealOptions
+    processes: Processes
+    workspace: Workspace
+    progress: Progress
+    state: State | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
+        from blr.compressor.heal.pair import check_generates, check_same_vocabulary
+
+        check_same_vocabulary(self.checkpoint, self.teacher)
+        check_generates(self.checkpoint)
         workspace, needed = self.workspace, self._estimate()
         with storage_errors(workspace.output.parent, needed, workspace.output):
             if self.processes.first:

@@ -33,16 +33,15 @@ def small_files(
     recipe: Recipe,
     plan: Plan,
     records: dict[str, Any],
-    measured: dict[str, Any],
     facts: dict[str, Any],
 ) -> dict[str, bytes | Path]:
     """Everything of an output but weights and manifest: name to contents, or file to carry over.
 
-    `measured` may hold the sensitivity `curves` of modules; `facts` is the manifest's account of
-    the run.
+    `facts` is the manifest's account of the run; it may hold the `calibration` and the sensitivity
+    `curves` of modules, too.
     """
     name = facts["source"]["name"]
-    curves = measured.get("curves") or {}
+    curves = facts.get("curves") or {}
     drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
@@ -51,7 +50,7 @@ def small_files(
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
         "README.md": model_card(source, recipe, plan, records, name).encode(),
-        **report_files(plan, drawn, {**about, "calibration": facts["calibration"]}),
+        **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **vendored_files(),
     }
 

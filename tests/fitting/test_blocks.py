@@ -17,7 +17,9 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel, run_block
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.sensitivity import curve, measure
+from blr.compressor.fitting.work import Work
 from blr.compressor.progress import Progress
+from blr.compressor.recipe.schema import Recipe
 
 pytestmark = pytest.mark.fast
 
@@ -54,9 +56,9 @@ def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> N
     model = block_model("llama", tmp_path / "model")
     given = calibration()
     (tmp_path / "journal").mkdir()
-    journal = Journal(tmp_path / "journal")
+    work = Work(model.source, Recipe(), Journal(tmp_path / "journal"), Progress(quiet=True), "cpu")
     batches = model.start(given)
-    found = measure(model, batches, journal, "key", 0, Progress(quiet=True))
+    found = measure(work, model, batches, "key")
     whole = native("llama", tmp_path / "model")
     layer = whole.model.layers[0].mlp.down_proj
     total = torch.zeros(32, 32, dtype=torch.float64)
@@ -77,7 +79,7 @@ def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> N
     torch.testing.assert_close(
         found.outputs["model.layers.0.mlp.down_proj"].double(), total, rtol=1e-3, atol=1e-3
     )
-    again = measure(model, [], journal, "key", 0, Progress(quiet=True))  # read from the journal
+    again = measure(work, model, [], "key")  # read from the journal
     assert all(again.curves[name].equal(values) for name, values in found.curves.items())
 
 

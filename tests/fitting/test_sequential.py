@@ -18,6 +18,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.sensitivity import measure
+from blr.compressor.fitting.work import Work
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
@@ -30,11 +31,11 @@ def run(folder: Path, journal: Path, *, epochs: int = 0, **settings: Any) -> seq
     model = BlockModel(source, find_family(source.model_type), CPU)
     model.load_rest()
     batches = model.start(calibration())
-    kept = Journal(journal)
-    sensitivity = measure(model, batches, kept, "sensitivity", 0, Progress(quiet=True))
+    work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
+    sensitivity = measure(work, model, batches, "sensitivity")
     plan = make_plan(source, recipe)
-    found = sequential.Run(model, recipe, plan, kept, batches, sensitivity, epochs, "prefix")
-    sequential.fit_blocks(found, Progress(quiet=True))
+    found = sequential.Run(work, model, plan, batches, sensitivity, epochs, "prefix")
+    sequential.fit_blocks(found)
     return found
 
 
