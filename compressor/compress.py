@@ -35,7 +35,8 @@ class Settings:
 
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
     "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
-    bytes; `calibration` names a text file or data set; the rest is as on the command line.
+    bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
+    the rest is as on the command line.
     """
 
     source_name: str
@@ -48,12 +49,14 @@ class Settings:
     allow_pickle: bool = False
     calibration: str | None = None
     offline: bool = False
+    check: bool = True
 
 
 @dataclass
 class Summary:
     """What a compression achieved. Sizes in bytes; `errors` maps layer type to the mean relative
-    error of its weights; `seconds` is the wall time of this run."""
+    error of its weights; `seconds` is the wall time of this run; `check` says what was run of the
+    output and how far its results are from the dense model's (`output/check.py`)."""
 
     output: str
     method: str
@@ -65,6 +68,7 @@ class Summary:
     layers: int
     errors: dict[str, float]
     seconds: float
+    check: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -103,6 +107,7 @@ class Job:
     settings: Settings
     workspace: Workspace
     progress: Progress
+    checked: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
         """Fit, write, check and commit, or finish what a killed run had all but committed; every
@@ -122,9 +127,11 @@ class Job:
             return self._produce(read)
 
     def _produce(self, read: str) -> dict[str, Any]:
+        from blr.compressor.output.check import Check
         from blr.compressor.output.files import check_reload, small_files
         from blr.compressor.output.produce import Contents, produce
 
+        check = Check(self.source, partial(check_reload, self.source), self.settings.check)
         source, results, measured = self.source, *self._fit()
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
@@ -134,8 +141,8 @@ class Job:
             small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
         )
         facts["input_sha256"] = read
-        check = partial(check_reload, source)
         produce(self.workspace, contents, check, lambda: facts, self.progress)
+        self.checked = check.facts
         return records
 
     def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -216,6 +223,7 @@ class Job:
             layers=len(plan.layers),
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
+            check=self.checked,
             notes=plan.notes,
         )
 

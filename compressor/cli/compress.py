@@ -12,6 +12,7 @@ from blr.compressor.cli.options import (
     AllowPickle,
     Blocks,
     Cf,
+    Check,
     Device,
     Exclude,
     Format,
@@ -30,6 +31,7 @@ from blr.compressor.cli.options import (
     Restart,
     Revision,
     Threads,
+    check_text,
     print_result,
 )
 
@@ -99,6 +101,7 @@ def compress(
     overwrite: Overwrite = False,
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
+    check: Check = True,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -135,6 +138,7 @@ def compress(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            check=check,
             calibration=calibration,
             offline=offline,
         )
@@ -152,6 +156,7 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"parameters: {before:,} -> {after:,}",
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
             f"error by layer type: {errors}",
+            check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s",
         )
     )

@@ -12,6 +12,7 @@ import typer
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
+    Check,
     Format,
     FormatOption,
     MaxShardSize,
@@ -21,6 +22,7 @@ from blr.compressor.cli.options import (
     Restart,
     Revision,
     Threads,
+    check_text,
     print_result,
 )
 
@@ -79,6 +81,7 @@ def export(
     overwrite: Overwrite = False,
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
+    check: Check = True,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -109,6 +112,7 @@ def export(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            check=check,
         )
         check_options(options)
         running.output, running.resumes = output, False
@@ -123,6 +127,7 @@ def _export_text(summary: dict[str, Any]) -> str:
         f"output: {summary['output']}",
         *_layers_text(summary),
         f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
+        check_text(summary["check"]),
         f"time: {summary['seconds']:.1f} s",
     ]
     if summary["untied_bytes"]:

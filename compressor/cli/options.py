@@ -53,6 +53,12 @@ Revision = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that blr wrote.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run left.")]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check", help="Run what was written, and compare, before it is committed."
+    ),
+]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
 ]
@@ -96,6 +102,13 @@ Gpu = Annotated[
     str | None,
     typer.Option(help="GPU that times are predicted for, as configs/gpus.yaml.", show_default="h200"),
 ]
+
+
+def check_text(found: dict[str, Any] | None) -> str:
+    """What running an output showed (`output/check.py`), as a line of a summary."""
+    if found is None:
+        return "check: not run"
+    return f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
 
 
 def print_result(result: dict[str, Any], text: Any, format: Format) -> None:

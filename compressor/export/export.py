@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from blr.compressor.export.quantizer import Head, Quantizer
     from blr.compressor.export.tensors import Tensors
     from blr.compressor.modeling.settings import ExportSettings
+    from blr.compressor.output.check import Check
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
@@ -65,6 +66,7 @@ class ExportOptions:
     overwrite: bool = False
     restart: bool = False
     allow_pickle: bool = False
+    check: bool = True
 
     def named(self, name: str, revision: str | None) -> ExportOptions:
         """The same for a checkpoint found under another name."""
@@ -76,7 +78,8 @@ class ExportSummary:
     """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
     the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
     is stored as well; `plain` counts structured layers that packing would not make smaller; `errors`
-    maps layer type to the mean relative error that quantization adds; `seconds` is the wall time."""
+    maps layer type to the mean relative error that quantization adds; `seconds` is the wall time;
+    `check` says what was run and how far its results are from the checkpoint's (`output/check.py`)."""
 
     output: str
     kind: str
@@ -94,6 +97,7 @@ class ExportSummary:
     plain: int
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
+    check: dict[str, Any] | None = None
 
 
 def check_options(options: ExportOptions) -> ExportOptions:
@@ -167,6 +171,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         plain=len(job.settings.plain),
         seconds=monotonic() - started,
         errors=job.errors(),
+        check=job.checked,
     )
 
 
@@ -187,6 +192,7 @@ class Job:
     tensors: Tensors
     quantizer: Quantizer | None = None
     densified: list[str]
+    checked: dict[str, Any] | None = None
 
     def __init__(
         self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
@@ -298,7 +304,9 @@ class Job:
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
         )
         facts = partial(self._facts, read)
-        produce(self.workspace, contents, self._check, facts, self.progress)
+        check = self._make_check()
+        produce(self.workspace, contents, check, facts, self.progress)
+        self.checked = check.facts
 
     def _small_files(self) -> dict[str, bytes | Path]:
         """Everything but weights and manifest."""
@@ -306,6 +314,15 @@ class Job:
 
         name, kind = self.options.source_name, self.options.kind
         return small_files(self.checkpoint, self.config, self.settings, name, kind)
+
+    def _make_check(self) -> Check:
+        """Run the checkpoint, so that its export can be compared with it."""
+        from blr.compressor.checkpoint.source import open_source
+        from blr.compressor.output.check import Check
+
+        source = self.checkpoint.source
+        source = open_source(source.folder) if self.checkpoint.compressed else source
+        return Check(source, self._check, self.options.check)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""

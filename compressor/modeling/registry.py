@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 import transformers
 from transformers import AutoConfig
@@ -24,7 +23,7 @@ def register(model_type: str) -> type:
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto, names in _native_classes(native).items():
+    for auto, names in auto_classes(model_type).items():
         classes = tuple(model_class(PREFIX + name) for name in names)
         getattr(transformers, auto)._model_mapping.register(
             config, classes[0] if len(classes) == 1 else classes, exist_ok=True
@@ -61,7 +60,7 @@ def auto_map(model_type: str) -> dict[str, str]:
     """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class."""
     native = CONFIG_MAPPING[model_type]
     table = {"AutoConfig": f"configuration_blr.{PREFIX}{native.__name__}"}
-    for auto, names in _native_classes(native).items():
+    for auto, names in auto_classes(model_type).items():
         table[auto] = f"modeling_blr.{PREFIX}{names[0]}"
     return table
 
@@ -76,9 +75,9 @@ def declared_keys(model_type: str) -> set[str]:
     return known
 
 
-def _native_classes(native: Any) -> dict[str, tuple[str, ...]]:
-    """Auto class to the names of the native model classes it gives for this configuration."""
-    found = {}
+def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Auto class to the names of the model classes that it gives for a native `model_type`."""
+    native, found = CONFIG_MAPPING[model_type], {}
     for name in dir(modeling_auto):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         if not name.startswith("AutoModel") or mapping is None or native not in mapping:

@@ -1,0 +1,132 @@
+"""A model of which one block at a time is in memory: weights are read when a block is about to run.
+
+Made and filled by transformers' own loader, part by part, so that renamed tensors and experts that are
+merged arrive as in any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.loading.native import native_errors
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.registry import auto_classes
+
+LISTS = nn.ModuleList, nn.Sequential
+
+
+def streamed_model(source: Source) -> Any:
+    """The model in `source`, dense or ours, in evaluation mode on the CPU and as stored: the weights of
+    a block are there while it runs, all others always.
+
+    Raises InputError for a configuration that it cannot be built from.
+    """
+    meta = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]), device="meta")
+        for name, entry in source.entries.items()
+    }
+    with native_errors(source), quiet_transformers():
+        cls, config = _made_of(source)
+        model = cls.from_pretrained(None, config=config, state_dict=meta, device_map="meta").eval()
+        parts = _Parts(model, source)
+        parts.fill("")
+        parts.make_buffers()
+        model.tie_weights()
+    for name, block in parts.blocks.items():
+        block.register_forward_pre_hook(lambda *_, name=name: parts.fill(name))
+        block.register_forward_hook(lambda *_, name=name: parts.drop(name))
+    return model
+
+
+def _made_of(source: Source) -> tuple[Any, Any]:
+    """The class that config.json names, or the plain one of its model type, and its configuration."""
+    config = CONFIG_MAPPING[source.model_type].from_dict(dict(source.config))
+    name = (source.config.get("architectures") or [auto_classes(source.model_type)["AutoModel"][0]])[0]
+    return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The members of the outermost lists of modules, by name."""
+    lists, inside = set(), ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, LISTS):
+            lists.add(name)
+        elif name.rpartition(".")[0] in lists:
+            inside = f"{name}."
+            yield name, module
+
+
+class _Parts:
+    """The stored tensors of `model` by the block that they belong to; "" is what belongs to none."""
+
+    def __init__(self, model: Any, source: Source) -> None:
+        self.model, self.source = model, source
+        self.blocks = dict(blocks_of(model))
+        self.transforms = get_model_conversion_mapping(model)
+        self.stored: dict[str, list[str]] = {"": [], **{name: [] for name in self.blocks}}
+        self.keys: dict[str, set[str]] = {name: set() for name in self.stored}
+        known = model.state_dict()
+        for name in source.entries:
+            key = self._key(name, known)
+            self.stored[self._part(key)].append(name)
+        for key in known:
+            self.keys[self._part(key)].add(key)
+
+    def _key(self, name: str, known: Any) -> str:
+        """The name in the model of a stored tensor, or of the one that it becomes a part of."""
+        renamings = [t for t in self.transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
+        prefix = self.model.base_model_prefix
+        key = rename_source_key(name, renamings, converters, prefix, known)[0]
+        return key if key in known else rename_source_key(name, [], [], prefix, known)[0]
+
+    def _part(self, key: str) -> str:
+        parts = key.split(".")
+        names = (".".join(parts[:n]) for n in range(1, len(parts)))
+        return next((name for name in names if name in self.blocks), "")
+
+    def fill(self, part: str) -> None:
+        """Read the tensors of a part."""
+        state = {n: self.source.load_tensor(self.source.entries[n]) for n in self.stored[part]}
+        settings = LoadStateDictConfig(
+            device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=self.transforms
+        )
+        convert_and_load_state_dict_in_model(self.model, state, settings)
+
+    def drop(self, part: str) -> None:
+        """Forget them."""
+        for key in self.keys[part]:
+            owner, _, leaf = key.rpartition(".")
+            module = self.model.get_submodule(owner)
+            held = module._parameters if leaf in module._parameters else module._buffers
+            empty = torch.empty_like(held[leaf], device="meta")
+            held[leaf] = nn.Parameter(empty, False) if held is module._parameters else empty
+
+    def make_buffers(self) -> None:
+        """Compute the buffers that no checkpoint stores."""
+        for key, buffer in list(self.model.named_non_persistent_buffers()):
+            owner, _, leaf = key.rpartition(".")
+            module = self.model.get_submodule(owner)
+            module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+            module._is_hf_initialized = False  # so that transformers fills it
+        self.model.initialize_weights()

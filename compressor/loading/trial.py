@@ -1,0 +1,149 @@
+"""Runs a model on a small input of its kind, and compares what another computes from the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.errors import BlrError, InputError, NumericsError
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.quoting import quote
+
+TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
+NO_CHECK = "--no-check commits without having run anything"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An input and what a model makes of it. `what` says in words what was run."""
+
+    inputs: dict[str, Tensor]
+    expected: Tensor
+    what: str
+
+    def distance(self, model: Any, where: object) -> float:
+        """Relative distance of what `model` computes from what is expected.
+
+        Raises NumericsError for numbers that are not finite.
+        """
+        found, keep = run(model, self.inputs), self.expected.isfinite()
+        if found.shape != self.expected.shape or not found[keep].isfinite().all():
+            raise NumericsError(
+                f"{where}: found NaN or Inf in the results for {self.what}, where the model it was made "
+                f"from has finite numbers; choose another dtype or a lower --cf ({NO_CHECK})"
+            )
+        missed = (found - self.expected)[keep].norm()
+        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
+
+
+def first_trial(model: Any, where: object) -> Trial:
+    """Run `model` on the first input of its kind that it takes.
+
+    Raises InputError when it takes none that is known here, NumericsError for no finite result.
+    """
+    reason = f"no input named {model.main_input_name!r} is known"
+    for inputs in candidates(model):
+        try:
+            expected = run(model, inputs)
+        except (BlrError, MemoryError):
+            raise
+        except Exception as error:  # whatever a model raises at what it does not take
+            raise_exhausted(error)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            continue
+        if not bool(expected.isfinite().any()):
+            raise NumericsError(f"{where}: the model computes nothing finite; repair it ({NO_CHECK})")
+        return Trial(inputs, expected, _words(inputs))
+    raise InputError(
+        f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
+        f"expected results to compare with; {NO_CHECK}"
+    )
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The first floating-point result of a forward pass, in float32."""
+    given = {name: _cast(tensor, model) for name, tensor in inputs.items()}
+    with quiet_transformers():
+        result = model(**given, return_dict=True)
+    return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()
+
+
+def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs that a model of its kind might take, the plainest first."""
+    taken = inspect.signature(model.forward).parameters
+    made = {name: make(model) for name, make in _MAKERS.items() if name in taken}
+    known = {name: value for name, value in made.items() if value is not None}
+    main = model.main_input_name
+    if main in known:
+        plain = {main: known[main]}
+        if "decoder_input_ids" in known and model.config.is_encoder_decoder:
+            plain["decoder_input_ids"] = known["decoder_input_ids"]
+        yield plain
+        if main == "input_ids":
+            yield {main: known[main][:, None]}  # one choice of several
+    if len(known) > 1:
+        yield known
+
+
+def _tokens(model: Any) -> Tensor | None:
+    """[1, `TOKENS`] at most, none of them special but a last one that ends the text."""
+    text = model.config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    if size is None:
+        return None
+    special = {v for k, v in text.to_dict().items() if k.endswith("_token_id") and isinstance(v, int)}
+    usable = torch.tensor([n for n in range(min(size, 1 << 16)) if n not in special] or [0])
+    limit = getattr(text, "max_position_embeddings", None) or TOKENS * 2
+    drawn = torch.randint(len(usable), (1, max(min(TOKENS, limit // 2), 1)), generator=_generator())
+    ids = usable[drawn]
+    end = text.eos_token_id
+    if isinstance(end, int) and 0 <= end < size:
+        ids[:, -1] = end
+    return ids
+
+
+def _image(model: Any) -> Tensor | None:
+    """[1, channels, height, width]"""
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", None)
+    if size is None and model.main_input_name != "pixel_values":
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size or (224, 224))
+    return torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=_generator())
+
+
+def _spectrum(model: Any) -> Tensor:
+    """[1, bands, frames]"""
+    bands = getattr(model.config, "num_mel_bins", 80)
+    frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
+    return torch.randn(1, bands, frames, generator=_generator())
+
+
+_MAKERS = {
+    "input_ids": _tokens,
+    "decoder_input_ids": _tokens,
+    "pixel_values": _image,
+    "input_values": lambda model: torch.randn(1, SAMPLES, generator=_generator()),
+    "input_features": _spectrum,
+}
+_WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
+_WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
+
+
+def _words(inputs: dict[str, Tensor]) -> str:
+    return " and ".join(_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
+
+
+def _cast(tensor: Tensor, model: Any) -> Tensor:
+    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,83 @@
+"""What an output must pass before it is committed: it loads, and computes about what its source does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.errors import BlrError, OutputError
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.streamed import streamed_model
+from blr.compressor.loading.trial import NO_CHECK, Trial, first_trial
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.registry import auto_classes
+from blr.compressor.output.produce import Written
+from blr.compressor.quoting import quote
+
+WHOLE = 1 << 28  # bytes of weights that are loaded at once, as a user would; beyond, block by block
+
+
+class Check:
+    """Compares the model in a written folder with the one that it was made from.
+
+    Args:
+        source: what the output is made from, dense or ours. It runs now, before any work.
+        reload: checks that every tensor of a written folder finds its place; the files that it wrote.
+        runs: whether to run them; otherwise `reload` is all.
+
+    Raises:
+        InputError, NumericsError: nothing can be said of what this model computes.
+    """
+
+    def __init__(self, source: Source, reload: Callable[[Path], Written], runs: bool = True) -> None:
+        self.reload, self.distance = reload, None
+        self.trial: Trial | None = first_trial(streamed_model(source), source.folder) if runs else None
+
+    def __call__(self, folder: Path) -> Written:
+        """Check `folder`; `distance` says then how far its results are.
+
+        Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf.
+        """
+        written = self.reload(folder)
+        if self.trial is not None:
+            self.distance = _distance(self.trial, folder)
+        return written
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """What was run, and the relative distance of the results; None if nothing was."""
+        if self.trial is None or self.distance is None:
+            return None
+        return {"ran": self.trial.what, "distance": self.distance}
+
+
+def _distance(trial: Trial, folder: Path) -> float:
+    try:
+        return trial.distance(load_written(folder), folder)
+    except (BlrError, MemoryError):
+        raise
+    except Exception as error:  # a model may raise anything
+        raise_exhausted(error)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        found = f"what was written does not run ({quote(reason, 160)[1:-1]})"
+        remedy = f"exclude the layer that this is about ({NO_CHECK})"
+        raise OutputError(f"{folder}: {found}, expected it to as its source does; {remedy}") from error
+
+
+def load_written(folder: Path) -> Any:
+    """The model in an output, loaded as the README says; beyond `WHOLE` bytes, block by block."""
+    source = open_source(folder)
+    if sum(entry.nbytes for entry in source.entries.values()) > WHOLE:
+        return streamed_model(source)
+    name = source.config["architectures"][0].removeprefix(PREFIX)
+    classes = auto_classes(source.model_type.removeprefix(f"{PREFIX.lower()}_"))
+    auto = next((auto for auto, names in classes.items() if name in names), None)
+    if auto is None:
+        return streamed_model(source)  # a class that no Auto class gives
+    with quiet_transformers():
+        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True).eval()
