@@ -46,6 +46,7 @@ class DenseJob(Job):
     """An export in which no layer is structured."""
 
     context = None
+    plain = 0
 
     def _plan(self) -> None:
         source, specs = self.checkpoint.source, self.checkpoint.specs

@@ -168,7 +168,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         quantize=options.quantize,
         quantize_head=options.quantize_head,
         untied_bytes=job.untied_bytes,
-        plain=len(job.settings.plain),
+        plain=job.plain,
         seconds=monotonic() - started,
         errors=job.errors(),
         check=job.checked,
@@ -260,6 +260,11 @@ class Job:
     def context(self) -> int | None:
         """Tokens that generation is prepared for, if it is."""
         return self.settings.context
+
+    @property
+    def plain(self) -> int:
+        """Structured layers that packing would not make smaller."""
+        return len(self.settings.plain)
 
     @property
     def untied_bytes(self) -> int:
