@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.blast.cpu import blast_linear as on_cpu
 from blr.kernels.blast.reference import blast_linear as reference
 from blr.kernels.common.dispatch import Variant, dispatch
 from blr.kernels.common.registration import apply, autocast, register, rows
@@ -48,7 +49,7 @@ def variants() -> Mapping[str, Variant]:
 def _forward(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
     blocks, width, rank = V.shape
     shape = Shape(blocks * width, blocks * U.shape[1], blocks, rank)
-    return dispatch("blast", shape, variants, reference, x, (U, S, V), bias)
+    return dispatch("blast", shape, variants, reference, x, (U, S, V), bias, on_cpu)
 
 
 def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:

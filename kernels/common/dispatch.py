@@ -25,6 +25,7 @@ def dispatch(
     x: Tensor,
     factors: Sequence[Tensor],
     bias: Tensor | None,
+    on_cpu: Variant | None = None,
 ) -> Tensor:
     """``reference(x, *factors, bias)`` for x [n, i], by a kernel where kernels run.
 
@@ -34,6 +35,7 @@ def dispatch(
         variants: gives the structure's VARIANTS; called only where kernels run, since variants
             may need Triton. One that a table names and this version lacks is replaced by the
             rule of thumb.
+        on_cpu: what runs on a CPU in the reference's place.
 
     Returns:
         [n, o], contiguous, sharing no memory with an argument.
@@ -47,7 +49,8 @@ def dispatch(
             raise TypeError(f"{structure}: input {dtype} and factors {tensor.dtype}: cast one of them")
     if n == 0:
         return x.new_zeros(0, shape.outputs)
-    run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, reference)
+    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
+    run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, plain)
     return run(x, *factors, bias=bias, **config).contiguous()
 
 
