@@ -91,7 +91,7 @@ def compress(
             workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
-        progress.notes(plan.notes)
+        progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run()
     return job.summary(records, monotonic() - started)
@@ -170,7 +170,7 @@ class Job:
         replaced = {planned.layer.entry.name for planned in layers}
         kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
         factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
-        extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
+        extra = sum(path.stat().st_size for path in source.extra_files().values())
         return kept + 2 * factors + extra + (4 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import InputError, NumericsError
+from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import quote
@@ -111,14 +112,22 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def sts_spearman(model: Any, tokenizer: Any, path: Path, batch: int, progress: Progress) -> Spearman:
+def sts_spearman(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    batch: int,
+    progress: Progress,
+    head: Sentences | None = None,
+) -> Spearman:
     """Spearman correlation on an STS file: rows of sentence, sentence, score (no header needed).
 
-    Sentences are embedded by the mean of the last hidden states over their tokens.
+    Sentences are embedded as `head` says, without one by the mean of the last hidden states.
     """
     pairs = read_pairs(path)
     sentences = [s for first, second, _ in pairs for s in (first, second)]
-    embeddings = embed(model, tokenizer, sentences, batch, progress).double()
+    head = head or Sentences()
+    embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
     cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
     return Spearman(_correlation(cosine, gold), len(pairs))
@@ -159,28 +168,31 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     return [(row[-3], row[-2], float(row[-1])) for row in rows]
 
 
-def embed(model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress) -> Tensor:
-    """Mean-pooled sentence embeddings [n, d], computed in batches of similar length."""
+def embed(
+    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress, head: Sentences
+) -> Tensor:
+    """Sentence embeddings [n, d] as `head` pools them, computed in batches of similar length."""
     order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
     groups = [order[n : n + batch] for n in range(0, len(order), batch)]
     rows: dict[int, Tensor] = {}
     with progress.layers(len(groups), "embedding") as advance:
         for group in groups:
             advance("")
-            pooled = _pool(model, tokenizer, [sentences[n] for n in group])
+            pooled = _pool(model, tokenizer, [sentences[n] for n in group], head)
             rows.update(zip(group, pooled, strict=True))
     return torch.stack([rows[n] for n in range(len(sentences))])
 
 
-def _pool(model: Any, tokenizer: Any, sentences: list[str]) -> Tensor:
+def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
     limit = model.config.max_position_embeddings - 2  # RoBERTa's positions start at 2
+    limit = min(limit, head.length or limit)
+    sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
     tokens = tokenizer(
         sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"
     ).to(model.device)
     check_ids(model, tokens["input_ids"])
     hidden = model(**tokens).last_hidden_state  # [m, w, d]
-    mask = tokens["attention_mask"][..., None].to(hidden)
-    return ((hidden * mask).sum(1) / mask.sum(1)).cpu()
+    return head.embed(hidden, tokens["attention_mask"]).cpu()
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ PARSED = re.compile(
     r"(tokenizer_config|generation_config|special_tokens_map|added_tokens|preprocessor_config|modules"
     r"|sentence_bert_config|config_sentence_transformers|1_Pooling/config|chat_template)\.json"
 )
+_KEYS_ARE_TOKENS = re.compile(r"tokenizer|vocab.*")  # whose keys are anything
 _CODE = re.compile(
     r"auto_map|auto_class|code_revision|trust_remote_code|custom_(pipelines?|generate|code|object\w*)"
     r"|\w*implementation(_internal|_autoset)?"
@@ -55,11 +56,25 @@ def inert(value: Any, known: Collection[str] | None = None) -> Any:
 
 def carried(path: Path) -> bytes | Path:
     """A file to carry over, byte for byte unless it holds a hint of code. It is checked already."""
-    if path.suffix != ".json" or not PARSED.fullmatch(path.name):
+    if path.suffix != ".json" or _KEYS_ARE_TOKENS.fullmatch(path.stem):
         return path
-    table = json.loads(path.read_bytes())
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return path  # no loader gets anything from it
     clean = inert(table)
     return path if clean == table else json.dumps(clean, indent=2).encode() + b"\n"
+
+
+def is_small_json(path: Path) -> bool:
+    """Whether a file can be parsed and rewritten without its hints of code.
+
+    Raises InputError for one that cannot be read, or of over 16 MiB.
+    """
+    try:
+        return depth(json.loads(read_whole(path, MAX_JSON_BYTES))) <= MAX_JSON_DEPTH
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_small_json(folder: Path, name: str) -> None:

@@ -31,7 +31,7 @@ _SCRATCH = re.compile(rf"(.+)\.[0-9a-f]{{12}}{re.escape(SCRATCH)}")
 # Layers by their keys, converted weights, and what the safetensors library was writing of either
 _OWN_FOLDERS = re.compile(
     rf"{JOURNAL}/(?:[0-9a-f]{{64}}\.safetensors|\.tmp\w{{6}})"
-    rf"|{PICKLED}/(?:teacher/)?(?:model-\d{{5,}}\.safetensors|model\.safetensors\.index\.json|\.tmp\w{{6}})"
+    rf"|{PICKLED}/(?:(?:teacher|module-\d)/)?(?:model-\d{{5,}}\.safetensors|model\.safetensors\.index\.json|\.tmp\w{{6}})"
 )
 Entries = dict[str, os.stat_result]  # by path relative to the folder
 
@@ -65,9 +65,9 @@ def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
     Raises OutputError naming the first other one.
     """
     names = set(listed)
-    parents = {JOURNAL, PICKLED, f"{PICKLED}/teacher"} | {
-        str(p) for name in names for p in PurePosixPath(name).parents
-    }
+    converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
+    parents = {str(p) for name in names for p in PurePosixPath(name).parents}
+    parents |= {JOURNAL, PICKLED, *converted}
     found = entries(folder)
     for name, status in reversed(found.items()):
         if stat.S_ISDIR(status.st_mode):

@@ -45,7 +45,7 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
             found[name], norm = _read(source, entry, shards, remedy if name in finite else None)
             norms |= {name: norm} if name in finite else {}
     shards.check(read_listed(source.folder))
-    files = {str(path): sha256_file(source.folder / path) for path in source.extra_files()}
+    files = {name: sha256_file(path) for name, path in source.extra_files().items()}
     return Scan(hashlib.sha256(canonical_json([found, files])).hexdigest(), norms)
 
 

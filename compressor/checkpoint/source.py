@@ -6,20 +6,17 @@ folder. Reads use plain file reads, not mmap, so that resident memory stays one 
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.config import check_counts, read_config
+from blr.compressor.checkpoint.extras import MODULE_WEIGHTS, Extras, find_extras
 from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
-from blr.compressor.checkpoint.hints import check_small_json
 from blr.compressor.checkpoint.regular import (
-    check_size,
     inside,
     open_regular,
     parse_json,
@@ -35,16 +32,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
-MAX_EXTRA_BYTES = 64 * 2**20
 CHUNK = 8 * 2**20
-# Tokenizer and pipeline files carried over byte for byte: data only, never code or weights.
-EXTRA_NAMES = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template*", "additional_chat_templates/*"),
-    *("preprocessor_config.json", "*.model", "modules.json", "sentence_bert_config.json"),
-    *("config_sentence_transformers.json", "1_Pooling/config.json"),
-)
-EXTRA_SUFFIXES = re.compile(r".*\.(json|txt|jinja|model|tiktoken|bpe|model\.v\d+)")
 # safetensors dtype -> name in torch; F4 and F6 have no byte of their own and are only copied
 TORCH_NAMES = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16"},
@@ -66,7 +54,7 @@ class Source:
     config: dict[str, Any]
     entries: dict[str, TensorEntry]
     shards: tuple[Path, ...]
-    _extra: tuple[Path, ...] = ()
+    extras: Extras = field(default_factory=Extras)
     _stamps: dict[Path, tuple[int, int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -74,9 +62,9 @@ class Source:
         """`model_type` of the config: lower-case letters, digits and `_.-` only."""
         return self.config["model_type"]
 
-    def extra_files(self) -> list[Path]:
-        """Small files to carry over byte for byte, sorted, relative to `folder`."""
-        return list(self._extra)
+    def extra_files(self) -> dict[str, Path]:
+        """Files to carry over: name in a folder, sorted, to where each lies."""
+        return self.extras.carried
 
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
         """Yields the stored bytes of `entry` in pieces of at most `chunk` bytes.
@@ -134,7 +122,6 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
     config = read_config(folder)
-    extra = _find_extra(folder)
     if not (os.path.lexists(folder / SINGLE) or os.path.lexists(folder / INDEX)):
         weights = _unpickle(folder, allow_pickle, scratch)
     else:
@@ -143,7 +130,13 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     entries = _read_shards(shards, weight_map, weights / INDEX)
     check_counts(config, folder, len(entries))
     stamps = {file: _stamp(os.stat(file)) for file in shards}
-    return Source(folder, config, entries, tuple(shards), extra, stamps)
+    used = {shard.name for shard in shards}
+    if weights != folder:
+        used = {path.name for path in folder.glob("*.bin")}
+    extras = find_extras(folder, used)
+    if extras.pickled and allow_pickle and scratch is not None:
+        extras = _unpickle_modules(folder, extras, scratch)
+    return Source(folder, config, entries, tuple(shards), extras, stamps)
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
@@ -217,29 +210,20 @@ def _unpickle(folder: Path, allow_pickle: bool, scratch: Path | None) -> Path:
     return convert_pickle(folder, scratch)
 
 
-def _find_extra(folder: Path) -> tuple[Path, ...]:
-    """Files of `folder` to carry over, relative to it, checked for size and links."""
-    subfolders = sorted({pattern.split("/")[0] for pattern in EXTRA_NAMES if "/" in pattern})
-    try:
-        names = os.listdir(folder)
-        for sub in subfolders:
-            if os.path.isdir(folder / sub):
-                names += [f"{sub}/{name}" for name in os.listdir(inside(folder, sub))]
-    except OSError as error:
-        refuse(folder, f"no readable folder ({error.strerror})", "one", "check its permissions")
-    carried = sorted(name for name in names if _is_extra(name))
-    for name in carried:
-        path = inside(folder, name)
-        with open_regular(path) as file:
-            check_size(path, file, MAX_EXTRA_BYTES)
-        check_small_json(folder, name)
-    return tuple(Path(name) for name in carried)
+def _unpickle_modules(folder: Path, extras: Extras, scratch: Path) -> Extras:
+    """`extras` with the pickled weights of modules converted into `scratch`."""
+    from blr.compressor.checkpoint.pickled import convert_pickle
 
-
-def _is_extra(name: str) -> bool:
-    plain = re.fullmatch(r"[\w./-]+", name, re.ASCII) is not None
-    known = any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_NAMES)
-    return plain and known and EXTRA_SUFFIXES.fullmatch(name) is not None
+    made = {}
+    for number, name in enumerate(extras.pickled[:10]):
+        module = name.partition("/")[0]
+        converted = convert_pickle(folder / module, scratch / f"module-{number}")
+        files = sorted(converted.glob("*.safetensors"))
+        if len(files) != 1:
+            refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
+        made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
+    left = tuple(name for name in extras.left if name not in extras.pickled[:10])
+    return Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

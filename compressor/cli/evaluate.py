@@ -65,6 +65,7 @@ def evaluate(
     from blr.compressor import evaluate as library
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
+    from blr.compressor.loading.sentences import read_sentences
     from blr.compressor.progress import Progress
 
     task = "AutoModelForCausalLM" if text else "AutoModel"
@@ -77,7 +78,8 @@ def evaluate(
         ids = library.read_tokens(text, tokenizer, max_tokens)
         result = library.perplexity(model, ids, window, stride or window, batch, progress)
     else:
-        result = library.sts_spearman(model, tokenizer, data, batch, progress)
+        head = read_sentences(folder)
+        result = library.sts_spearman(model, tokenizer, data, batch, progress, head)
     print_result(asdict(result), lambda r: "\n".join(f"{k}: {_number(v)}" for k, v in r.items()), format)
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
 from blr.compressor.export.export import Job
@@ -28,13 +28,10 @@ from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import native_class, native_errors
 from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.modeling.registry import declared_keys, register
-from blr.compressor.output.files import misfits
+from blr.compressor.output.files import carried_files, misfits
+from blr.compressor.output.front import TAGS, card_front
 
-CARD = """---
-library_name: transformers
-tags: [blr]
----
-# {name}, made dense by blr
+CARD = """# {name}, made dense by blr
 
 {count} structured layers multiplied out to dense weights: an ordinary {type} checkpoint of the size of
 the model it came from, with the losses of its compression. Any tool that takes {type} takes it. Written
@@ -62,10 +59,12 @@ class DenseJob(Job):
     def _small_files(self) -> dict[str, bytes | Path]:
         source = self.checkpoint.source
         facts = {"count": len(self.densified), "type": source.model_type, "version": __version__}
+        name = self.options.source_name
+        front = card_front(source.folder, name, TAGS[:1])
         return {
-            **{str(name): carried(source.folder / name) for name in source.extra_files()},
+            **carried_files(source),
             "config.json": json.dumps(self.config, indent=2).encode() + b"\n",
-            "README.md": CARD.format(name=self.options.source_name, **facts).encode(),
+            "README.md": (front + CARD.format(name=name, **facts)).encode(),
         }
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:

@@ -151,6 +151,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         if options.allow_pickle:
             workspace.claim()
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
+        progress.notes(checkpoint.source.extras.notes())
         job = _job_class(options.kind)(checkpoint, options, workspace, progress)
         job.run()
     before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
@@ -349,7 +350,7 @@ class Job:
     def _estimate(self) -> int:
         """Upper estimate of the bytes of the output."""
         source = self.checkpoint.source
-        extra = sum((source.folder / path).stat().st_size for path in source.extra_files())
+        extra = sum(path.stat().st_size for path in source.extra_files().values())
         compiled = self.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.tensors.nbytes + compiled + extra + (4 << 20)
 

@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.hints import carried
+from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_whole
-from blr.compressor.checkpoint.source import MAX_EXTRA_BYTES
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.output.files import LAYERS, structured_config
+from blr.compressor.output.files import LAYERS, carried_files, structured_config
+from blr.compressor.output.front import card_front
 from blr.compressor.planning.plan import Plan
 
-CARD, RECIPE = "README.md", "recipe.yaml"
-HEAD = """---
-library_name: transformers
-tags: [blr, structured-compression]
----
-# {name}, exported by blr
+RECIPE = "recipe.yaml"
+HEAD = """# {name}, exported by blr
 """
 SECTION = """
 ## Exported for {gpu}
@@ -102,9 +98,10 @@ def small_files(
     Raises InputError for a file to carry over that cannot be read.
     """
     folder = checkpoint.source.folder
-    files = {str(path): carried(folder / path) for path in checkpoint.source.extra_files()}
+    files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
-    head = kept.pop(CARD, b"").decode("utf-8", "replace") or HEAD.format(name=name)
+    head = kept.pop(CARD, b"").decode("utf-8", "replace")
+    head = head or card_front(folder, name) + HEAD.format(name=name)
     return {
         LAYERS: b"{}\n",
         **files,
@@ -122,7 +119,7 @@ def kept_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    return bytes(read_whole(inside(folder, name), MAX_EXTRA_BYTES))
+    return bytes(read_whole(inside(folder, name), MAX_BYTES))
 
 
 def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings) -> str:

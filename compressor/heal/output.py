@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.disk import Bytes
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole
 from blr.compressor.checkpoint.shards import Slot
@@ -28,7 +28,7 @@ from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.modeling.registry import auto_map, declared_keys
-from blr.compressor.output.files import LAYERS
+from blr.compressor.output.files import LAYERS, carried_files
 from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
 
@@ -105,7 +105,7 @@ def small_files(
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}
     card = folder / CARD
     return {
-        **{str(name): carried(folder / name) for name in checkpoint.source.extra_files()},
+        **carried_files(checkpoint.source),
         **held,
         "config.json": json.dumps(_config(folder), indent=2).encode() + b"\n",
         LAYERS: json.dumps(records, indent=2).encode() + b"\n",

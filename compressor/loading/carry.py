@@ -34,17 +34,25 @@ def check_carried(source: Source, config: Mapping[str, Any]) -> None:
     """
     check_tokenizer(source.folder)
     check_generation(source.folder)
+    _check_modules(source)
     with _scratch() as scratch, storage_errors(Path(scratch)):
         folder = Path(scratch)
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
-        for name in source.extra_files():
-            data = carried(source.folder / name)
-            (folder / name).parent.mkdir(exist_ok=True)
+        for name, path in source.extra_files().items():
+            data = carried(path)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(data, Path):
                 (folder / name).symlink_to(os.path.abspath(data))
             else:
                 (folder / name).write_bytes(data)
         keep_tokenizer(source.folder, folder)
+
+
+def _check_modules(source: Source) -> None:
+    """Raise InputError for a sentence-transformers module that would lack its weights."""
+    for name in source.extras.pickled:
+        remedy = "convert them, or pass --allow-pickle if you trust them"
+        refuse(source.folder / name, "only pickled weights of a module", "safetensors", remedy)
 
 
 def _scratch() -> TemporaryDirectory[str]:

@@ -15,7 +15,10 @@ from blr.compressor.quoting import is_text, printable, quote
 from blr.compressor.recipe.schema import Recipe
 
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
-PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bin"]
+PATTERNS = [
+    *("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.bin"),
+    *("*LICEN[SC]E*", "*NOTICE*", "*USE_POLICY*", "*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg"),
+]
 
 
 @dataclass(frozen=True)

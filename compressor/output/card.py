@@ -7,14 +7,11 @@ from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import Recipe
 
-CARD = """---
-library_name: transformers
-tags: [blr, structured-compression, {method}]
----
-# {name}, compressed by blr
+CARD = """# {name}, compressed by blr
 
 {layers} linear layers replaced by **{method}** structures{kept}, compression factor {cf:.3f} of those
 layers ({dense:,} parameters became {structured:,}); every other tensor is unchanged.
@@ -46,7 +43,8 @@ model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
 def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str) -> str:
     """Markdown for the README.md of an output made from the checkpoint called `name`."""
     architectures = source.config.get("architectures") or [""]
-    return CARD.format(
+    front = card_front(source.folder, name, (*TAGS, recipe.method))
+    return front + CARD.format(
         name=name,
         method=recipe.method,
         layers=len(plan.layers),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
 from blr.compressor.loading.carry import keep_tokenizer
@@ -26,6 +29,7 @@ from blr.compressor.quoting import quote
 from blr.compressor.recipe.schema import Recipe
 
 LAYERS = "blr_layers.json"
+SOURCE_CARD = "README.source.md"
 
 
 def small_files(
@@ -45,7 +49,7 @@ def small_files(
     drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
-        **{str(name): carried(source.folder / name) for name in source.extra_files()},
+        **carried_files(source),
         "config.json": _json(structured_config(source.config, plan)),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
@@ -53,6 +57,15 @@ def small_files(
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **vendored_files(),
     }
+
+
+def carried_files(source: Source) -> dict[str, bytes | Path]:
+    """What an output takes along; a dense checkpoint's card, which ours takes the place of, renamed."""
+    files = {name: carried(path) for name, path in source.extra_files().items()}
+    card = files.pop(CARD, None)
+    if card is None or os.path.lexists(source.folder / MANIFEST):
+        return files
+    return {SOURCE_CARD: card, **files}
 
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -84,6 +84,13 @@ def read_recipe(path: Path) -> RecipeFile:
     return _Reader(path, _read_text(path)).read()
 
 
+def parse_mapping(path: Path, text: str) -> dict[str, Any]:
+    """A YAML mapping as plain data; `path` is named in errors. Raises RecipeError as `read_recipe`."""
+    if len(text) > MAX_BYTES:
+        _refuse(path, None, f"{len(text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
+    return _Reader(path, text).read().data
+
+
 def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) -> str:
     """The first of pydantic's errors as ``FILE:LINE: key 'x': found …, expected …; remedy``."""
     first = _first(error)

@@ -18,6 +18,7 @@ from patience import PATIENCE
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from blr.compressor.checkpoint.extras import Extras
 from blr.compressor.checkpoint.pickled import convert_pickle
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
 from blr.compressor.errors import InputError
@@ -75,7 +76,7 @@ def test_tiny_llama() -> None:
     source = open_source(TINY)
     assert source.model_type == "llama" and len(source.entries) == 38
     carried = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert [str(path) for path in source.extra_files()] == carried
+    assert list(source.extra_files()) == carried
     check_equals_library(source)
 
 
@@ -175,13 +176,47 @@ def test_extra_files_are_data_only(tmp_path: Path) -> None:
         *("1_Pooling/config.json", "additional_chat_templates/tool.jinja", "chat_template.jinja"),
         *("merges.txt", "modules.json", "sentencepiece.bpe.model", "special_tokens_map.json"),
         *("tokenizer.json", "tokenizer.model.v3", "vocab.txt"),
+        # what a licence or a card needs, and what nobody knows
+        *("LICENSE", "NOTICE.txt", "README.md", "USE_POLICY.md", "images/a/plot.png", "x.json"),
     ]
-    left = ["README.md", "tokenizer.py", "tokenizer.bin", "vocab.pkl", "model.py", "x.json"]
-    left += ["1_Pooling/pytorch_model.bin", "tokenizer.json.pt", "tokenizer\n.json"]
-    for name in carried + left:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
-    assert [str(path) for path in open_source(tmp_path).extra_files()] == carried
+    left = ["tokenizer.py", "tokenizer.bin", "vocab.pkl", "model.py", "run.SH", "tf_model.h5"]
+    left += ["1_Pooling/pytorch_model.bin", "tokenizer.json.pt", "tokenizer\n.json", "bad.json"]
+    left += ["script", "program", "pickled", "onnx/"]
+    contents = {"script": b"#!/bin/sh", "program": b"\x7fELF...", "pickled": b"\x80\x04..."}
+    contents |= {"bad.json": b"{", "modules.json": b'[{"path": "1_Pooling"}]'}
+    for name in [*carried, *left, "onnx/model.onnx", "onnx/config.json", ".git/config", ".gitignore"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            (tmp_path / name).write_bytes(contents.get(name, b"{}"))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    source = open_source(tmp_path)
+    assert list(source.extra_files()) == sorted(carried)
+    assert source.extras.left == tuple(sorted([*left, "fifo", "link"]))
+    assert source.extras.notes()[0].endswith(" more") and Extras().notes() == []
+
+
+def test_modules_of_sentence_transformers_bring_their_weights(tmp_path: Path) -> None:
+    """Pickled ones are named; --allow-pickle converts them. Weights of other folders stay behind."""
+    write(tmp_path, {"a": torch.ones(1)})
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "3_Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    for name in ("2_Dense", "3_Dense", "checkpoint-5"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    for name in ("2_Dense", "checkpoint-5"):
+        save_file({"linear.weight": torch.ones(2, 2)}, tmp_path / name / "model.safetensors")
+    torch.save({"linear.weight": torch.ones(3, 3)}, tmp_path / "3_Dense" / "pytorch_model.bin")
+    dense = ["2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/config.json"]
+    source = open_source(tmp_path)
+    assert list(source.extra_files()) == [*dense, "modules.json"]
+    assert source.extras.pickled == ("3_Dense/pytorch_model.bin",)
+    assert source.extras.left == ("3_Dense/pytorch_model.bin", "checkpoint-5/")
+    source = open_source(tmp_path, allow_pickle=True, scratch=tmp_path / ".scratch")
+    assert list(source.extra_files()) == [*dense, "3_Dense/model.safetensors", "modules.json"]
+    assert source.extras.left == ("checkpoint-5/",) and not source.extras.pickled
+    with safe_open(source.extra_files()["3_Dense/model.safetensors"], "pt") as stored:
+        assert stored.get_tensor("linear.weight").equal(torch.ones(3, 3))
 
 
 def test_links_of_the_hub_cache(tmp_path: Path) -> None:
@@ -227,7 +262,7 @@ def test_pickled(tmp_path: Path, sharded: bool) -> None:
         torch.save(odd, folder / "pytorch_model.bin")
     source = open_source(folder, allow_pickle=True, scratch=tmp_path / "scratch")
     assert source.entries.keys() == odd.keys() | ({"more"} if sharded else set())
-    assert source.folder == folder and source.extra_files() == [Path("tokenizer.json")]
+    assert source.folder == folder and list(source.extra_files()) == ["tokenizer.json"]
     for name, tensor in odd.items():
         assert same(source.load_tensor(source.entries[name]), tensor)
 

@@ -1,0 +1,169 @@
+"""What a checkpoint's folder holds besides config and weights, and what of it an output takes along.
+
+Everything is: tokenizers, templates, licences, images of the card, modules of sentence-transformers
+with their weights, and whatever nobody has thought of. Left behind are weights in other formats,
+whatever can be executed, what no loader may meet in a folder of ours (links out of it, FIFOs, JSON that
+does not parse) and files of over 64 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.hints import check_small_json, is_small_json
+from blr.compressor.checkpoint.regular import check_size, inside, open_regular, read_exactly
+from blr.compressor.errors import InputError
+from blr.compressor.quoting import quote
+
+CARD = "README.md"
+MAX_BYTES = 64 * 2**20
+MAX_FILES, MAX_DEPTH = 1000, 4
+SHOWN = 6  # names of what is left behind
+MODULES, MODULE_WEIGHTS = "modules.json", "model.safetensors"
+PICKLED = "pytorch_model.bin"
+# What tokenizers and pipelines read: of these a damaged one is an error, not left behind.
+KNOWN = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template*", "additional_chat_templates/*"),
+    *("preprocessor_config.json", "*.model", MODULES, "sentence_bert_config.json"),
+    *("config_sentence_transformers.json", "1_Pooling/config.json"),
+)
+KNOWN_FOLDERS = {pattern.partition("/")[0] for pattern in KNOWN if "/" in pattern}
+KNOWN_SUFFIXES = re.compile(r".*\.(json|txt|jinja|model|tiktoken|bpe|model\.v\d+)")
+# Written by whoever writes an output, for what is in it.
+OURS = re.compile(
+    r"config\.json|(model|pytorch_model)\.(safetensors|bin)\.index\.json|blr_\w+\.json"
+    r"|recipe\.yaml|report\.(json|html)|metrics\.jsonl|\w+_blr\.py"
+)
+WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pte?|pt2|pth|ckpt|h5|keras|msgpack|onnx(_data|\.data)?|gguf|ggml|ot|tflite"
+    r"|ml(model|package)|pb|np[yz]|pkl|pickle|joblib|engine|param|params|nemo|distcp)|.*\.index\.json"
+)
+CODE = re.compile(
+    r".*\.(py[cdiw]?|ipynb|so(\.\d+)*|dll|dylib|exe|com|bat|cmd|ps1|(ba|z|c|fi)?sh|m?js|jar|whl|pl|rb"
+    r"|php|lua|wasm|o|a|egg|app|msi|deb|rpm|desktop|command)"
+)
+PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+MAGIC = (b"#!", b"\x7fELF", b"MZ", b"\xca\xfe\xba\xbe", *PICKLES)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Files to take along by name, relative to the folder with "/"; names `left` behind; `pickled`
+    weights of sentence-transformers modules, without which an output would not load."""
+
+    carried: dict[str, Path] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    pickled: tuple[str, ...] = ()
+
+    def notes(self) -> list[str]:
+        """A line on what is left behind, if anything is."""
+        if not self.left:
+            return []
+        more = f" and {len(self.left) - SHOWN} more" if len(self.left) > SHOWN else ""
+        names = ", ".join(quote(name)[1:-1] for name in self.left[:SHOWN])
+        return [f"left behind, as other weights, programs, damaged or huge files: {names}{more}"]
+
+
+def find_extras(folder: Path, weights: set[str]) -> Extras:
+    """What is beside the files `weights` and config.json.
+
+    Raises InputError: the folder cannot be listed, or a known file is no plain file, too large or
+    malformed.
+    """
+    modules = _modules(folder)
+    carried: dict[str, Path] = {}
+    left: list[str] = []
+    for name in _names(folder, modules, left):
+        if name in weights or ("/" not in name and OURS.fullmatch(name)):
+            continue
+        if _is_known(name):
+            carried[name] = _checked(folder, name)
+        elif path := _harmless(folder, name, modules):
+            carried[name] = path
+        else:
+            left.append(name)
+    pickled = [f"{module}/{PICKLED}" for module in sorted(modules)]
+    pickled = [n for n in pickled if n in left and n.replace(PICKLED, MODULE_WEIGHTS) not in carried]
+    return Extras(dict(sorted(carried.items())), tuple(sorted(left)), tuple(pickled))
+
+
+def _modules(folder: Path) -> set[str]:
+    """Folders that modules.json names."""
+    path = folder / MODULES
+    if not os.path.lexists(path):
+        return set()
+    check_small_json(folder, MODULES)
+    table = json.loads(inside(folder, MODULES).read_bytes())
+    named = [entry.get("path") for entry in table if type(entry) is dict] if type(table) is list else []
+    return {name for name in named if type(name) is str and re.fullmatch(r"\w[\w.-]*", name)}
+
+
+def _names(folder: Path, modules: set[str], left: list[str]) -> Iterator[str]:
+    """Files below `folder`, hidden ones apart; a folder with other weights goes to `left` as one."""
+    count = 0
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        within = os.path.relpath(parent, folder)
+        prefix = "" if within == "." else f"{within}/"
+        links = {name for name in folders if os.path.islink(os.path.join(parent, name))}
+        for name in links & {*modules, *KNOWN_FOLDERS}:
+            inside(folder, name)
+        left += [prefix + name for name in links]
+        folders[:] = sorted(n for n in folders if n not in links and not n.startswith("."))
+        foreign = prefix and within not in modules and any(map(WEIGHTS.fullmatch, names))
+        if foreign or prefix.count("/") > MAX_DEPTH or count > MAX_FILES:
+            left.append(prefix)
+            folders.clear()
+            continue
+        shown = [prefix + name for name in sorted(names) if not name.startswith(".")]
+        count += len(shown)
+        yield from shown
+
+
+def _raise(error: OSError) -> None:
+    found = f"no readable folder ({error.strerror})"
+    name = quote(error.filename, 160)[1:-1]
+    raise InputError(f"{name}: found {found}; expected one; check its permissions")
+
+
+def _is_known(name: str) -> bool:
+    plain = re.fullmatch(r"[\w./-]+", name, re.ASCII) is not None
+    known = any(fnmatchcase(name, pattern) for pattern in KNOWN)
+    return plain and known and KNOWN_SUFFIXES.fullmatch(name) is not None
+
+
+def _checked(folder: Path, name: str) -> Path:
+    path = inside(folder, name)
+    with open_regular(path) as file:
+        check_size(path, file, MAX_BYTES)
+    check_small_json(folder, name)
+    return path
+
+
+def _harmless(folder: Path, name: str, modules: set[str]) -> Path | None:
+    """Where a file of a name that nobody knows lies, None if it is to be left behind."""
+    module = name.rpartition("/")[0] in modules
+    if not name.isprintable() or "\\" in name or CODE.fullmatch(name.lower()):
+        return None
+    try:
+        path = inside(folder, name)
+        if module and name.endswith(f"/{MODULE_WEIGHTS}"):
+            read_header(path)
+            return path
+        if WEIGHTS.fullmatch(name.lower()):
+            return None
+        with open_regular(path) as file:
+            size = check_size(path, file, MAX_BYTES)
+            start = bytes(read_exactly(file, path, 0, min(size, 4)))
+        if name.endswith(".json") and not is_small_json(path):
+            return None
+    except InputError:
+        return None
+    return None if start.startswith(MAGIC) else path
