@@ -39,6 +39,13 @@ class Ended:
         return last
 
 
+def refused(ended: Ended, code: int, fragment: str) -> None:
+    """Assert that a command ended with one line of error that is no bug of ours."""
+    assert ended.code == code, ended.err
+    assert ended.err.count("blr: error: ") == 1 and "bug" not in ended.err
+    assert fragment in ended.err
+
+
 class Limited:
     """The warm process, from the side of the tests; a context manager."""
 

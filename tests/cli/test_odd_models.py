@@ -1,0 +1,181 @@
+"""Odd settings of models: followed, refused in one line, or left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limited import Limited, refused
+from spoiling import spoil
+
+from blr.compressor.checkpoint.hints import inert
+
+TEXT = "the protocol is " * 200
+
+# --- Defaults of models for generation ------------------------------------------------------------
+
+FOLLOWED: list[dict[str, Any]] = [
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
+    {"num_return_sequences": 1, "return_dict_in_generate": True},
+    {"return_dict_in_generate": True, "output_scores": True},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"suppress_tokens": [1, 2]},
+    {"bad_words_ids": [[1]]},
+    {"prompt_lookup_num_tokens": 2},
+    {"do_sample": True, "temperature": 0.7, "top_k": 5},
+    {"do_sample": True, "temperature": 0.0},
+    {"eos_token_id": [0, 1, 2]},
+    {"max_length": 5},
+    {"min_new_tokens": 4},
+    {"use_cache": False},
+    {"pad_token_id": 10**6},
+]
+ODD: list[dict[str, Any]] = [
+    {"stop_strings": ["protocol"]},  # transformers misreads tokenizers of whole words
+    {"num_beams": "many"},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    {"constraints": ["x"], "num_beams": 2},
+    {"force_words_ids": [[1]], "num_beams": 2},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"assistant_early_exit": 1},
+    {"dola_layers": "low"},
+    {"cache_implementation": "quantized"},
+    {"watermarking_config": {"ngram_len": 0}},
+    {"num_return_sequences": 4},
+    {"guidance_scale": 2.0},
+    {"sequence_bias": [[[1], 2.0]]},
+    {"forced_eos_token_id": 10**6},
+    {"decoder_start_token_id": -5},
+    {"max_time": 1e-9},
+]
+
+
+@pytest.mark.parametrize("values", [*FOLLOWED, *ODD], ids=str)
+def test_generation_defaults(values: dict[str, Any], limited: Limited, model: Path) -> None:
+    """What streaming cannot do is done without; what cannot be done at all is refused."""
+    spoil(model, "generation_config.json", **values)
+    results = [
+        limited.run("generate", model, "the", "--max-new-tokens", "4", *more, cwd=model.parent)
+        for more in ((), ("--format", "json"))
+    ]
+    assert {ended.code for ended in results} <= ({0} if values in FOLLOWED else {0, 4})
+    if results[0].code == 0:
+        assert results[0].out.endswith(json.loads(results[1].out)["text"] + "\n")
+        assert results[0].out.startswith("the")
+    else:
+        refused(results[0], 4, "generation_config.json")
+
+
+def test_stop_strings_end_a_text(limited: Limited, tiny: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    spoil(model, "generation_config.json", stop_strings=["e"])
+    command = ("generate", model, "The protocol is", "--format", "json")
+    ended = limited.run(*command, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    text = json.loads(ended.out)["text"]
+    assert text.count("e") == 1 and text.index("e") > len(text) - 8  # in the last token
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "compress", "calibrated", "export"])
+def test_results_as_tuples(command: str, limited: Limited, model: Path) -> None:
+    """`return_dict` false is a preference of whoever calls the model, not a fault of it."""
+    spoil(model, "config.json", return_dict=False)
+    (model.parent / "t.txt").write_text(TEXT)
+    commands = {
+        "generate": ("generate", "model", "the", "--max-new-tokens", "2"),
+        "eval": ("eval", "model", "--text", "t.txt", "--window", "16"),
+        "compress": ("compress", "model", "-o", "out"),
+        "calibrated": (
+            *("compress", "model", "-o", "out", "--calibration", "t.txt"),
+            *("--samples", "2", "--seq-len", "16"),
+        ),
+        "export": ("export", "model", "-o", "out"),
+    }
+    ended = limited.run(*commands[command], cwd=model.parent)
+    assert ended.code == 0, ended.err
+
+
+# --- Layers that are asked for by name ------------------------------------------------------------
+
+
+def test_reasons_for_layers_that_cannot_be(limited: Limited, model: Path) -> None:
+    """A tied head, an embedding, a norm, and what is no tensor at all."""
+    for glob, reason in (
+        ("lm_head", "tied to the embedding"),
+        ("lm_*", "tied to the embedding"),
+        ("*embed_tokens", "no compressible linear layer"),
+        ("*.input_layernorm", "no compressible linear layer"),
+        ("nothing.*", "globs match module names, for example"),
+    ):
+        refused(limited.run("plan", "model", "--include", glob, cwd=model.parent), 2, reason)
+    refused(limited.run("plan", "model", "--exclude", "lm_head", cwd=model.parent), 2, "tied to the")
+
+
+def test_reason_for_a_tied_head_that_is_stored(limited: Limited, model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refused(limited.run("plan", "model", "--include", "lm_head", cwd=model.parent), 2, "tied to the")
+
+
+def test_reason_for_an_integer_layer(limited: Limited, model: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name = "model.layers.0.mlp.up_proj"
+    tensors = load_file(model / "model.safetensors")
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.int8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refused(limited.run("plan", "model", "--include", name, cwd=model.parent), 2, "stored as I8")
+
+
+# --- Hints of code --------------------------------------------------------------------------------
+
+HINTS: dict[str, Any] = {
+    "model_file": "modeling_evil.py",
+    "trust_remote_code": True,
+    "auto_map": {"AutoConfig": "evil.C"},
+    "custom_pipelines": {"x": {"impl": "evil.P"}},
+    "code_revision": "main",
+    "_attn_implementation_internal": "sdpa",
+    "_experts_implementation": "eager",
+    "_custom": "evil",
+    "init_script": "evil.sh",
+    "plugin": ["evil"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "auto_map": {"a": "evil.C"}},
+}
+INERT: dict[str, Any] = {
+    "_sliding_window_pattern": 6,
+    "some_future_size": 3,
+    "some_future_list": [1, 2],
+    "flavour": "plain",
+    "id2label": {"0": "auto_map", "1": "plugin"},
+}
+
+
+def test_hints_of_code_do_not_travel(limited: Limited, model: Path) -> None:
+    spoil(model, "config.json", **HINTS, **INERT)
+    spoil(model, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]}, x=1)
+    assert limited.run("compress", "model", "-o", "out", cwd=model.parent).code == 0
+    assert limited.run("export", "out", "-o", "fast", cwd=model.parent).code == 0
+    for folder in ("out", "fast"):
+        config = json.loads((model.parent / folder / "config.json").read_bytes())
+        assert "evil" not in json.dumps({**config, "auto_map": None})
+        assert not (HINTS.keys() - {"auto_map", "rope_parameters"}) & config.keys()
+        assert config["auto_map"]["AutoConfig"].startswith("configuration_blr.")
+        assert config.items() >= INERT.items()
+        assert b"evil" not in (model.parent / folder / "tokenizer_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("key", HINTS)
+def test_hints_by_key(key: str) -> None:
+    kept = inert({key: HINTS[key], "a": [{key: HINTS[key]}]}, {"rope_parameters"})
+    assert "evil" not in json.dumps(kept)
