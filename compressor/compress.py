@@ -54,9 +54,13 @@ class Settings:
 
 @dataclass
 class Summary:
-    """What a compression achieved. Sizes in bytes; `errors` maps layer type to the mean relative
-    error of its weights; `seconds` is the wall time of this run; `check` says what was run of the
-    output and how far its results are from the dense model's (`output/check.py`)."""
+    """What a compression achieved. Sizes in bytes.
+
+    `cf` is the factor of the replaced layers, `share` what they are of the model's parameters, `factor`
+    how many times smaller the whole model is; `errors` maps layer type to the mean relative error of its
+    weights; `seconds` is the wall time of this run; `check` says what was run of the output and how far
+    its results are from the dense model's (`output/check.py`).
+    """
 
     output: str
     method: str
@@ -66,6 +70,8 @@ class Summary:
     bytes_before: int
     bytes_after: int
     layers: int
+    share: float
+    factor: float
     errors: dict[str, float]
     seconds: float
     check: dict[str, Any] | None = None
@@ -212,15 +218,19 @@ class Job:
         by_type: dict[str, list[float]] = {}
         for record in records.values():
             by_type.setdefault(record["type"], []).append(record["error"])
+        bytes_before = sum(entry.nbytes for entry in source.entries.values())
+        bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))
         return Summary(
             output=str(output),
             method=self.recipe.method,
             cf=plan.cf,
             parameters_before=before,
             parameters_after=before - plan.dense_parameters + plan.structured_parameters,
-            bytes_before=sum(entry.nbytes for entry in source.entries.values()),
-            bytes_after=sum(tensor_bytes(path) for path in output.glob("*.safetensors")),
+            bytes_before=bytes_before,
+            bytes_after=bytes_after,
             layers=len(plan.layers),
+            share=plan.share or 0.0,
+            factor=bytes_before / bytes_after,
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
             check=self.checked,

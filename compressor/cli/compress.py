@@ -152,9 +152,11 @@ def _compress_text(summary: dict[str, Any]) -> str:
     return "\n".join(
         (
             f"output: {summary['output']}",
-            f"layers: {summary['layers']} replaced by {summary['method']}, cf {summary['cf']:.3f}",
+            f"layers: {summary['layers']} replaced by {summary['method']}, cf {summary['cf']:.3f}, "
+            f"{summary['share']:.1%} of the model's parameters",
             f"parameters: {before:,} -> {after:,}",
-            f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
+            f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
+            f"the whole model {summary['factor']:.3f} times smaller",
             f"error by layer type: {errors}",
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s",

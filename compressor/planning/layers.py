@@ -68,7 +68,20 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             raise InputError(
                 f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
             )
+    if share := _experts(source, layers):
+        notes.append(
+            f"experts stay dense, which are {share:.0%} of the model's parameters: transformers "
+            "computes with all of a layer in one tensor"
+        )
     return [layer for layer in layers if layer.entry.is_float]
+
+
+def _experts(source: Source, layers: list[Layer]) -> float:
+    """The share of the parameters that are experts' and in no layer."""
+    found = {layer.entry.name for layer in layers}
+    entries = source.entries.values()
+    experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in found]
+    return sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1)
 
 
 def _untouched(entries: list[TensorEntry]) -> str:

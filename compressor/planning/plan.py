@@ -44,14 +44,23 @@ class KeptLayer:
         return self.layer.entry.parameters
 
 
+@dataclass(frozen=True)
+class Whole:
+    """All tensors of a checkpoint together: how many parameters, in how many bytes."""
+
+    parameters: int
+    nbytes: int
+
+
 @dataclass
 class Plan:
     """What happens to a checkpoint: replaced layers in order, those kept dense on purpose, and
-    what must be said aloud."""
+    what must be said aloud. `whole` is the checkpoint's size, None where there are no weights."""
 
     layers: list[PlannedLayer]
     notes: list[str] = field(default_factory=list)
     kept: list[KeptLayer] = field(default_factory=list)
+    whole: Whole | None = None
 
     @property
     def dense_parameters(self) -> int:
@@ -67,6 +76,13 @@ class Plan:
     def cf(self) -> float:
         """Achieved compression factor of these layers."""
         return self.dense_parameters / self.structured_parameters
+
+    @property
+    def share(self) -> float | None:
+        """Of the checkpoint's parameters, how many are in replaced layers; None if it has no weights."""
+        if self.whole is None:
+            return None
+        return sum(planned.spec.dense_parameters for planned in self.layers) / self.whole.parameters
 
     @property
     def _kept(self) -> int:
@@ -102,7 +118,15 @@ def make_plan(
     replaced = [task for task in tasks if task.settings.method != "dense"]
     budget = sum(task.size for task in tasks) / recipe.cf - sum(layer.parameters for layer in kept)
     assigned = Assigner(recipe, curves or {}, calibrated, notes).assign(replaced, budget)
-    return Plan([_planned(task, *assigned[task.layer.module]) for task in replaced], notes, kept)
+    planned = [_planned(task, *assigned[task.layer.module]) for task in replaced]
+    return Plan(planned, notes, kept, _whole(source))
+
+
+def _whole(source: Source) -> Whole | None:
+    if not source.shards:
+        return None  # an outline
+    entries = source.entries.values()
+    return Whole(sum(e.parameters for e in entries), sum(e.nbytes for e in entries))
 
 
 def _decide(

@@ -26,7 +26,7 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
     """A JSON-ready account of `plan`, one entry a layer in the order of the checkpoint.
 
     Times are rooflines in bf16 on `gpu` for 1 and 4096 tokens, dense ones beside them; bytes are
-    those stored. `outlined` says that shapes come from config.json alone.
+    those stored. `outlined` says that shapes come from config.json alone, so that the whole is unknown.
     """
     entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
     entries.sort(key=lambda entry: _natural(entry.layer.module))
@@ -41,8 +41,25 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
         "replaced": len(plan.layers),
         "kept_dense": len(plan.kept),
         "totals": totals,
+        "whole": _whole(plan, layers),
         "layers": layers,
         "notes": plan.notes,
+    }
+
+
+def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The whole checkpoint: the `share` of its parameters that is replaced, and its size."""
+    if plan.whole is None:
+        return None
+    before = plan.whole.nbytes
+    replaced = sum(planned.layer.entry.nbytes for planned in plan.layers)
+    after = before - replaced + sum(row["bytes"] for row in layers if row["structure"] != "dense")
+    return {
+        "parameters": plan.whole.parameters,
+        "share": plan.share,
+        "bytes": before,
+        "bytes_after": after,
+        "factor": before / after,
     }
 
 
@@ -92,6 +109,12 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
         f"{PREFILL} tokens {totals['prefill_us'] / 1000:,.1f} ms "
         f"(dense {totals['dense_prefill_us'] / 1000:,.1f})",
     ]
+    if whole := result["whole"]:
+        lines.insert(
+            2,
+            f"whole model: {whole['share']:.1%} of {whole['parameters']:,} parameters replaced, "
+            f"{whole['bytes']:,} -> {whole['bytes_after']:,} bytes, factor {whole['factor']:.3f}",
+        )
     if result["from"] == "config.json":
         lines.append("shapes are those that config.json implies: no weights were found")
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

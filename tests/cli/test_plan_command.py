@@ -20,12 +20,12 @@ def test_plan_of_a_checkpoint_groups_blocks(tiny: Path, blr: Run) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["layers", "structure", "shape", "rank"]
-    assert len(lines) == 1 + 7 + 2
+    assert len(lines) == 1 + 7 + 3
     assert lines[1].startswith("model.layers.0-3.")
     assert "uniform share of cf 1.5" in lines[1]
     assert "h200 (measured ceilings" in lines[-1]
     every = blr("plan", tiny, "--method", "blast", "--cf", "1.5", "--all")
-    assert len(every.stdout.splitlines()) == 1 + 28 + 2
+    assert len(every.stdout.splitlines()) == 1 + 28 + 3
 
 
 def test_plan_as_json_has_every_layer(tiny: Path, blr: Run) -> None:
