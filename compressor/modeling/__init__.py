@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.configuration_blr import ON_SAVE
 from blr.compressor.modeling.registry import register_on_demand
 
@@ -20,5 +21,12 @@ def _write_code(config: Any, folder: Path) -> None:
     write_code(config, folder)
 
 
+def _register_lora() -> None:
+    from blr.compressor.loading.peft import register
+
+    register()
+
+
 ON_SAVE.append(_write_code)
+after_import("peft", _register_lora)
 register_on_demand()

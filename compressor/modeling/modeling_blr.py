@@ -40,6 +40,15 @@ class StructuredModelMixin:
         layers = (self.config.blr or {}).get("layers", {})
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
 
+    def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
+        """As of transformers, with the layers as they are: a merged adapter has raised ranks."""
+        table = (self.config.blr or {}).get("layers", {})
+        for name in table:
+            layer = self.get_submodule(module_name(self, name))
+            table[name] = layer.spec.to_dict() if hasattr(layer, "spec") else table[name]
+        native: Any = super()
+        return native.save_pretrained(*arguments, **options)
+
     @classmethod
     def from_pretrained(
         cls: Any, *arguments: Any, output_loading_info: bool = False, **options: Any

@@ -1,0 +1,146 @@
+"""LoRA of peft on structured layers, under the names that the dense model's layers have.
+
+peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers,
+too, by name, by default and by "all-linear". An adapter is merged where the structure holds the sum
+exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _maybe_include_all_linear_layers,
+    check_adapters_to_merge,
+)
+from torch import Tensor, nn
+
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, StructuredLinear, prepare_layers
+
+ALL = "all-linear"
+
+
+class StructuredLora(LoraLinear):
+    """``y = layer(x) + B A x`` for a structured layer."""
+
+    def _get_in_out_features(self, module: nn.Module) -> Any:
+        return module.in_features, module.out_features
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters into the factors, whose rank grows by theirs.
+
+        Raises ValueError for an adapter that is more than ``B A``, for NaN (if `safe_merge`), and as
+        `add_product`.
+        """
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name not in self.lora_A:
+                continue
+            if name in self.lora_variant or self.lora_bias[name]:
+                raise ValueError(f"adapter {name!r} is no plain LoRA, which structured layers merge")
+            product = self.lora_B[name].weight * self.scaling[name], self.lora_A[name].weight
+            if safe_merge and not all(bool(torch.isfinite(factor).all()) for factor in product):
+                raise ValueError(f"NaNs detected in the adapter {name}, which seems to be broken")
+            add_product(self.get_base_layer(), *product)
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Take the adapters out of the factors again."""
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            if name in self.lora_A:
+                cut_columns(self.get_base_layer(), self.lora_A[name].weight.shape[0])
+
+
+class StructuredLoraModel(LoraModel):
+    """peft's tuner, for models with structured layers as for all others."""
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        super()._prepare_model(peft_config, model)
+        layers = {name for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
+        if not layers:
+            return
+        named = peft_config.target_modules
+        if isinstance(named, str) and named.lower() == ALL:
+            dense = _maybe_include_all_linear_layers(peft_config, model).target_modules
+            peft_config.target_modules = {*dense, *_outside_of_adapters(model, layers)}
+
+    @staticmethod
+    def _create_new_module(
+        lora_config: Any, adapter_name: str, target: nn.Module, **options: Any
+    ) -> nn.Module:
+        layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if options.get("parameter_name") is None and isinstance(layer, StructuredLinear):
+            return StructuredLora(target, adapter_name, config=lora_config, **options)
+        return LoraModel._create_new_module(lora_config, adapter_name, target, **options)
+
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        for module in self.model.modules():
+            if isinstance(module, StructuredLora):
+                check_takes_products(module.get_base_layer())
+
+
+def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
+    """Names of layers and of adapters around them, not of the layers inside."""
+    around = {name for name, module in model.named_modules() if isinstance(module, StructuredLora)}
+    return around | {name for name in layers if name.removesuffix(".base_layer") not in around}
+
+
+def register() -> None:
+    """Make peft take structured layers; names by default are those of the native model type."""
+    PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
+    defaults = LoraModel.target_module_mapping
+    ours = {f"{PREFIX.lower()}_{kind}": names for kind, names in defaults.items()}
+    StructuredLoraModel.target_module_mapping = {**ours, **defaults}
+
+
+def check_takes_products(layer: Any) -> None:
+    """Raise ValueError for a layer that does not hold the sum of itself and a product of low rank."""
+    plain = type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
+    if not plain:
+        raise ValueError(
+            f"LoRA cannot be merged into a layer of structure {type(layer).__name__} "
+            f"({layer.spec.describe()}): keep the adapter beside the model, as save_pretrained of the "
+            "peft model writes it"
+        )
+
+
+@torch.no_grad()
+def add_product(layer: Any, B: Tensor, A: Tensor) -> None:
+    """Add ``B A`` to the weight of a layer: r' more columns of its factors.
+
+    Args:
+        B: [o, r']. A: [r', i].
+
+    Raises ValueError as `check_takes_products`.
+    """
+    check_takes_products(layer)
+    added: dict[str, Tensor] = {"U": B, "V": A.mT}
+    if isinstance(layer, BlastLinear):
+        blocks = layer.S.shape[0]
+        added = {name: factor.unflatten(0, (blocks, -1)) for name, factor in added.items()}
+        added["S"] = layer.S.new_ones(blocks, blocks, A.shape[0])
+    factors = {n: torch.cat((getattr(layer, n), factor.to(layer.U)), -1) for n, factor in added.items()}
+    _set_factors(layer, factors)
+
+
+@torch.no_grad()
+def cut_columns(layer: Any, count: int) -> None:
+    """Undo `add_product` of `count` columns."""
+    _set_factors(layer, {name: getattr(layer, name)[..., :-count] for name in layer.spec.shapes()})
+
+
+def _set_factors(layer: Any, factors: dict[str, Tensor]) -> None:
+    for name, factor in factors.items():
+        before = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(factor.contiguous(), requires_grad=before.requires_grad))
+    layer.spec = replace(layer.spec, rank=layer.U.shape[-1])
+    prepare_layers(layer)

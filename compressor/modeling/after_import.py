@@ -1,0 +1,41 @@
+"""Runs a function as soon as another package has been imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+
+def after_import(package: str, run: Callable[[], None]) -> None:
+    """Call `run` now if `package` is imported already, else right after its first import."""
+    if package in sys.modules:
+        run()
+    else:
+        sys.meta_path.insert(0, _Waiting(package, run))
+
+
+class _Waiting(MetaPathFinder):
+    """Finds one package, as Python's own finder does, and runs a function behind its own code."""
+
+    def __init__(self, package: str, run: Callable[[], None]) -> None:
+        self.package, self.run = package, run
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.package:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            sys.meta_path.remove(self)  # not before: others ask where a package is, and do not import it
+            self.run()
+
+        loader.exec_module = exec_module
+        return spec
