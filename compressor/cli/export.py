@@ -75,6 +75,16 @@ def export(
             "--quantize; a head tied to the embedding gets weights of its own."
         ),
     ] = "none",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text on which the loss by quantization is measured.",
+            show_default="what a small model writes itself",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Export what loses over 1 nat a token, too.")
+    ] = False,
     threads: Threads = None,
     max_shard_size: MaxShardSize = "5GB",
     revision: Revision = None,
@@ -112,6 +122,8 @@ def export(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            text=text,
+            force=force,
             check=check,
         )
         check_options(options)

@@ -108,7 +108,10 @@ def check_text(found: dict[str, Any] | None) -> str:
     """What running an output showed (`output/check.py`), as a line of a summary."""
     if found is None:
         return "check: not run"
-    return f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
+    line = f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
+    return line + (
+        f"; {found['loss']:.3f} nats a token lost on {found['read']}" if "loss" in found else ""
+    )
 
 
 def print_result(result: dict[str, Any], text: Any, format: Format) -> None:

@@ -26,6 +26,9 @@ from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.checkpoint.source import Source
     from blr.compressor.export.quantizer import Head, Quantizer
     from blr.compressor.export.tensors import Tensors
     from blr.compressor.modeling.settings import ExportSettings
@@ -67,6 +70,8 @@ class ExportOptions:
     restart: bool = False
     allow_pickle: bool = False
     check: bool = True
+    text: Path | None = None
+    force: bool = False
 
     def named(self, name: str, revision: str | None) -> ExportOptions:
         """The same for a checkpoint found under another name."""
@@ -311,8 +316,16 @@ class Job:
         )
         facts = partial(self._facts, read)
         check = self._make_check()
-        produce(self.workspace, contents, check, facts, self.progress)
+        produce(self.workspace, contents, partial(self._passed, check), facts, self.progress)
         self.checked = check.facts
+
+    def _passed(self, check: Check, folder: Path) -> dict[str, tuple[int, str]]:
+        from blr.compressor.export.sample import check_loss
+
+        written = check(folder)
+        if not self.options.force:
+            check_loss(check.loss, self.options.quantize or "the head", self.workspace.output)
+        return written
 
     def _small_files(self) -> dict[str, bytes | Path]:
         """Everything but weights and manifest."""
@@ -328,7 +341,15 @@ class Job:
 
         source = self.checkpoint.source
         source = open_source(source.folder) if self.checkpoint.compressed else source
-        return Check(source, self._check, self.options.check)
+        return Check(source, self._check, self.options.check, self._sample(source))
+
+    def _sample(self, source: Source) -> Tensor | None:
+        """The text on which what quantization loses is measured."""
+        from blr.compressor.export.sample import sample_text
+
+        if self.quantizer is None or self.context is None or not self.options.check:
+            return None
+        return sample_text(source, self.options.text)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""

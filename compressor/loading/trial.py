@@ -32,14 +32,27 @@ class Trial:
 
         Raises NumericsError for numbers that are not finite.
         """
+        found, keep = self._results(model, where), self.expected.isfinite()
+        missed = (found - self.expected)[keep].norm()
+        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
+
+    def divergence(self, model: Any, where: object) -> float:
+        """Mean KL divergence, in nats, of what `model` predicts from what is expected; of logits.
+
+        Raises NumericsError as `distance` does.
+        """
+        found = self._results(model, where).log_softmax(-1)
+        expected = self.expected.log_softmax(-1)
+        return float((expected.exp() * (expected - found)).sum(-1).mean().clamp_min(0))
+
+    def _results(self, model: Any, where: object) -> Tensor:
         found, keep = run(model, self.inputs), self.expected.isfinite()
         if found.shape != self.expected.shape or not found[keep].isfinite().all():
             raise NumericsError(
                 f"{where}: found NaN or Inf in the results for {self.what}, where the model it was made "
                 f"from has finite numbers; choose another dtype or a lower --cf ({NO_CHECK})"
             )
-        missed = (found - self.expected)[keep].norm()
-        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
+        return found
 
 
 def first_trial(model: Any, where: object) -> Trial:
@@ -64,6 +77,12 @@ def first_trial(model: Any, where: object) -> Trial:
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
         f"expected results to compare with; {NO_CHECK}"
     )
+
+
+def reading_trial(model: Any, text: Tensor) -> Trial:
+    """What `model` predicts on `text`, tokens [n, w]."""
+    inputs = {"input_ids": text}
+    return Trial(inputs, run(model, inputs), f"{text.numel()} tokens of text")
 
 
 @torch.no_grad()
@@ -98,8 +117,7 @@ def _tokens(model: Any) -> Tensor | None:
     size = getattr(text, "vocab_size", None)
     if size is None:
         return None
-    special = {v for k, v in text.to_dict().items() if k.endswith("_token_id") and isinstance(v, int)}
-    usable = torch.tensor([n for n in range(min(size, 1 << 16)) if n not in special] or [0])
+    usable = plain_tokens(text)
     limit = getattr(text, "max_position_embeddings", None) or TOKENS * 2
     drawn = torch.randint(len(usable), (1, max(min(TOKENS, limit // 2), 1)), generator=_generator())
     ids = usable[drawn]
@@ -107,6 +125,12 @@ def _tokens(model: Any) -> Tensor | None:
     if isinstance(end, int) and 0 <= end < size:
         ids[:, -1] = end
     return ids
+
+
+def plain_tokens(config: Any) -> Tensor:
+    """Ids [n] of a text model's configuration, the first 65,536 at most, without special ones."""
+    special = {v for k, v in config.to_dict().items() if k.endswith("_token_id") and isinstance(v, int)}
+    return torch.tensor([n for n in range(min(config.vocab_size, 1 << 16)) if n not in special] or [0])
 
 
 def _image(model: Any) -> Tensor | None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import Tensor
 
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import BlrError, OutputError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.streamed import streamed_model
-from blr.compressor.loading.trial import NO_CHECK, Trial, first_trial
+from blr.compressor.loading.trial import NO_CHECK, Trial, first_trial, reading_trial
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_classes
@@ -29,36 +30,56 @@ class Check:
         source: what the output is made from, dense or ours. It runs now, before any work.
         reload: checks that every tensor of a written folder finds its place; the files that it wrote.
         runs: whether to run them; otherwise `reload` is all.
+        text: tokens [n, w] on which what a causal language model loses is measured, too.
 
     Raises:
         InputError, NumericsError: nothing can be said of what this model computes.
     """
 
-    def __init__(self, source: Source, reload: Callable[[Path], Written], runs: bool = True) -> None:
-        self.reload, self.distance = reload, None
-        self.trial: Trial | None = first_trial(streamed_model(source), source.folder) if runs else None
+    def __init__(
+        self,
+        source: Source,
+        reload: Callable[[Path], Written],
+        runs: bool = True,
+        text: Tensor | None = None,
+    ) -> None:
+        self.reload = reload
+        self.distance: float | None = None
+        self.loss: float | None = None
+        self.trial: Trial | None = None
+        self.reading: Trial | None = None
+        if runs:
+            model = streamed_model(source)
+            self.trial = first_trial(model, source.folder)
+            self.reading = reading_trial(model, text) if text is not None else None
 
     def __call__(self, folder: Path) -> Written:
-        """Check `folder`; `distance` says then how far its results are.
+        """Check `folder`; `distance` and `loss` say then how far its results are.
 
         Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf.
         """
         written = self.reload(folder)
         if self.trial is not None:
-            self.distance = _distance(self.trial, folder)
+            self.distance, self.loss = _measured(self.trial, self.reading, folder)
         return written
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What was run, and the relative distance of the results; None if nothing was."""
+        """What was run, and the relative distance of the results; None if nothing was. With it the
+        loss in nats a token, where it was measured."""
         if self.trial is None or self.distance is None:
             return None
-        return {"ran": self.trial.what, "distance": self.distance}
+        found: dict[str, Any] = {"ran": self.trial.what, "distance": self.distance}
+        if self.reading is not None:
+            found |= {"read": self.reading.what, "loss": self.loss}
+        return found
 
 
-def _distance(trial: Trial, folder: Path) -> float:
+def _measured(trial: Trial, reading: Trial | None, folder: Path) -> tuple[float, float | None]:
     try:
-        return trial.distance(load_written(folder), folder)
+        model = load_written(folder)
+        distance = trial.distance(model, folder)
+        return distance, reading.divergence(model, folder) if reading is not None else None
     except (BlrError, MemoryError):
         raise
     except Exception as error:  # a model may raise anything
@@ -72,7 +93,7 @@ def _distance(trial: Trial, folder: Path) -> float:
 def load_written(folder: Path) -> Any:
     """The model in an output, loaded as the README says; beyond `WHOLE` bytes, block by block."""
     source = open_source(folder)
-    if sum(entry.nbytes for entry in source.entries.values()) > WHOLE:
+    if not is_small(source):
         return streamed_model(source)
     name = source.config["architectures"][0].removeprefix(PREFIX)
     classes = auto_classes(source.model_type.removeprefix(f"{PREFIX.lower()}_"))
@@ -81,3 +102,8 @@ def load_written(folder: Path) -> Any:
         return streamed_model(source)  # a class that no Auto class gives
     with quiet_transformers():
         return getattr(transformers, auto).from_pretrained(folder, local_files_only=True).eval()
+
+
+def is_small(source: Source) -> bool:
+    """Whether all of its weights may be in memory at once."""
+    return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE

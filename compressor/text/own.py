@@ -63,7 +63,7 @@ def write_own_text(
         for n in mine:
             advance("")
             prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
-            journal.store(keys[n], {"ids": _write(model, prompts, n, wanted)}, {})
+            journal.store(keys[n], {"ids": continued(model, prompts, n, wanted)}, {})
     wait()
     rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
     return rows[:samples]
@@ -121,7 +121,7 @@ def _prompts(
 
 
 @torch.inference_mode()
-def _write(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
+def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
     """Continue prompts `ids` [m, p] to [m, length]; on the CPU, int32."""
     from transformers import DynamicCache
 

@@ -92,3 +92,26 @@ def test_layers_that_would_not_get_smaller_stay_as_they_are(
     with torch.inference_mode():
         y, expected = model(**inputs_for(model)).logits, exact(**inputs_for(exact)).logits
     assert (y - expected).norm() < 0.05 * expected.norm()
+
+
+def test_what_is_lost_is_said_and_too_much_is_refused(
+    sources: dict[str, Path], tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In nats a token: on a text, or on what a small model writes itself."""
+    given = ("export", sources["dense"], "-o", tmp_path / "out", "-q", "--format=json", "--quantize")
+    sample = Path(__file__).parents[1] / "data" / "sample.txt"
+    losses = {}
+    for kind, more in (("int8", ()), ("int4", ()), ("int4", ("--text", sample))):
+        code, out, err = invoke(*given, kind, *more, "--overwrite")
+        assert code == 0, err
+        losses[kind, bool(more)] = json.loads(out)["check"]["loss"]
+    assert 0 < losses["int8", False] < 0.01 < losses["int4", False] < 1
+    assert 0.01 < losses["int4", True] < 1 and losses["int4", True] != losses["int4", False]
+    monkeypatch.setattr("blr.compressor.export.sample.MOST", 0.01)
+    refused = (*given, "int4", "--overwrite")
+    before = read_manifest(tmp_path / "out")
+    code, _, err = invoke(*refused)
+    assert code == 7 and "int4 loses 0." in err and "--force" in err
+    assert read_manifest(tmp_path / "out") == before
+    assert invoke(*refused, "--force")[0] == 0 and invoke(*refused, "--no-check")[0] == 0
+    assert invoke(*refused, "--text", tmp_path / "none.txt")[0] == 4

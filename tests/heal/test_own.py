@@ -48,8 +48,8 @@ def test_what_is_written_is_not_written_again(
     model: Any, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal, calls = Kept(tmp_path), []
-    write = own._write
-    monkeypatch.setattr(own, "_write", lambda *a: calls.append(a[2]) or write(*a))
+    write = own.continued
+    monkeypatch.setattr(own, "continued", lambda *a: calls.append(a[2]) or write(*a))
     tokenizer = load_tokenizer(dense)
     first = write_own_text(model, tokenizer, WANTED, journal, QUIET)
     assert calls == [0, 1, 2]

@@ -1,0 +1,71 @@
+"""The text on which a quantized export is compared with its source, and how much it may lose there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blr.compressor.errors import InputError, NumericsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.checkpoint.source import Source
+
+SAMPLES, LENGTH = 8, 64  # of the model's own text; of a file as many tokens in one piece
+MOST = 1.0  # nats a token that an export may lose without --force
+
+
+def sample_text(source: Source, text: Path | None) -> Tensor | None:
+    """Tokens of `text` [1, w], or what a causal language model writes itself [n, w].
+
+    Returns None without `text` for a model whose weights are too many to write by.
+
+    Raises InputError for a text that cannot be read.
+    """
+    from blr.compressor.loading.streamed import streamed_model
+    from blr.compressor.output.check import is_small, load_written
+
+    if text is not None:
+        return _of_file(source, text)
+    if not is_small(source):
+        return None
+    converted = any(shard.parent != source.folder for shard in source.shards)  # from pickles
+    return _own(streamed_model(source) if converted else load_written(source.folder))
+
+
+def check_loss(loss: float | None, kind: str, folder: Path) -> None:
+    """Raise NumericsError when an export in `kind` loses more than `MOST`."""
+    if loss is not None and loss > MOST:
+        raise NumericsError(
+            f"{folder}: {kind} loses {loss:.2f} nats a token, expected at most {MOST:g}; take int8, "
+            "heal or calibrate the checkpoint first, or export with --force"
+        )
+
+
+def _of_file(source: Source, text: Path) -> Tensor:
+    from blr.compressor.checkpoint.regular import read_start
+    from blr.compressor.loading.load import load_tokenizer
+
+    limit = source.config.get("max_position_embeddings") or LENGTH * SAMPLES
+    start = read_start(text)
+    ids = load_tokenizer(source.folder, text=start)(start, add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
+    if len(ids) < 2:
+        raise InputError(f"{text}: {len(ids)} tokens, expected at least 2; give a longer text")
+    return torch.tensor(ids[: min(limit, LENGTH * SAMPLES)])[None]
+
+
+def _own(model: Any) -> Tensor:
+    from blr.compressor.loading.trial import plain_tokens
+    from blr.compressor.text.own import OwnText, continued
+
+    limit = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    generator = torch.Generator().manual_seed(0)
+    usable = plain_tokens(model.config)
+    starts = usable[torch.randint(len(usable), (SAMPLES, 1), generator=generator)]
+    wanted = OwnText(SAMPLES * LENGTH, min(LENGTH, limit), 0, "")
+    return continued(model, starts, 0, wanted).long()
