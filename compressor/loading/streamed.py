@@ -82,7 +82,7 @@ class _Parts:
     def __init__(self, model: Any, source: Source) -> None:
         self.model, self.source = model, source
         self.blocks = dict(blocks_of(model))
-        self.transforms = get_model_conversion_mapping(model)
+        self.transforms: Any = get_model_conversion_mapping(model)
         self.stored: dict[str, list[str]] = {"": [], **{name: [] for name in self.blocks}}
         self.keys: dict[str, set[str]] = {name: set() for name in self.stored}
         known = model.state_dict()
