@@ -20,8 +20,9 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
-from blr.compressor.export.export import Job
+from blr.compressor.export.export import ExportOptions, Job
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.tensors import plan_tensors
 from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.discover import meta_model
@@ -42,33 +43,19 @@ by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 class DenseJob(Job):
     """An export in which no layer is structured."""
 
-    context = None
-    plain = 0
-
-    def _plan(self) -> None:
-        source, specs = self.checkpoint.source, self.checkpoint.specs
-        register(source.model_type)  # tokenizers of the source are loaded by its model type
-        self.config = dense_config(source, self.options.dtype)
-        self.tensors = plan_tensors(
-            source, {}, self.options.dtype, None, specs, transposed_modules(self.checkpoint)
-        )
-        self.densified = sorted(specs)
-        self.checkpoint = replace(self.checkpoint, specs={})
-        check_fits(source, self.config, self.tensors.shapes)
-
     def _small_files(self) -> dict[str, bytes | Path]:
-        source = self.checkpoint.source
-        facts = {"count": len(self.densified), "type": source.model_type, "version": __version__}
+        source = self.plan.checkpoint.source
+        facts = {"count": len(self.plan.densified), "type": source.model_type, "version": __version__}
         name = self.options.source_name
         front = card_front(source.folder, name, TAGS[:1])
         return {
             **carried_files(source),
-            "config.json": json.dumps(self.config, indent=2).encode() + b"\n",
+            "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
             "README.md": (front + CARD.format(name=name, **facts)).encode(),
         }
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
-        source = self.checkpoint.source
+        source = self.plan.checkpoint.source
         if found := misfits(native_class(source), partial):
             raise OutputError(
                 f"{partial}: {found} when reloaded; this is a bug in blr, keep the checkpoint"
@@ -77,6 +64,16 @@ class DenseJob(Job):
 
     def _described(self) -> dict[str, Any]:
         return {}
+
+
+def plan_dense(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Every structured layer made dense. Raises InputError for tensors that would not load."""
+    source, specs, dtype = checkpoint.source, checkpoint.specs, options.dtype
+    register(source.model_type)  # tokenizers of the source are loaded by its model type
+    config = dense_config(source, dtype)
+    tensors = plan_tensors(source, {}, dtype, None, specs, transposed_modules(checkpoint))
+    check_fits(source, config, tensors.shapes)
+    return ExportPlan(replace(checkpoint, specs={}), specs, config, tensors, sorted(specs))
 
 
 def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:

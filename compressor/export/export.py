@@ -11,7 +11,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor import __version__
 from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.disk import check_space
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blr.compressor.checkpoint.source import Source
-    from blr.compressor.export.quantizer import Head, Quantizer
-    from blr.compressor.export.tensors import Tensors
-    from blr.compressor.modeling.settings import ExportSettings
+    from blr.compressor.export.plan import ExportPlan
     from blr.compressor.output.check import Check
 
 QUANTIZED = ("int8", "int4")
@@ -157,129 +154,53 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
             workspace.claim()
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.extras.notes())
-        job = _job_class(options.kind)(checkpoint, options, workspace, progress)
+        job = _make_job(checkpoint, options, workspace, progress)
         job.run()
+    plan = job.plan
     before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
     return ExportSummary(
         output=str(workspace.output),
         kind=options.kind,
         gpu=options.gpu,
         batch=options.batch,
-        context=job.context,
-        layers=len(job.checkpoint.specs),
-        densified=len(job.densified),
+        context=plan.context,
+        layers=len(plan.checkpoint.specs),
+        densified=len(plan.densified),
         bytes_before=before,
-        bytes_after=job.tensors.nbytes,
+        bytes_after=plan.tensors.nbytes,
         dtype=options.dtype,
         quantize=options.quantize,
         quantize_head=options.quantize_head,
-        untied_bytes=job.untied_bytes,
-        plain=job.plain,
+        untied_bytes=plan.untied_bytes,
+        plain=plan.plain,
         seconds=monotonic() - started,
         errors=job.errors(),
         check=job.checked,
     )
 
 
-def _job_class(kind: str) -> type[Job]:
-    if kind != "dense":
-        return Job
-    from blr.compressor.export.dense import DenseJob
+def _make_job(
+    checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
+) -> Job:
+    """Find out, from headers alone, what is to be written and that it will load."""
+    if options.kind == "dense":
+        from blr.compressor.export.dense import DenseJob, plan_dense
 
-    return DenseJob
+        return DenseJob(plan_dense(checkpoint, options), options, workspace, progress)
+    from blr.compressor.export.plan import plan_export
+
+    return Job(plan_export(checkpoint, options), options, workspace, progress)
 
 
+@dataclass
 class Job:
-    """One export. `settings`, `config` and `tensors` are what it will write, known from headers."""
+    """One export. `checked` says, once it is written, what was run of it."""
 
-    checkpoint: Checkpoint
-    settings: ExportSettings
-    config: dict[str, Any]
-    tensors: Tensors
-    quantizer: Quantizer | None = None
-    densified: list[str]
+    plan: ExportPlan
+    options: ExportOptions
+    workspace: Workspace
+    progress: Progress
     checked: dict[str, Any] | None = None
-
-    def __init__(
-        self, checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
-    ) -> None:
-        self.stored_specs = checkpoint.specs
-        self.checkpoint, self.options = checkpoint, options
-        self.workspace, self.progress = workspace, progress
-        self._plan()
-
-    def _plan(self) -> None:
-        """Find out what is to be written, and that it will load."""
-        from blr.compressor.export.densify import slower_layers
-        from blr.compressor.export.files import export_config
-        from blr.compressor.export.reload import check_fits, export_context
-        from blr.compressor.export.tensors import plan_tensors
-        from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-
-        checkpoint, options = self.checkpoint, self.options
-        asked = (options.gpu, options.batch, options.dtype)
-        head = self._find_head(checkpoint, options)
-        densified = {} if options.quantize else slower_layers(checkpoint, *asked)
-        if head is not None:
-            densified.pop(head.module, None)
-        kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
-        self.densified = sorted(densified)
-        self.checkpoint = replace(checkpoint, specs=kept)
-        context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
-        if options.kind == "pt2":
-            from blr.compressor.export.pt2 import check_pt2
-
-            check_pt2(checkpoint.source.model_type, generates=context is not None)
-        if options.kind == "onnx":
-            from blr.compressor.export.onnx import check_onnx
-
-            check_onnx()
-        self.quantizer = self._make_quantizer(head)
-        packed = {} if self.quantizer is None else self.quantizer.settings()
-        self.settings = ExportSettings(
-            LAYOUT, options.gpu, options.batch, __version__, context, **packed
-        )
-        chosen = (options.dtype, self.quantizer, densified)
-        self.tensors = plan_tensors(checkpoint.source, kept, *chosen)
-        self.config = export_config(self.checkpoint, self.settings, options.dtype)
-        check_fits(checkpoint.source, self.config, self.tensors.shapes)
-
-    @staticmethod
-    def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
-        if options.quantize_head is None:
-            return None
-        from blr.compressor.export.quantizer import find_head
-
-        return find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
-
-    def _make_quantizer(self, head: Head | None) -> Quantizer | None:
-        if self.options.quantize is None and head is None:
-            return None
-        from blr.compressor.export.quantizer import make_quantizer
-        from blr.compressor.export.tensors import STORED
-
-        dtype = STORED[self.options.dtype] if self.options.dtype else None
-        source, specs = self.checkpoint.source, self.checkpoint.specs
-        return make_quantizer(source, specs, self.options.quantize, dtype, head)
-
-    @property
-    def context(self) -> int | None:
-        """Tokens that generation is prepared for, if it is."""
-        return self.settings.context
-
-    @property
-    def plain(self) -> int:
-        """Structured layers that packing would not make smaller."""
-        return len(self.settings.plain)
-
-    @property
-    def untied_bytes(self) -> int:
-        """Of a packed head that was the embedding."""
-        head = self.quantizer.head if self.quantizer is not None else None
-        if head is None or not head.tied:
-            return 0
-        mine = [slot for slot in self.tensors.slots if slot.name.startswith(f"{head.module}.weight_")]
-        return sum(slot.origin.nbytes for slot in mine)
 
     def errors(self) -> dict[str, float]:
         """What quantization added to the relative error of the weights, by layer type."""
@@ -294,7 +215,7 @@ class Job:
         with storage_errors(workspace.output.parent, needed, workspace.output):
             check_space(workspace.output.parent, needed - workspace.used_bytes())
             workspace.open(self._fingerprint())
-            check_carried(self.checkpoint.source, self.config)
+            check_carried(self.plan.checkpoint.source, self.plan.config)
             read = self._digest()
             if workspace.finished(read):
                 return
@@ -305,12 +226,12 @@ class Job:
         from blr.compressor.export.tensors import in_order, read_tensor
         from blr.compressor.output.produce import Contents, produce
 
-        source, slots = self.checkpoint.source, self.tensors.slots
+        source, slots = self.plan.checkpoint.source, self.plan.tensors.slots
         shards = assign_shards(slots, self.options.max_shard_size)
         shards = {name: in_order(group, slots) for name, group in shards.items()}
         contents = Contents(
             shards,
-            lambda entry: read_tensor(source, self.tensors, entry),
+            lambda entry: read_tensor(source, self.plan.tensors, entry),
             self._small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
         )
@@ -331,23 +252,24 @@ class Job:
         """Everything but weights and manifest."""
         from blr.compressor.export.files import small_files
 
-        name, kind = self.options.source_name, self.options.kind
-        return small_files(self.checkpoint, self.config, self.settings, name, kind)
+        plan, name, kind = self.plan, self.options.source_name, self.options.kind
+        assert plan.settings is not None
+        return small_files(plan.checkpoint, plan.config, plan.settings, name, kind)
 
     def _make_check(self) -> Check:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
         from blr.compressor.output.check import Check
 
-        source = self.checkpoint.source
-        source = open_source(source.folder) if self.checkpoint.compressed else source
+        source = self.plan.checkpoint.source
+        source = open_source(source.folder) if self.plan.checkpoint.compressed else source
         return Check(source, self._check, self.options.check, self._sample(source))
 
     def _sample(self, source: Source) -> Tensor | None:
         """The text on which what quantization loses is measured."""
         from blr.compressor.export.sample import sample_text
 
-        if self.quantizer is None or self.context is None or not self.options.check:
+        if self.plan.quantizer is None or self.plan.context is None or not self.options.check:
             return None
         return sample_text(source, self.options.text)
 
@@ -355,41 +277,41 @@ class Job:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
         from blr.compressor.export.reload import check_reload, load_export
 
-        written = check_reload(self.checkpoint.source, partial, self.config)
+        written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
         if self.options.kind == "pt2":
             from blr.compressor.export.pt2 import write_pt2
 
             self.progress.stage("compiling")
-            written |= write_pt2(load_export(partial, self.config), partial)
+            written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
             from blr.compressor.export.onnx import write_onnx
 
             self.progress.stage("tracing")
-            written |= write_onnx(load_export(partial, self.config, "cpu"), partial, self.progress)
+            written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
         return written
 
     def _estimate(self) -> int:
         """Upper estimate of the bytes of the output."""
-        source = self.checkpoint.source
+        source = self.plan.checkpoint.source
         extra = sum(path.stat().st_size for path in source.extra_files().values())
-        compiled = self.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
-        return self.tensors.nbytes + compiled + extra + (4 << 20)
+        compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
+        return self.plan.tensors.nbytes + compiled + extra + (4 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a run that finishes another's work must agree on."""
         options = self.options
         return {
-            "source": headers_digest(self.checkpoint.source),
+            "source": headers_digest(self.plan.checkpoint.source),
             "revision": options.revision,
             "export": {**self._described(), "dtype": options.dtype, "kind": options.kind},
-            "densified": self.densified,
+            "densified": self.plan.densified,
             "max_shard_size": options.max_shard_size,
             "versions": versions(),
         }
 
     def _described(self) -> dict[str, Any]:
         """What the folder says it was made for."""
-        return self.config["blr"]["export"]
+        return self.plan.config["blr"]["export"]
 
     def _digest(self) -> str:
         """SHA-256 over everything that is read, which is compared with its manifest as it is.
@@ -401,11 +323,11 @@ class Job:
         from blr.compressor.export.files import kept_files
         from blr.compressor.export.tensors import check_products
 
-        source = self.checkpoint.source
-        kept = {name: sha256_file(source.folder / name) for name in kept_files(self.checkpoint)}
+        source = self.plan.checkpoint.source
+        kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
         floats = {entry.name for entry in source.entries.values() if entry.is_float}
         scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
-        check_products(source, self.stored_specs, self.options.dtype, scan.norms)
+        check_products(source, self.plan.stored, self.options.dtype, scan.norms)
         return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
 
     def _facts(self, read: str) -> dict[str, Any]:
@@ -415,12 +337,12 @@ class Job:
             "run": self.workspace.fingerprint,
             "input_sha256": read,
         }
-        if self.quantizer is not None:
-            facts["quantization_errors"] = self.quantizer.mean_errors()
-        if self.untied_bytes:
-            facts["untied_bytes"] = self.untied_bytes
-        if self.checkpoint.saved:
-            facts["saved"] = self.checkpoint.saved
+        if self.plan.quantizer is not None:
+            facts["quantization_errors"] = self.plan.quantizer.mean_errors()
+        if self.plan.untied_bytes:
+            facts["untied_bytes"] = self.plan.untied_bytes
+        if self.plan.checkpoint.saved:
+            facts["saved"] = self.plan.checkpoint.saved
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
-            facts["compressed_from"] = read_manifest(self.checkpoint.source.folder).get("source")
+            facts["compressed_from"] = read_manifest(self.plan.checkpoint.source.folder).get("source")
         return json.loads(canonical_json(facts))

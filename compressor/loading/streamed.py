@@ -108,8 +108,9 @@ class _Parts:
     def fill(self, part: str) -> None:
         """Read the tensors of a part."""
         state = {n: self.source.load_tensor(self.source.entries[n]) for n in self.stored[part]}
+        transforms: Any = self.transforms  # which are more than the annotation there says
         settings = LoadStateDictConfig(
-            device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=self.transforms
+            device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=transforms
         )
         convert_and_load_state_dict_in_model(self.model, state, settings)
 

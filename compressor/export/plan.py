@@ -1,0 +1,112 @@
+"""What an export will write, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.export.densify import slower_layers
+from blr.compressor.export.export import DEFAULT_CONTEXT, ExportOptions
+from blr.compressor.export.files import export_config
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
+from blr.compressor.export.reload import check_fits, export_context
+from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
+from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.structures.specs import Spec
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The contents of one export.
+
+    Attributes:
+        checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
+        config: the export's config.json. densified: modules whose dense weight is written.
+        settings: what it was made for; None for an ordinary dense checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    stored: Mapping[str, Spec]
+    config: dict[str, Any]
+    tensors: Tensors
+    densified: list[str]
+    settings: ExportSettings | None = None
+    quantizer: Quantizer | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that generation is prepared for, if it is."""
+        return None if self.settings is None else self.settings.context
+
+    @property
+    def plain(self) -> int:
+        """Structured layers that packing would not make smaller."""
+        return 0 if self.settings is None else len(self.settings.plain)
+
+    @property
+    def untied_bytes(self) -> int:
+        """Of a packed head that was the embedding."""
+        head = self.quantizer.head if self.quantizer is not None else None
+        if head is None or not head.tied:
+            return 0
+        mine = [slot for slot in self.tensors.slots if slot.name.startswith(f"{head.module}.weight_")]
+        return sum(slot.origin.nbytes for slot in mine)
+
+
+def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Layers in kernel layout, packed or made dense as `options` and the table of the GPU say.
+
+    Raises BlrError for options that this model or machine has no use for, and for tensors that would
+    not load.
+    """
+    source, head = checkpoint.source, _find_head(checkpoint, options)
+    densified = _densified(checkpoint, options, head)
+    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
+    staying = replace(checkpoint, specs=kept)
+    context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
+    _check_kind(checkpoint, options.kind, generates=context is not None)
+    quantizer = _make_quantizer(staying, options, head)
+    packed = {} if quantizer is None else quantizer.settings()
+    settings = ExportSettings(LAYOUT, options.gpu, options.batch, __version__, context, **packed)
+    tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
+    config = export_config(staying, settings, options.dtype)
+    check_fits(source, config, tensors.shapes)
+    return ExportPlan(staying, checkpoint.specs, config, tensors, sorted(densified), settings, quantizer)
+
+
+def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
+    """Raise CapabilityError where a forward pass of `kind` cannot be written."""
+    if kind == "pt2":
+        from blr.compressor.export.pt2 import check_pt2
+
+        check_pt2(checkpoint.source.model_type, generates)
+    if kind == "onnx":
+        from blr.compressor.export.onnx import check_onnx
+
+        check_onnx()
+
+
+def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:
+    """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
+    if options.quantize:
+        return {}
+    found = slower_layers(checkpoint, options.gpu, options.batch, options.dtype)
+    return {module: spec for module, spec in found.items() if head is None or module != head.module}
+
+
+def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+    if options.quantize_head is None:
+        return None
+    return find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+
+
+def _make_quantizer(
+    checkpoint: Checkpoint, options: ExportOptions, head: Head | None
+) -> Quantizer | None:
+    if options.quantize is None and head is None:
+        return None
+    dtype = STORED[options.dtype] if options.dtype else None
+    return make_quantizer(checkpoint.source, checkpoint.specs, options.quantize, dtype, head)
