@@ -102,8 +102,8 @@ def export(
     with stop_on_signals() as running:
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
-        from blr.compressor.export.export import ExportOptions, check_options
         from blr.compressor.export.export import export as run
+        from blr.compressor.export.options import ExportOptions, check_options
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.machine.threads import use_threads
         from blr.compressor.progress import Progress

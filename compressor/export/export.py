@@ -18,10 +18,16 @@ from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import read_manifest
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import CapabilityError, OutputError, UsageError
+from blr.compressor.errors import OutputError
+from blr.compressor.export.options import (
+    COMPILED,
+    DEFAULT_CONTEXT,
+    GRAPH,
+    GRAPH_WEIGHTS,
+    ExportOptions,
+    check_options,
+)
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.machine.dtypes import DTYPES
-from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,49 +36,6 @@ if TYPE_CHECKING:
     from blr.compressor.checkpoint.source import Source
     from blr.compressor.export.plan import ExportPlan
     from blr.compressor.output.check import Check
-
-QUANTIZED = ("int8", "int4")
-NONE = "none"
-NO_USE = {  # what is exported to the options that it has no use for
-    "dense": ("batch", "context", "quantize", "quantize_head"),
-    "onnx": ("quantize", "quantize_head"),
-}
-KINDS = ("folder", "pt2", "dense", "onnx")
-COMPILED = "model.pt2"
-GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
-MAX_BATCH = 8
-DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
-DEFAULT_SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What the command line says; `source_name` and `revision` are recorded in the output.
-
-    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
-    the output head, which has a kind of its own.
-    """
-
-    source_name: str
-    revision: str | None = None
-    gpu: str = "h200"
-    batch: int = 1
-    context: int | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    quantize_head: str | None = None
-    kind: str = "folder"
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    check: bool = True
-    text: Path | None = None
-    force: bool = False
-
-    def named(self, name: str, revision: str | None) -> ExportOptions:
-        """The same for a checkpoint found under another name."""
-        return replace(self, source_name=name, revision=revision)
 
 
 @dataclass
@@ -100,41 +63,6 @@ class ExportSummary:
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
-
-
-def check_options(options: ExportOptions) -> ExportOptions:
-    """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
-
-    Raises UsageError; CapabilityError for more sequences than the kernels take.
-    """
-    if not 1 <= options.batch <= MAX_BATCH:
-        refusal = UsageError if options.batch < 1 else CapabilityError
-        raise refusal(
-            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences; export for "
-            "fewer, larger batches generate with transformers"
-        )
-    if options.context is not None and options.context < 1:
-        raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")
-    for name, value, known in (
-        ("dtype", options.dtype, DTYPES),
-        ("quantize", options.quantize, QUANTIZED),
-        ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
-        ("as", options.kind, KINDS),
-    ):
-        if value is not None and value not in known:
-            raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
-    head = None if options.quantize_head == NONE else options.quantize_head
-    options = replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
-    _check_meant(options)
-    return options
-
-
-def _check_meant(options: ExportOptions) -> None:
-    """Raise UsageError for an option that `options.kind` has no use for."""
-    for name in NO_USE.get(options.kind, ()):
-        if getattr(options, name) != getattr(ExportOptions, name):
-            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
-from blr.compressor.export.export import GRAPH
 from blr.compressor.export.forward import compare, example_inputs, plain_forward
+from blr.compressor.export.options import GRAPH
 from blr.compressor.progress import Progress
 
 PACKAGES, CHECKER = ("onnx", "onnxscript"), "onnxruntime"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
-from blr.compressor.export.export import COMPILED
 from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward
+from blr.compressor.export.options import COMPILED
 
 FILE = COMPILED
 COMPILERS = ("g++", "clang++", "c++")

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 from blr.compressor.errors import BlrError
-from blr.compressor.export.export import ExportOptions, export
+from blr.compressor.export.export import export
+from blr.compressor.export.options import ExportOptions
 from blr.compressor.heal import pair, passes
 from blr.compressor.heal import run as healing_run
 from blr.compressor.heal.run import HealSummary, heal

@@ -13,7 +13,8 @@ from pathlib import Path
 from patience import PATIENCE
 
 from blr.compressor.compress import Settings, compress
-from blr.compressor.export.export import ExportOptions, export
+from blr.compressor.export.export import export
+from blr.compressor.export.options import ExportOptions
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
