@@ -12,11 +12,10 @@ from time import monotonic
 from typing import Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.disk import Bytes, check_space
+from blr.compressor.checkpoint.disk import Bytes
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.shards import Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
@@ -119,8 +118,7 @@ class Job:
         """Fit, write, check and commit, or finish what a killed run had all but committed; every
         layer's record by name."""
         workspace, needed = self.workspace, self._estimate()
-        with storage_errors(workspace.output.parent, needed, workspace.output):
-            check_space(workspace.output.parent, needed - workspace.used_bytes())
+        with workspace.room(needed):
             workspace.open(self._fingerprint())
             from blr.compressor.loading.carry import check_carried
             from blr.compressor.output.files import check_fits, structured_config

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from blr.compressor.checkpoint import ownership
 from blr.compressor.checkpoint.destination import absolute, check_output, sibling
-from blr.compressor.checkpoint.disk import folder_bytes, fsync_folder
+from blr.compressor.checkpoint.disk import check_space, folder_bytes, fsync_folder
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.lock import Lock
 from blr.compressor.checkpoint.manifest import (
@@ -154,6 +154,18 @@ class Workspace:
         fsync_folder(self.partial)
         self._move(replaces)
         self._lock.done_moving()
+
+    @contextmanager
+    def room(self, needed: int, check: bool = True) -> Iterator[None]:
+        """For work that writes up to `needed` bytes beside what is there.
+
+        Raises StorageError before it for less room (if `check`), and for what the system then says.
+        """
+        parent = self.output.parent
+        with storage_errors(parent, needed, self.output):
+            if check:
+                check_space(parent, needed - self.used_bytes())
+            yield
 
     def used_bytes(self) -> int:
         """What an earlier run left of its work in the partial folder, in bytes."""

@@ -30,6 +30,7 @@ from blr.compressor.cli.options import (
     RecipeOption,
     Restart,
     Revision,
+    StoredDtype,
     Threads,
     check_text,
     print_result,
@@ -56,10 +57,7 @@ def compress(
     ] = None,
     include: Include = None,
     exclude: Exclude = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Stored dtype of the factors.", show_default="the weight's own"),
-    ] = None,
+    dtype: StoredDtype = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of solvers that start at random.", show_default="0")
     ] = None,

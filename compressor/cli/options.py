@@ -25,6 +25,9 @@ Model = Annotated[
 ]
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or one JSON object.")]
+StoredDtype = Annotated[
+    str | None, typer.Option(help="Stored dtype of the factors.", show_default="the weight's own")
+]
 Device = Annotated[str, typer.Option(callback=values.device, help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[
     int | None,

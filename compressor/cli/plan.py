@@ -20,6 +20,7 @@ from blr.compressor.cli.options import (
     Pattern,
     Rank,
     RecipeOption,
+    StoredDtype,
     print_result,
 )
 
@@ -38,10 +39,7 @@ def plan(
     heads: Heads = None,
     include: Include = None,
     exclude: Exclude = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Stored dtype of the factors.", show_default="the weight's own"),
-    ] = None,
+    dtype: StoredDtype = None,
     gpu: Gpu = None,
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Plan for fits weighted by activations.")

@@ -20,7 +20,8 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
-from blr.compressor.export.export import ExportOptions, Job
+from blr.compressor.export.export import Job
+from blr.compressor.export.options import ExportOptions
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.tensors import plan_tensors

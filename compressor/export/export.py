@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.disk import check_space
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import OutputError
 from blr.compressor.export.options import (
     COMPILED,
-    DEFAULT_CONTEXT,
     GRAPH,
     GRAPH_WEIGHTS,
     ExportOptions,
@@ -140,8 +137,7 @@ class Job:
 
         workspace = self.workspace
         needed = self._estimate()
-        with storage_errors(workspace.output.parent, needed, workspace.output):
-            check_space(workspace.output.parent, needed - workspace.used_bytes())
+        with workspace.room(needed):
             workspace.open(self._fingerprint())
             check_carried(self.plan.checkpoint.source, self.plan.config)
             read = self._digest()

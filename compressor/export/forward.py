@@ -16,6 +16,19 @@ DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a
 
 
 @contextmanager
+def traced(model: Any, kind: str) -> Iterator[None]:
+    """Raise CapabilityError for whatever of `model` a tracer or compiler does not take."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise CapabilityError(
+            f"--as {kind}: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
+            "leave the option out"
+        ) from error
+
+
+@contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
     """Attention as plain products and a softmax while active."""
     before = model.config._attn_implementation

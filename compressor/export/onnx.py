@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
-from blr.compressor.export.forward import compare, example_inputs, plain_forward
+from blr.compressor.export.forward import compare, example_inputs, plain_forward, traced
 from blr.compressor.export.options import GRAPH
 from blr.compressor.progress import Progress
 
@@ -63,20 +63,13 @@ def _trace(model: Any, path: Path) -> list[str]:
     """Write the graph of `model`; the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
-    try:
-        with torch.no_grad(), _quiet():
-            names = list(forward(**inputs))
-            options: dict[str, Any] = {"dynamic_shapes": free, "output_names": names, "verbose": False}
-            program: Any = torch.onnx.export(forward, (), kwargs=inputs, dynamo=True, **options)
-            for node in program.model.graph.all_nodes():
-                node.metadata_props.clear()  # stack traces, with the paths of this machine
-            program.save(path, external_data=True)
-    except Exception as error:  # whatever in a model the exporter does not take
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise CapabilityError(
-            f"--as onnx: {type(model).__name__} does not trace ({type(error).__name__}: {reason}); "
-            "leave the option out"
-        ) from error
+    with traced(model, "onnx"), torch.no_grad(), _quiet():
+        names = list(forward(**inputs))
+        options: dict[str, Any] = {"dynamic_shapes": free, "output_names": names, "verbose": False}
+        program: Any = torch.onnx.export(forward, (), kwargs=inputs, dynamo=True, **options)
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # stack traces, with the paths of this machine
+        program.save(path, external_data=True)
     return names
 
 

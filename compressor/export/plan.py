@@ -8,8 +8,8 @@ from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.export.densify import slower_layers
-from blr.compressor.export.export import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.export.files import export_config
+from blr.compressor.export.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
 from blr.compressor.export.reload import check_fits, export_context

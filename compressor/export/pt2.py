@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
-from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward
+from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
 from blr.compressor.export.options import COMPILED
 
 FILE = COMPILED
@@ -63,15 +63,9 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     """
     path = folder / FILE
     inputs, free = example_inputs(model, "pt2")
-    try:
+    with traced(model, "pt2"):
         program = export_program(model, inputs, free)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    except Exception as error:  # whatever in a model the compiler does not take
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise CapabilityError(
-            f"--as pt2: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
-            "leave the option out"
-        ) from error
     found = _results(path, inputs)
     with torch.no_grad():
         compare(found, plain_forward(model)(**inputs), "pt2")

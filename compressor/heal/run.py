@@ -13,11 +13,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.disk import check_space
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.journal import canonical_json, layer_key
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import OutputError
@@ -117,9 +115,8 @@ class Job:
         check_same_vocabulary(self.checkpoint, self.teacher)
         check_generates(self.checkpoint)
         workspace, needed = self.workspace, self._estimate()
-        with storage_errors(workspace.output.parent, needed, workspace.output):
+        with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
-                check_space(workspace.output.parent, needed - workspace.used_bytes())
                 workspace.open(self._fingerprint())
                 workspace.claim({METRICS})
             self.processes.wait()

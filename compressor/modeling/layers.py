@@ -10,6 +10,7 @@ saved are the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -210,15 +211,25 @@ def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
     Raises:
         KeyError: a name that is not a module of `model`.
     """
+    replace_modules(model, layers, structured_linear)
+
+
+def replace_modules(
+    model: nn.Module,
+    layers: dict[str, dict[str, Any]],
+    make: Callable[[dict[str, Any], bool], nn.Module],
+) -> None:
+    """Put what `make` makes of an entry of `layers`, and of whether there is a bias, in the place of the
+    module of its name: on that one's device, in its dtype. Raises KeyError as `replace_layers`."""
     modules = dict(model.named_modules())
     for name, fields in layers.items():
         if name not in modules:
-            raise KeyError(f"the configuration factorizes {name!r}, which this model does not have")
-        old = modules[name]
-        new = structured_linear(fields, bias=getattr(old, "bias", None) is not None)
-        new.to(device=next(old.parameters()).device, dtype=next(old.parameters()).dtype)
+            raise KeyError(f"the configuration replaces {name!r}, which this model does not have")
+        old = next(modules[name].parameters())
+        with torch.device(old.device):
+            new = make(fields, getattr(modules[name], "bias", None) is not None)
         parent, _, child = name.rpartition(".")
-        setattr(modules[parent], child, new)
+        setattr(modules[parent], child, new.to(old.dtype))
 
 
 def prepare_layers(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from blr.compressor.modeling.layers import (
     LowRankLinear,
     MonarchLinear,
     StructuredLinear,
+    replace_modules,
 )
 from blr.compressor.modeling.stages import Stage
 from blr.compressor.structures.specs import (
@@ -280,15 +281,7 @@ def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> No
     Raises:
         KeyError: a name that is not a module of `model`.
     """
-    modules = dict(model.named_modules())
-    for name, fields in layers.items():
-        if name not in modules:
-            raise KeyError(f"the configuration quantizes {name!r}, which this model does not have")
-        old = next(modules[name].parameters())
-        with torch.device(old.device):
-            new = quantized_linear(fields, bias=getattr(modules[name], "bias", None) is not None)
-        parent, _, child = name.rpartition(".")
-        setattr(modules[parent], child, new.to(old.dtype))
+    replace_modules(model, layers, quantized_linear)
 
 
 def _blocks(found: Packed) -> Packed:
