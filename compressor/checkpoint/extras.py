@@ -122,7 +122,9 @@ def _names(folder: Path, modules: set[str], left: list[str]) -> Iterator[str]:
             left.append(prefix)
             folders.clear()
             continue
-        shown = [prefix + name for name in sorted(names) if not name.startswith(".")]
+        misnamed = [name for name in folders if _is_known(prefix + name)]  # refused: no files
+        folders[:] = [name for name in folders if name not in misnamed]
+        shown = [prefix + name for name in sorted([*names, *misnamed]) if not name.startswith(".")]
         count += len(shown)
         yield from shown
 

@@ -89,6 +89,7 @@ def reading_trial(model: Any, text: Tensor) -> Trial:
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The first floating-point result of a forward pass, in float32."""
     given = {name: _cast(tensor, model) for name, tensor in inputs.items()}
+    model.config.return_dict = True  # a configuration may say that parts of it give tuples
     with quiet_transformers():
         result = model(**given, return_dict=True)
     return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()

@@ -49,7 +49,8 @@ def test_names_of_folders(
     for folder in (f"{given}.out", "exported"):
         card = (tmp_path / folder / "README.md").read_text("utf-8")
         header, rest = card.removeprefix("---\n").split("\n---\n", 1)
-        assert {line.partition(":")[0] for line in header.splitlines()} == {"library_name", "tags"}
+        keys = {line.partition(":")[0] for line in header.splitlines() if not line.startswith("- ")}
+        assert keys == {"library_name", "tags"}
         assert rest.startswith("# ") and "\nlicense" not in rest
 
 
