@@ -40,7 +40,7 @@ def streamed_model(source: Source) -> Any:
     Raises InputError for a configuration that it cannot be built from.
     """
     meta = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]), device="meta")
+        name: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device="meta")
         for name, entry in source.entries.items()
     }
     with native_errors(source), quiet_transformers():
@@ -54,6 +54,11 @@ def streamed_model(source: Source) -> Any:
         block.register_forward_pre_hook(lambda *_, name=name: parts.fill(name))
         block.register_forward_hook(lambda *_, name=name: parts.drop(name))
     return model
+
+
+def _dtype(stored: str) -> torch.dtype:
+    """Of a stored tensor; any for one that torch has no bytes for, which fails when it is read."""
+    return getattr(torch, TORCH_NAMES.get(stored, "float32"))
 
 
 def _made_of(source: Source) -> tuple[Any, Any]:
