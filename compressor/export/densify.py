@@ -9,7 +9,7 @@ import torch
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common.tables import Shape, prefers_dense
 
 if TYPE_CHECKING:
@@ -51,5 +51,5 @@ def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
 
 
 def _shape(spec: Spec) -> Shape:
-    blocks = len(spec.shapes()) if spec.structure == "ks" else getattr(spec, "blocks", 1)
+    blocks = len(spec.shapes()) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
     return Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))

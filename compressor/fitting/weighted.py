@@ -13,7 +13,7 @@ from blr.compressor.fitting.moments import Moments
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.linalg import cholesky, recorded_fallbacks, solve_upper
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Spec
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Spec
 
 CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
 RIDGE = 1e-3  # of the mean diagonal of the output metric
@@ -73,7 +73,8 @@ def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
 
 
 def _options(job: Job) -> FitOptions:
-    if job.planned.spec.structure == "blast" and job.device.type == "cpu" and job.options.rounds is None:
+    slow = isinstance(job.planned.spec, BlastSpec) and job.device.type == "cpu"
+    if slow and job.options.rounds is None:
         return replace(job.options, rounds=CPU_ROUNDS)
     return job.options
 

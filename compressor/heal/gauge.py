@@ -12,16 +12,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.specs import MonarchSpec, Spec
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, MonarchSpec, Spec
 
 Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
     """`tensors` by the names of `spec`, with even sizes."""
-    if spec.structure == "ks":
+    if isinstance(spec, KroneckerSpec):
         return _chain(tensors)
-    if spec.structure == "blast":
+    if isinstance(spec, BlastSpec):
         return _blast(tensors)
     return _monarch(tensors, spec) if isinstance(spec, MonarchSpec) else _lowrank(tensors)
 
