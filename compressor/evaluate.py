@@ -185,7 +185,7 @@ def embed(
 
 def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
     limit = model.config.max_position_embeddings - 2  # RoBERTa's positions start at 2
-    limit = min(limit, head.length or limit)
+    limit = min(limit, head.length or tokenizer.model_max_length)
     sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
     tokens = tokenizer(
         sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.layers import (
     BlastLinear,
+    Factors,
     KroneckerLinear,
     LowRankLinear,
     MonarchLinear,
@@ -46,7 +47,7 @@ def to_kernel_layout(layer: StructuredLinear) -> None:
         held = getattr(layer, stem)
         delattr(layer, stem)
         if isinstance(held, nn.ParameterList):
-            stored = nn.ParameterList(_stored(p, order[f"{stem}.{n}"]) for n, p in enumerate(held))
+            stored = Factors(_stored(p, order[f"{stem}.{n}"]) for n, p in enumerate(held))
             layer.add_module(stem + SUFFIX, stored)
         else:
             layer.register_parameter(stem + SUFFIX, _stored(held, order[stem]))
@@ -101,13 +102,16 @@ class KernelBlastLinear(KernelLayout, BlastLinear):
 class KernelKroneckerLinear(KernelLayout, KroneckerLinear):
     """factors_kernel.n [a, d, b, c]."""
 
-    factors_kernel: nn.ParameterList
+    factors_kernel: Factors
 
     def _views(self) -> list[Tensor]:
-        stored = enumerate(self.factors_kernel)
+        stored = enumerate(self.factors_kernel())
         return [canonical_view(tensor, self.orders[f"factors.{n}"]) for n, tensor in stored]
 
     factors: Any = property(_views, doc="The factors [a, b, c, d], views of what is stored.")
+
+    def ordered(self) -> list[Tensor]:
+        return self._views()
 
 
 KERNEL_LAYERS: dict[type[StructuredLinear], type[KernelLayout]] = {

@@ -171,6 +171,16 @@ class BlastLinear(StructuredLinear):
         return Stage(self.matrix("V"), mix=self.S), Stage(self.matrix("U"), self.bias)
 
 
+class Factors(nn.ParameterList):
+    """Factors in order, which a call gives: accelerate's offload brings the weights of a module in when
+    that is called, and this one, which holds them, is a module of its own."""
+
+    __call__ = nn.Module.__call__
+
+    def forward(self) -> list[Tensor]:
+        return list(self)
+
+
 class KroneckerLinear(StructuredLinear):
     """``y = K_0 K_1 … K_{L-1} x + bias``."""
 
@@ -178,10 +188,10 @@ class KroneckerLinear(StructuredLinear):
 
     def _allocate(self) -> None:
         shapes = self.spec.shapes().values()
-        self.factors = nn.ParameterList([_initialized(shape) for shape in shapes])
+        self.factors = Factors([_initialized(shape) for shape in shapes])
 
     def ordered(self) -> list[Tensor]:
-        return list(self.factors)
+        return self.factors()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kronecker_linear(x, self.ordered(), bias)

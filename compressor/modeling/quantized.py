@@ -202,6 +202,9 @@ class QuantizedKroneckerLinear(QuantizedStructured, KroneckerLinear):
 
     factors: Any = property(_made, doc="The factors [a, b, c, d], dequantized when read.")
 
+    def ordered(self) -> list[Tensor]:
+        return self._made()
+
 
 class QuantizedLinear(nn.Module):
     """A dense layer ``y = x Wᵀ + bias`` with weight_q [o, …] of i columns; replaces nn.Linear and,

@@ -1,0 +1,91 @@
+"""accelerate's offload and transformers' Trainer take structured models as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from exporting import Invoke, compress_to
+from pico import VOCAB, save_pico
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import blr.compressor.modeling  # noqa: F401
+
+METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 1}, "ks": {}}
+IDS = torch.arange(2, 26).view(2, 12) % VOCAB
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("compressed")
+    source = save_pico("llama", folder / "dense")
+    return {m: compress_to(source, folder / m, method=m, cf=1.5, **METHODS[m]) for m in METHODS}
+
+
+def on_cpu(model: Any, folder: Path) -> Any:
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    return accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def half_on_disk(model: Any, folder: Path) -> Any:
+    layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(2)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    return AutoModelForCausalLM.from_pretrained(
+        model.name_or_path, device_map={**layers, **rest}, offload_folder=str(folder)
+    )
+
+
+@pytest.mark.parametrize("offload", [on_cpu, on_disk, half_on_disk])
+@pytest.mark.parametrize("method", METHODS)
+def test_offloaded_models_compute_the_same(
+    method: str, offload: Callable[[Any, Path], Any], compressed: dict[str, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(compressed[method]).eval()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        torch.testing.assert_close(offload(model, tmp_path)(IDS).logits, expected)
+
+
+def train(folder: Path, output: Path, steps: int, resume: bool = False) -> Any:
+    """A model after `steps` in all, its states saved on the way."""
+    rows = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(2, VOCAB, (16, 12), generator=torch.Generator().manual_seed(0))
+    ]
+    options = {
+        "max_steps": steps,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    }
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+    arguments = TrainingArguments(str(output), per_device_train_batch_size=4, seed=0, **options, **quiet)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("method", ["blast", "ks"])
+def test_trainer_resumes_and_saves(
+    method: str, compressed: dict[str, Path], tmp_path: Path, invoke: Invoke
+) -> None:
+    """Its states, and what it saves, are folders that load, verify and export."""
+    whole = train(compressed[method], tmp_path / "whole", 4).model.state_dict()
+    train(compressed[method], tmp_path / "halves", 2)
+    trainer = train(compressed[method], tmp_path / "halves", 4, resume=True)
+    torch.testing.assert_close(trainer.model.state_dict(), whole)
+    before = AutoModelForCausalLM.from_pretrained(compressed[method]).state_dict()
+    assert not any(whole[name].equal(before[name]) for name in whole if "layers" in name)
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "halves" / "checkpoint-4"):
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(folder).state_dict(), whole)
+        assert invoke("verify", folder)[0] == 0
+    assert invoke("export", tmp_path / "saved", "-o", tmp_path / "export", "--quiet")[0] == 0
