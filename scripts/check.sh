@@ -1,23 +1,14 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it with the tested versions into a fresh environment, checks style and
 # types, runs the tests.
-# All of it in a copy of the files that git tracks, as they are now: what else lies in the clone
-# (outputs, environments, notes, an older build) is neither checked nor packed.
+# All of it in a copy of the files that git tracks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work" # a test runs the command as another user
-mkdir "$work/source"
-list() { # the clone may belong to another user; without git it is an unpacked archive
-  git -c safe.directory='*' ls-files -z 2>/dev/null ||
-    find . \( -name .git -o -name .venv \) -prune -o -type f -print0
-}
-list |
-  while IFS= read -r -d '' file; do [ ! -e "$file" ] || printf '%s\0' "$file"; done |
-  tar -c --null -T - | tar -x -C "$work/source"
+bash scripts/copy_tracked.sh "$work/source"
 cd "$work/source"
-[ -f pyproject.toml ] || { echo "check.sh: git tracks nothing here; add the files" >&2; exit 1; }
 python3 -m venv "$work/env"
 "$work/env/bin/python" -m pip install --quiet --constraint tests/constraints.txt build
 "$work/env/bin/python" -m build --quiet --wheel --outdir "$work/dist" .

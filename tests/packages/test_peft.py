@@ -84,7 +84,7 @@ def trained(folder: Path, **options: Any) -> Any:
         (r".*mlp\.(up|down)_proj", {"up_proj", "down_proj"}),
         (None, {"q_proj", "v_proj"}),  # peft's own choice for the native model type
     ],
-    ids=str,
+    ids=["all-linear", "names", "pattern", "default"],
 )
 def test_names_are_those_of_the_dense_model(
     targets: Any, expected: set[str], compressed: dict[str, Path]
