@@ -120,6 +120,8 @@ class Job:
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed):
             workspace.open(self._fingerprint())
+            if kept := len(workspace.journal):
+                self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             from blr.compressor.loading.carry import check_carried
             from blr.compressor.output.files import check_fits, structured_config
 

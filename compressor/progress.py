@@ -1,13 +1,16 @@
-"""Progress on standard error: bars on a terminal, nothing when it is none or with --quiet."""
+"""Progress on standard error: bars on a terminal, now and then a line elsewhere, nothing if quiet."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from blr.compressor.quoting import printable
+
+EVERY = 30.0  # seconds between two lines where there is no terminal
 
 
 class Progress:
@@ -15,6 +18,7 @@ class Progress:
 
     def __init__(self, quiet: bool = False) -> None:
         self.said: set[str] = set()
+        self.quiet = quiet
         self.bars = not quiet and sys.stderr.isatty()
 
     def notes(self, lines: list[str]) -> None:
@@ -23,6 +27,11 @@ class Progress:
             if line not in self.said:
                 print(f"blr: note: {printable(line)}", file=sys.stderr)
             self.said.add(line)
+
+    def say(self, line: str) -> None:
+        """What is good to know and no decision."""
+        if not self.quiet:
+            print(f"blr: note: {printable(line)}", file=sys.stderr)
 
     def stage(self, name: str) -> None:
         """Announce a stage, on a terminal."""
@@ -33,7 +42,15 @@ class Progress:
     def layers(self, total: int, what: str = "factorizing") -> Iterator[Callable[[str], None]]:
         """A bar over `total` items; call the yielded function with each item's name as it starts."""
         if not self.bars:
-            yield lambda name: None
+            lines = Lines(self.say, what)
+            count = -1  # those that are over when the next starts
+
+            def begin(name: str) -> None:
+                nonlocal count
+                count += 1
+                lines.reached(count / max(total, 1), f"{count} of {total}")
+
+            yield begin
             return
         from rich.progress import MofNCompleteColumn
 
@@ -53,13 +70,39 @@ class Progress:
     def training(self, what: str) -> Iterator[Callable[[float, str], None]]:
         """A bar over a run; call the yielded function with the share that is over and what to say."""
         if not self.bars:
-            yield lambda share, text: None
+            lines = Lines(self.say, what)
+            yield lambda share, text: lines.reached(share, f"{share:.0%} {text}".strip())
             return
         from rich.progress import TaskProgressColumn
 
         with _bars(what, TaskProgressColumn()) as bars:
             task = bars.add_task("", total=1.0)
             yield lambda share, text: bars.update(task, completed=share, description=text)
+
+
+class Lines:
+    """A line every `EVERY` seconds of a piece of work, with the time that is left at its pace."""
+
+    def __init__(self, say: Callable[[str], None], what: str) -> None:
+        self.say, self.what = say, what
+        self.started = self.last = monotonic()
+
+    def reached(self, share: float, text: str) -> None:
+        """`share` of the work, in [0, 1], is over."""
+        now = monotonic()
+        if now - self.last < EVERY:
+            return
+        self.last, passed = now, now - self.started
+        left = f", about {duration(passed / share - passed)} left" if share > 0 else ""
+        self.say(f"{self.what}: {text}, {duration(passed)}{left}")
+
+
+def duration(seconds: float) -> str:
+    """ "40 s", "12 min", "3 h 5 min"."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _bars(what: str, count: Any) -> Any:

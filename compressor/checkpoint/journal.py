@@ -38,6 +38,10 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def __len__(self) -> int:
+        """Entries there are, whole or not."""
+        return sum(1 for _ in self.folder.glob("*.safetensors"))
+
     def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
         """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
         path = self.folder / f"{key}.safetensors"

@@ -18,15 +18,20 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
     Raises InputError, also for a checkpoint that is an output of ours already.
     """
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
-    if source.model_type.startswith("blr_"):
-        raise InputError(
-            f"{folder}: model type {source.model_type!r} is already compressed by blr; "
-            "compress the dense checkpoint it came from"
-        )
+    check_dense(folder, source.model_type)
     check_unquantized(source)
     family = find_family(source.model_type)
     check_against_config(source, family.shapes if family else None)
     return source
+
+
+def check_dense(folder: Path, model_type: str) -> None:
+    """Raise InputError for an output of ours."""
+    if model_type.startswith("blr_"):
+        raise InputError(
+            f"{folder}: model type {model_type!r} is already compressed by blr; "
+            "compress the dense checkpoint it came from (blr inspect shows what was done)"
+        )
 
 
 def check_unquantized(source: Source) -> None:

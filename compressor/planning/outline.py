@@ -12,6 +12,7 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import INDEX, SINGLE, Source, open_source
 from blr.compressor.errors import InputError
+from blr.compressor.loading.checked import check_dense
 from blr.compressor.machine.dtypes import BYTES, CODES, DTYPES
 from blr.compressor.recipe.globs import matches
 
@@ -30,7 +31,9 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
         any((folder / name).exists() for name in (SINGLE, INDEX))
         or not (folder / "config.json").exists()
     ):
-        return open_source(folder), False
+        source = open_source(folder)
+        check_dense(folder, source.model_type)
+        return source, False
     return outline(folder), True
 
 
@@ -43,6 +46,7 @@ def outline(folder: Path) -> Source:
     Raises InputError when the family has no table or the config lacks a size.
     """
     config = read_config(folder)
+    check_dense(folder, config["model_type"])
     family = find_family(config["model_type"])
     source = Source(folder, config, {}, ())
     if family is None:

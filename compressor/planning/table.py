@@ -17,8 +17,8 @@ SUMMED = (
     *("dense_decode_us", "dense_prefill_us"),
 )
 COLUMNS = (
-    *("layers", "structure", "shape", "rank or pattern", "parameters", "cf", "bytes"),
-    *("decode µs", "prefill µs", "rule"),
+    *("layers", "structure", "shape", "rank or pattern", "parameters in all", "cf", "bytes in all"),
+    *("decode, µs each", "prefill, µs each", "rule"),
 )
 
 

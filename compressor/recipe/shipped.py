@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.errors import RecipeError
+from blr.compressor.errors import RecipeError, UsageError
 from blr.compressor.recipe.schema import Recipe, RecipeFields, make_recipe
 from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read_recipe
 
@@ -33,6 +33,9 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         UsageError: an override that is not valid or does not fit the recipe.
     """
     overrides = dict(overrides or {})
+    if {"rank", "cf"} <= overrides.keys():
+        given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
+        raise UsageError(f"{given}: a rank says what --cf would follow from; leave one of them out")
     if recipe is None:
         return make_recipe(**overrides)
     path = find_recipe(str(recipe))

@@ -22,7 +22,8 @@ WRONG: dict[str, list[str]] = {
         *("--device meta", "--device =", "--format ="),
     ],
     "compress X -o out": [
-        *("--cf nan", "--cf inf", "--cf 1", "--cf -2", "--rank 0", f"--rank {HUGE}", "--blocks 0"),
+        *("--cf nan", "--cf inf", "--cf 1", "--cf -2", "--rank 0", f"--rank {HUGE}", "--rank 8 --cf 2"),
+        "--blocks 0",
         *(f"--blocks {HUGE}", "--rounds -1", f"--rounds {HUGE}", f"--seed {HUGE}", "--seed -1"),
         *("--dtype =", "--dtype int8", "--device meta", "--device =", "--method =", "--heads ="),
         *("--solver =", "--samples 0", "--seq-len 1", "--allocation =", "--refit -1"),
@@ -30,7 +31,15 @@ WRONG: dict[str, list[str]] = {
         *("--method ks --pattern (1,2,3", "--method ks --pattern (1,2,3,4)(1,5,6,1)"),
         *("--method ks --pattern (0,2,2,1)", "--method ks --pattern ="),
     ],
-    "plan X": ["--cf nan", "--gpu =", "--gpu toaster", "--dtype =", "--method =", "--rank 0"],
+    "plan X": [
+        "--rank 8 --cf 2",
+        "--cf nan",
+        "--gpu =",
+        "--gpu toaster",
+        "--dtype =",
+        "--method =",
+        "--rank 0",
+    ],
     "export X -o out": [
         *("--batch 0", f"--batch {HUGE}", "--context 0", f"--context {HUGE}", "--dtype ="),
         *("--dtype float64", "--quantize =", "--quantize int2", "--quantize-head =", "--gpu ="),
