@@ -19,6 +19,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if os.environ.get("BLR_PACKAGES") else True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that is collected here is marked so."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.packages)
+
+
 @pytest.fixture
 def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Runs ``blr`` in this process: exit code, standard output and error."""
