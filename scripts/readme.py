@@ -1,7 +1,7 @@
-"""Runs the README's blocks as they stand, in order: what is fenced as bash, and the python and yaml ones.
+"""Runs the README's blocks as they stand, in order: those fenced as bash, python and yaml.
 
-Usage: python3 scripts/readme.py, in a clone where scripts/demo.sh has made .venv. Commands are typed into
-one shell; a python block is given to python, a yaml block becomes the file that the text before it names.
+Usage: python3 scripts/readme.py, in a clone where scripts/demo.sh has made .venv. Commands are typed
+into one shell; a python block is given to python, a yaml block becomes the file named before it.
 """
 
 from __future__ import annotations
