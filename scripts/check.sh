@@ -23,4 +23,4 @@ ln -s "$work"/source/{compressor,kernels,configs,recipes} "$work/types/blr"
 (cd "$work/types" && "$work/env/bin/python" -m mypy --config-file ../source/pyproject.toml -p blr)
 chosen=(-m "not slow") # BLR_FULL=1: the whole of every table
 [ -z "${BLR_FULL:-}" ] || chosen=()
-"$work/env/bin/python" -m pytest -q -n 2 --dist loadfile "${chosen[@]}" "$@"
+"$work/env/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${chosen[@]}" "$@"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from warm import warm_up
 
 BOUNDARIES = ("fsync", "rename", "unlink", "rmdir")  # a mkdir shows at the next of these
 NOBODY = 65534
@@ -110,14 +111,10 @@ def serve() -> None:
 
 def _warm_up() -> None:
     """Import all that a command imports, one that fails included."""
-    import torch
-
     from blr.compressor.cli.compress import compress
     from blr.compressor.errors import InputError
-    from blr.compressor.modeling.registry import register
 
-    torch.set_num_threads(1)
-    register("llama")
+    warm_up()
     try:
         compress("/nowhere", output=Path("/tmp/nowhere"))
     except InputError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from warm import warm_up
 
 
 @dataclass(frozen=True)
@@ -73,31 +74,10 @@ class Limited:
 
 def serve() -> None:
     """Answer jobs from standard input, one JSON object a line, until it is closed."""
-    _warm_up()
+    warm_up()
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(_answer(json.loads(line), Path(scratch))), flush=True)
-
-
-def _warm_up() -> None:
-    """Import what most commands import: three of the four seconds that one takes."""
-    import torch
-    import transformers.generation.utils
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import blr.compressor.cli
-    import blr.compressor.compress
-    import blr.compressor.evaluate
-    import blr.compressor.export.export
-    import blr.compressor.fitting.factorize
-    import blr.compressor.generate
-    import blr.compressor.loading.load
-    import blr.compressor.modeling.exported
-    import blr.compressor.output.check
-    import blr.compressor.output.produce
-    import blr.compressor.planning.plan  # noqa: F401
-
-    torch.set_num_threads(1)
 
 
 def _answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
