@@ -52,6 +52,7 @@ KINDS: dict[str, Make] = {
     "int4 export": _exported(SVD, quantize="int4", quantize_head="int8"),
     "dense export": _exported(lambda folder: save_pico("llama-tied", folder / "dense")),
     "healed": _healed,
+    "dense again": _exported(SVD, kind="dense"),
     "encoder export": _exported(_compressed("bert", method="svd", cf=1.25)),
 }
 
