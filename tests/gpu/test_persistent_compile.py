@@ -23,7 +23,8 @@ PIECES = [
     Piece(Kind.ROWS, {}, 4096, 1, 1488, 1, 8, plain=True),
 ]
 # With 4 warps the phases beside the products take all 255 registers and spill 12 bytes (sm_90) whatever
-# the variant, so a few values that outlive a phase are spilled as well; 8 warps spill nothing (Triton 3.9) or 8 to 44 bytes (3.6).
+# the variant, so a few values that outlive a phase are spilled as well; 8 warps spill nothing with
+# Triton 3.9, 8 to 44 bytes with 3.6.
 TUNINGS = [(Tuning(), 512), (Tuning(programs=1, warps=8, elements=16384), 64)]
 SIGNATURE = {
     **dict.fromkeys(("table", "counter", "generation", "tokens", "pos", "start"), "*i64"),
