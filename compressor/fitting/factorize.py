@@ -23,7 +23,7 @@ from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 
-ALGORITHM = 1  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 2  # raise it when a factorizer's results change: journals of older runs are then void
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
 

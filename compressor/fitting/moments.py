@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from blr.compressor.structures.linalg import solve_spd
+
+RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
 
 
 @dataclass
@@ -28,10 +31,11 @@ class Moments:
             self.drift = _plus(self.drift, drift.mT @ student)
 
     def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
-        """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² for W [o, i] in float64: W + (W cross + drift) H⁻¹.
+        """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² + λ‖T − W‖² for W [o, i] in float64:
+        W + (W cross + drift) (H + λ)⁻¹.
 
-        Directions that no token has shown keep W. Source: AA-SVD (arXiv 2604.02119), with the drift
-        of the residual stream added.
+        Directions that tokens hardly show keep W. Source: AA-SVD (arXiv 2604.02119), with the drift
+        of the residual stream and the ridge added.
         """
         if self.cross is None:
             return weight
@@ -39,7 +43,9 @@ class Moments:
         if correct_drift and self.drift is not None:
             right = right + self.drift
         assert self.gram is not None
-        return weight + solve_spd(self.gram, right)
+        ridge = RIDGE * self.gram.diagonal().mean()
+        identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
+        return weight + solve_spd(self.gram + ridge * identity, right)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel, run_block
-from blr.compressor.fitting.moments import Moments
+from blr.compressor.fitting.moments import RIDGE, Moments
 from blr.compressor.fitting.sensitivity import curve, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.progress import Progress
@@ -92,7 +92,7 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_target_is_the_least_squares_solution() -> None:
+def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() -> None:
     torch.manual_seed(0)
     weight = torch.randn(4, 6, dtype=torch.float64)
     dense, student, drift = torch.randn(50, 6), torch.randn(50, 6), torch.randn(50, 4)
@@ -101,9 +101,24 @@ def test_target_is_the_least_squares_solution() -> None:
         rows = slice(part, part + 10)
         moments.add(student[rows], dense[rows], drift[rows])
     wanted = dense.double() @ weight.T + drift.double()
-    expected = torch.linalg.lstsq(student.double(), wanted).solution.T
+    ridge = (RIDGE * student.double().square().sum() / 6) ** 0.5 * torch.eye(6, dtype=torch.float64)
+    inputs, outputs = torch.cat([student.double(), ridge]), torch.cat([wanted, ridge @ weight.T])
+    expected = torch.linalg.lstsq(inputs, outputs).solution.T
     found = moments.target(weight, correct_drift=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_target_does_not_explode_where_inputs_are_nearly_dependent() -> None:
+    """Massive activations: without the ridge the weight of a direction hardly shown grows at will."""
+    torch.manual_seed(0)
+    dense = torch.randn(500, 6)
+    dense[:, 0] *= 1000
+    student = dense.clone()
+    student[:, 5] = student[:, 4] + 1e-3 * torch.randn(500)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+    moments = Moments()
+    moments.add(student, dense)
+    assert float((moments.target(weight, correct_drift=True) - weight).norm()) < float(weight.norm())
 
 
 def test_target_keeps_the_weight_where_no_token_went() -> None:
