@@ -13,8 +13,28 @@ ROOT = Path(__file__).parents[1]
 # before it in this list, and within itself whatever is no circle.
 ROOMS = (
     *("errors", "quoting", "progress", "machine", "tables"),
-    *("kernels", "structures", "checkpoint", "recipe", "architectures", "tuned_table", "__init__"),
-    *("bundling", "modeling", "loading", "planning", "text", "fitting", "output", "runtime", "export"),
+    *(
+        "kernels",
+        "structures",
+        "rounding",
+        "checkpoint",
+        "recipe",
+        "architectures",
+        "tuned_table",
+        "__init__",
+    ),
+    *(
+        "bundling",
+        "modeling",
+        "loading",
+        "planning",
+        "text",
+        "rounding",
+        "fitting",
+        "output",
+        "runtime",
+        "export",
+    ),
     *(
         "verify",
         "heal",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.blocks import Batch, run_block
+from blr.compressor.rounding.latent import Trained
 from blr.compressor.structures.linalg import cholesky
 
 RATE = 0.01  # of a tensor's root mean square, a step
@@ -34,44 +35,56 @@ class Refit:
 
 def refit_block(
     block: nn.Module,
-    parameters: list[nn.Parameter],
+    trained: list[Trained],
     batches: list[Batch],
     targets: list[Tensor],
     metric: Tensor | None,
     epochs: int,
     seed: int,
 ) -> Refit:
-    """Move `parameters` of `block` in place.
+    """Move what is `trained` of `block` in place.
 
     Args:
+        trained: parameters of the block that want gradients, stored as they are or rounded.
         batches: their `student` states enter the block. targets: dense outputs [m, w, d], one a batch.
         metric: Fisher information [d, d] of the block's output, or None for plain squares.
     """
-    device = parameters[0].device
+    masters = [master for part in trained for master, _ in part.masters]
+    device = masters[0].device
     root = None if metric is None else _root(metric.to(device))
     order = torch.Generator().manual_seed(seed)
     held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
     train = [n for n in range(len(batches)) if n not in held]
-    optimizer, schedule = _optimizer(parameters, epochs * len(train))
+    optimizer, schedule = _optimizer(trained, epochs * len(train))
 
     def loss(n: int) -> Tensor:
         return _loss(block, batches[n], targets[n], root)
 
     best = before = _mean(loss, held or train)
-    kept = [parameter.detach().clone() for parameter in parameters]
+    kept = [master.detach().clone() for master in masters]
     for _ in range(epochs):
         for n in torch.randperm(len(train), generator=order).tolist():
             optimizer.zero_grad(set_to_none=True)
             loss(train[n]).backward()
-            optimizer.step()
+            _move(trained, optimizer)
             schedule.step()
         now = _mean(loss, held or train)
         if now < best:
-            best, kept = now, [parameter.detach().clone() for parameter in parameters]
+            best, kept = now, [master.detach().clone() for master in masters]
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
-            parameter.copy_(value)
+        for master, value in zip(masters, kept, strict=True):
+            master.copy_(value)
+    for part in trained:
+        part.publish()
     return Refit(before, best)
+
+
+def _move(trained: list[Trained], optimizer: torch.optim.Optimizer) -> None:
+    for part in trained:
+        part.collect()
+    optimizer.step()
+    for part in trained:
+        part.publish()
 
 
 def _root(metric: Tensor) -> Tensor:
@@ -82,14 +95,20 @@ def _root(metric: Tensor) -> Tensor:
 
 
 def _optimizer(
-    parameters: list[nn.Parameter], steps: int
+    trained: list[Trained], steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    groups = [{"params": [p], "lr": RATE * float(p.detach().square().mean().sqrt())} for p in parameters]
+    masters = [found for part in trained for found in part.masters]
+    groups = [{"params": [m], "lr": RATE * share * _size(m)} for m, share in masters]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     warm = max(1, round(WARM_UP * steps))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm) * max(0.0, 1 - step / max(steps, 1))
     )
+
+
+def _size(master: Tensor) -> float:
+    """Root mean square."""
+    return float(master.detach().square().mean().sqrt())
 
 
 def _loss(block: nn.Module, batch: Batch, target: Tensor, root: Tensor | None) -> Tensor:

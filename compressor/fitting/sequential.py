@@ -32,6 +32,7 @@ from blr.compressor.fitting.weighted import fit_weighted
 from blr.compressor.fitting.work import Work
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
 from blr.compressor.planning.plan import Plan
+from blr.compressor.rounding.latent import Plain, Trained
 
 CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, they are recomputed
 
@@ -201,9 +202,9 @@ class BlockFit:
             parameter.requires_grad_(True)
         metric = self.run.sensitivity.blocks[str(self.index)] if self.run.sensitivity else None
         seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
-        found = refit_block(
-            self.student, parameters, self.run.batches, targets, metric, self.run.epochs, seed
-        )
+        trained: list[Trained] = [Plain(parameter) for parameter in parameters]
+        epochs = self.run.epochs
+        found = refit_block(self.student, trained, self.run.batches, targets, metric, epochs, seed)
         for parameter in parameters:
             parameter.requires_grad_(False)
         return found
