@@ -130,7 +130,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    SETTINGS.update({name: shlex.split(said) for name, _, said in (a.partition("=") for a in given.also)})
+    for name, _, said in (also.partition("=") for also in given.also):
+        SETTINGS[name] = shlex.split(said)
     if given.list:
         print("\n".join(f"{name}: {shlex.join(options)}" for name, options in SETTINGS.items()))
         return
