@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.disk import Bytes
@@ -19,13 +19,19 @@ from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.shards import Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.heal.after import Healing
+from blr.compressor.heal.run import STATE_BYTES, HealSummary
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
+if TYPE_CHECKING:
+    from blr.compressor.output.check import Check
+
 DEFAULT_SHARD_BYTES = 5_000_000_000
+UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Settings:
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
     "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
     bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    the rest is as on the command line.
+    `heal` are minutes of training after it; the rest is as on the command line.
     """
 
     source_name: str
@@ -49,6 +55,7 @@ class Settings:
     calibration: str | None = None
     offline: bool = False
     check: bool = True
+    heal: float | None = None
 
 
 @dataclass
@@ -58,7 +65,8 @@ class Summary:
     `cf` is the factor of the replaced layers, `share` what they are of the model's parameters, `factor`
     how many times smaller the whole model is; `errors` maps layer type to the mean relative error of its
     weights; `seconds` is the wall time of this run; `check` says what was run of the output and how far
-    its results are from the dense model's (`output/check.py`).
+    its results are from the dense model's (`output/check.py`), `healed` what training it brought
+    (`heal/run.py`).
     """
 
     output: str
@@ -74,6 +82,7 @@ class Summary:
     errors: dict[str, float]
     seconds: float
     check: dict[str, Any] | None = None
+    healed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -113,6 +122,7 @@ class Job:
     workspace: Workspace
     progress: Progress
     checked: dict[str, Any] | None = None
+    healed: HealSummary | None = None
 
     def run(self) -> dict[str, Any]:
         """Fit, write, check and commit, or finish what a killed run had all but committed; every
@@ -127,17 +137,32 @@ class Job:
 
             check_fits(self.source, self.plan)
             check_carried(self.source, structured_config(self.source.config, self.plan))
+            healing = Healing(self.source, self.settings) if self.settings.heal else None
             read = self._digest()
-            if workspace.finished(read):
-                return read_records(workspace.output)
-            return self._produce(read)
+            if not workspace.finished(read):
+                self._produce(read, healing)
+            return read_records(workspace.output)
 
-    def _produce(self, read: str) -> dict[str, Any]:
+    def _produce(self, read: str, healing: Healing | None) -> None:
         from blr.compressor.output.check import Check
-        from blr.compressor.output.files import check_reload, small_files
-        from blr.compressor.output.produce import Contents, produce
+        from blr.compressor.output.files import check_reload
 
         check = Check(self.source, partial(check_reload, self.source), self.settings.check)
+        if healing is None:
+            self._write(self.workspace.partial, check, read)
+            self.workspace.commit()
+        else:
+            folder = self.workspace.partial / UNHEALED
+            if not self.workspace.holds_result(folder, read):
+                self._write(folder, check, read)
+            self.healed = healing.run(folder, check, read, self.workspace, self.progress)
+        self.checked = check.facts
+
+    def _write(self, folder: Path, check: Check, read: str) -> None:
+        """The compressed checkpoint, whole, in the partial folder or one in it."""
+        from blr.compressor.output.files import small_files
+        from blr.compressor.output.produce import Contents, write_whole
+
         source, results, measured = self.source, *self._fit()
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
@@ -147,9 +172,7 @@ class Job:
             small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
         )
         facts["input_sha256"] = read
-        produce(self.workspace, contents, check, lambda: facts, self.progress)
-        self.checked = check.facts
-        return records
+        write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
 
     def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Factors and record by module, and what was measured: facts of the `calibration`, and the
@@ -177,7 +200,11 @@ class Job:
         kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
         factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
         extra = sum(path.stat().st_size for path in source.extra_files().values())
-        return kept + 2 * factors + extra + (4 << 20)
+        needed = kept + 2 * factors + extra + (4 << 20)
+        if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
+            needed += kept + factors + extra
+            needed += STATE_BYTES * sum(p.spec.parameters for p in layers)
+        return needed
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
@@ -190,6 +217,7 @@ class Job:
             "device": settings.device,
             "threads": settings.threads,
             "calibration": _calibration(settings),
+            "heal": settings.heal,
             "versions": versions(),
         }
 
@@ -234,6 +262,7 @@ class Job:
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
             check=self.checked,
+            healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
         )
 

@@ -33,8 +33,10 @@ from blr.compressor.cli.options import (
     StoredDtype,
     Threads,
     check_text,
+    healed_text,
     print_result,
 )
+from blr.compressor.heal.settings import MINUTES, checked_minutes
 
 
 def compress(
@@ -92,6 +94,14 @@ def compress(
             help="Epochs of the joint refit of each block.", show_default="2 on a GPU, 0 on a CPU"
         ),
     ] = None,
+    heal: Annotated[
+        float | None,
+        typer.Option(
+            metavar="[MINUTES]",
+            help="Then train it for minutes to answer as the dense model does, as blr heal.",
+            show_default=f"not; {MINUTES:g} without a number",
+        ),
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     max_shard_size: MaxShardSize = "5GB",
@@ -126,6 +136,7 @@ def compress(
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         check_output(output, overwrite)
+        heal_minutes = checked_minutes(heal)
         found = resolve_model(model, revision=revision, offline=offline)
         settings = Settings(
             source_name=found.name,
@@ -139,6 +150,7 @@ def compress(
             check=check,
             calibration=calibration,
             offline=offline,
+            heal=heal_minutes,
         )
         summary = run(found.folder, resolved, output, settings, Progress(quiet))
     print_result(asdict(summary), _compress_text, format)
@@ -156,6 +168,7 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
             f"the whole model {summary['factor']:.3f} times smaller",
             f"error by layer type: {errors}",
+            *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s",
         )
