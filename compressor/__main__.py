@@ -21,6 +21,12 @@ def main() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
+    from blr.compressor.parallel import environment
+
+    if environment.is_started_by_us():
+        from blr.compressor.parallel.following import follow
+
+        follow()
     from blr.compressor.cli import main as command
 
     command()
@@ -30,6 +36,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
     """Say so and end the process, from whichever import or call the signal has interrupted."""
     message, code = f"stopped by {signal.Signals(number).name}", 128 + number
     arguments = sys.argv[1:]
+    if os.environ.get("RANK", "0") != "0":  # the first process says so
+        os._exit(code)
     try:
         if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
             os.write(1, f'{{"error": "{message}", "exit_code": {code}}}\n'.encode())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -19,19 +20,18 @@ from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.shards import Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.heal.after import Healing
-from blr.compressor.heal.run import STATE_BYTES, HealSummary
+from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.machine.threads import use_threads
+from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from blr.compressor.output.check import Check
+    from blr.compressor.fitting.work import Work
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Settings:
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
     "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
     bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    `heal` are minutes of training after it; the rest is as on the command line.
+    the rest is as on the command line.
     """
 
     source_name: str
@@ -55,7 +55,6 @@ class Settings:
     calibration: str | None = None
     offline: bool = False
     check: bool = True
-    heal: float | None = None
 
 
 @dataclass
@@ -65,8 +64,7 @@ class Summary:
     `cf` is the factor of the replaced layers, `share` what they are of the model's parameters, `factor`
     how many times smaller the whole model is; `errors` maps layer type to the mean relative error of its
     weights; `seconds` is the wall time of this run; `check` says what was run of the output and how far
-    its results are from the dense model's (`output/check.py`), `healed` what training it brought
-    (`heal/run.py`).
+    its results are from the dense model's (`output/check.py`).
     """
 
     output: str
@@ -82,33 +80,39 @@ class Summary:
     errors: dict[str, float]
     seconds: float
     check: dict[str, Any] | None = None
-    healed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def compress(
     folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
-) -> Summary:
+) -> Summary | None:
     """Write the compressed checkpoint of `folder` to `output`, resuming what an earlier run left.
 
     Everything that can be checked from headers is checked before torch is imported. `output` is
-    absent until it is complete.
+    absent until it is complete. Where there are several processes (`parallel/environment.py`) all of
+    them call this: they fit layers, and the first does the rest and alone gets a summary.
 
     Raises:
         BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
     """
     started = monotonic()
     check_apart(output, folder)
-    settings = replace(settings, threads=use_threads(settings.threads))
-    with Workspace(output, overwrite=settings.overwrite, restart=settings.restart) as workspace:
+    settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
+    if settings.allow_pickle and environment.count() > 1:
+        raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
+    first = environment.is_first()
+    workspace = Workspace(
+        output, overwrite=settings.overwrite, restart=settings.restart, visiting=not first
+    )
+    with workspace if first else nullcontext():
         if settings.allow_pickle:
             workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
-        records = job.run()
-    return job.summary(records, monotonic() - started)
+        records = job.run() if first else job.help()
+    return job.summary(records, monotonic() - started) if first else None
 
 
 @dataclass
@@ -122,7 +126,6 @@ class Job:
     workspace: Workspace
     progress: Progress
     checked: dict[str, Any] | None = None
-    healed: HealSummary | None = None
 
     def run(self) -> dict[str, Any]:
         """Fit, write, check and commit, or finish what a killed run had all but committed; every
@@ -137,33 +140,39 @@ class Job:
 
             check_fits(self.source, self.plan)
             check_carried(self.source, structured_config(self.source.config, self.plan))
-            healing = Healing(self.source, self.settings) if self.settings.heal else None
             read = self._digest()
-            if not workspace.finished(read):
-                self._produce(read, healing)
-            return read_records(workspace.output)
+            if self.work.processes.told(workspace.finished(read)):
+                self.work.processes.leave()
+                return read_records(workspace.output)
+            return self._produce(read)
 
-    def _produce(self, read: str, healing: Healing | None) -> None:
+    def help(self) -> dict[str, Any]:
+        """What a process beside the first does: its share of the fits. It has no records to give."""
+        with self.workspace.room(0, check=False):
+            if not self.work.processes.told(None):
+                self._fit()
+            self.work.processes.leave()
+        return {}
+
+    @cached_property
+    def work(self) -> Work:
+        """What fits are done with; the processes of a run wait here for each other."""
+        from blr.compressor.fitting.work import Work
+
+        source, recipe, settings = self.source, self.recipe, self.settings
+        journal, place = self.workspace.journal, (settings.device, settings.offline)
+        work = Work(source, recipe, journal, self.progress, *place)
+        self.progress.notes(work.processes.notes)
+        return work
+
+    def _produce(self, read: str) -> dict[str, Any]:
         from blr.compressor.output.check import Check
-        from blr.compressor.output.files import check_reload
+        from blr.compressor.output.files import check_reload, small_files
+        from blr.compressor.output.produce import Contents, produce
 
         check = Check(self.source, partial(check_reload, self.source), self.settings.check)
-        if healing is None:
-            self._write(self.workspace.partial, check, read)
-            self.workspace.commit()
-        else:
-            folder = self.workspace.partial / UNHEALED
-            if not self.workspace.holds_result(folder, read):
-                self._write(folder, check, read)
-            self.healed = healing.run(folder, check, read, self.workspace, self.progress)
-        self.checked = check.facts
-
-    def _write(self, folder: Path, check: Check, read: str) -> None:
-        """The compressed checkpoint, whole, in the partial folder or one in it."""
-        from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import Contents, write_whole
-
         source, results, measured = self.source, *self._fit()
+        self.work.processes.leave()
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
         contents = Contents(
@@ -172,16 +181,14 @@ class Job:
             small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
         )
         facts["input_sha256"] = read
-        write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
+        produce(self.workspace, contents, check, lambda: facts, self.progress)
+        self.checked = check.facts
+        return records
 
     def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Factors and record by module, and what was measured: facts of the `calibration`, and the
         sensitivity curve of each module under `curves`."""
-        from blr.compressor.fitting.work import Work
-
-        source, recipe, settings = self.source, self.recipe, self.settings
-        place = (settings.device, settings.offline)
-        work = Work(source, recipe, self.workspace.journal, self.progress, *place)
+        source, recipe, settings, work = self.source, self.recipe, self.settings, self.work
         if settings.calibration is None:
             from blr.compressor.fitting.factorize import factorize_layers
 
@@ -200,11 +207,7 @@ class Job:
         kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
         factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
         extra = sum(path.stat().st_size for path in source.extra_files().values())
-        needed = kept + 2 * factors + extra + (4 << 20)
-        if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
-            needed += kept + factors + extra
-            needed += STATE_BYTES * sum(p.spec.parameters for p in layers)
-        return needed
+        return kept + 2 * factors + extra + (4 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
@@ -215,11 +218,16 @@ class Job:
             "recipe": self.recipe.model_dump(),
             "max_shard_size": settings.max_shard_size,
             "device": settings.device,
-            "threads": settings.threads,
+            "threads": settings.threads if self._computes_on_cpu() else None,
             "calibration": _calibration(settings),
-            "heal": settings.heal,
             "versions": versions(),
         }
+
+    def _computes_on_cpu(self) -> bool:
+        """Where the number of threads is one of the things that results depend on."""
+        from blr.compressor.machine.device import pick_device
+
+        return pick_device(self.settings.device).type == "cpu"
 
     def _digest(self) -> str:
         """SHA-256 over everything that is read. Raises NumericsError for weights that are not finite."""
@@ -262,7 +270,6 @@ class Job:
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
             check=self.checked,
-            healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
         )
 

@@ -61,6 +61,10 @@ class CapabilityError(BlrError):
     exit_code = 9
 
 
+class LostProcess(CapabilityError):
+    """Another process of the run is gone, or does not answer."""
+
+
 class VerifyError(BlrError):
     """An output does not match its manifest."""
 

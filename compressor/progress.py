@@ -14,17 +14,18 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 
 
 class Progress:
-    """What a long run says while it works. `quiet` silences everything but warnings."""
+    """What a long run says while it works. `quiet` silences everything but warnings, `silent` those
+    too: in processes beside the first."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
-        self.quiet = quiet
-        self.bars = not quiet and sys.stderr.isatty()
+        self.quiet, self.silent = quiet or silent, silent
+        self.bars = not self.quiet and sys.stderr.isatty()
 
     def notes(self, lines: list[str]) -> None:
         """Say decisions aloud that the user did not make, each once (a plan may be made again)."""
         for line in lines:
-            if line not in self.said:
+            if line not in self.said and not self.silent:
                 print(f"blr: note: {printable(line)}", file=sys.stderr)
             self.said.add(line)
 

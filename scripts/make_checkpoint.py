@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -25,6 +26,16 @@ SHAPES = {
         "head_dim": 64,
         "vocab_size": 128256,
         "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
     },
     "llama-7b": {
         "hidden_size": 4096,
@@ -64,6 +75,7 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="fewer decoder layers than the model has")
+    parser.add_argument("--tokenizer", type=Path, help="a checkpoint whose tokenizer is copied")
     arguments = parser.parse_args()
     config = {**SHAPES[arguments.shape], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     config["num_hidden_layers"] = arguments.layers or config["num_hidden_layers"]
@@ -84,6 +96,8 @@ def main() -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     (arguments.folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (arguments.folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in arguments.tokenizer.glob("tokenizer*.json") if arguments.tokenizer else ():
+        shutil.copy(file, arguments.folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up: a room (a folder or module of compressor/, or the kernels) imports what stands
 # before it in this list, and within itself whatever is no circle.
 ROOMS = (
-    *("errors", "quoting", "progress", "machine", "tables"),
+    *("errors", "quoting", "progress", "machine", "parallel", "tables"),
     *(
         "kernels",
         "structures",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 from blr.compressor.checkpoint.disk import CHUNK, fsync_folder, scratch_for, settle
 from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.source import TORCH_NAMES
-from blr.compressor.errors import InputError
+from blr.compressor.errors import InputError, OutputError
 
+SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
 
 
@@ -54,6 +56,22 @@ class Journal:
         except (InputError, OSError, ValueError, KeyError, TypeError):
             pass
         return None  # absent, damaged by the disk or another layer's: compute the layer again
+
+    def await_all(self, keys: list[str]) -> None:
+        """Return when what other processes have stored under `keys` is seen from here.
+
+        Raises OutputError: it never is.
+        """
+        deadline = time.monotonic() + SHOWN_WITHIN
+        for key in keys:
+            while not (self.folder / f"{key}.safetensors").exists():
+                if time.monotonic() > deadline:
+                    raise OutputError(
+                        f"{self.folder}: a layer that another process has finished is not there; "
+                        "processes on several hosts need an --output in a folder that they share"
+                    )
+                time.sleep(0.1)
+                os.listdir(self.folder)  # makes a network file system look again
 
     def tensors(self, key: str) -> dict[str, Any]:
         """What `load` found under `key`, as torch tensors on the CPU by suffix."""

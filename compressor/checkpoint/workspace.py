@@ -39,15 +39,20 @@ class Workspace:
         output: the folder to produce.
         overwrite: replace an existing output of ours.
         restart: discard what an earlier run left instead of resuming it.
+        visiting: another process of the same run has it, this one adds to its journal: it is not to be
+            entered, and nothing is checked.
 
     Raises (on entering):
         OutputError: locked by another run, not writable, or something that is not ours is where
             output, partial folder, replaced output or lock belong.
     """
 
-    def __init__(self, output: Path, *, overwrite: bool = False, restart: bool = False) -> None:
+    def __init__(
+        self, output: Path, *, overwrite: bool = False, restart: bool = False, visiting: bool = False
+    ) -> None:
         self.output = absolute(output)
-        check_output(self.output, overwrite)
+        if not visiting:
+            check_output(self.output, overwrite)
         self.partial = sibling(self.output, "partial")
         self.retired = sibling(self.output, "replaced")
         self.journal = Journal(self.partial / ownership.JOURNAL)
@@ -125,7 +130,7 @@ class Workspace:
         Such a run may have been stopped before the last rename, which is then made up for, or
         after it, if it was to overwrite.
         """
-        if self.holds_result(self.partial, read):
+        if self._is_result(self.partial, read, verify_listed):
             self.commit()
             return True
         if not self._is_marked():
@@ -135,10 +140,6 @@ class Workspace:
         if done:
             ownership.remove(self.partial, self._files)
         return done
-
-    def holds_result(self, folder: Path, read: str) -> bool:
-        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
-        return self._is_result(folder, read, verify_listed)
 
     def commit(self) -> None:
         """Turn the partial folder, whose manifest is written, into the output.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -28,10 +29,12 @@ from blr.compressor.cli import (
     verify,
 )
 from blr.compressor.cli.failure import report
-from blr.compressor.cli.optional import OptionalValues
 from blr.compressor.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
+from blr.compressor.parallel import environment
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
+
+FIRST_SAYS = 2.0  # seconds
 
 app = typer.Typer(
     name="blr",
@@ -42,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("compress", cls=OptionalValues)(compress.compress)
+app.command("compress")(compress.compress)
 app.command("heal")(heal.heal)
 app.command("export")(export.export)
 app.command("eval")(evaluate.evaluate)
@@ -125,6 +128,12 @@ def main() -> None:
         _fail(error, InputError.exit_code, f"{reason} ({error}); take the one of the model's repository")
 
 
+def _wait_for_first() -> None:
+    """In a process beside the first: give that time to say the same; then the launcher ends all."""
+    if not environment.is_first() and not environment.is_started_by_us():
+        time.sleep(FIRST_SAYS)
+
+
 def _plain_streams() -> None:
     """Escape what the encoding of a stream has no bytes for (ASCII, file names that are no text)."""
     for stream in (sys.stdout, sys.stderr):
@@ -139,6 +148,7 @@ def _fail(error: BaseException, code: int, message: str | None = None) -> None:
 
         traceback.print_exception(error)
     streams.let_go()
+    _wait_for_first()
     with suppress(streams.ReaderGone, StorageError, OSError):
         report(message or str(error), code)
         sys.stdout.flush()

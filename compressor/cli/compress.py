@@ -17,6 +17,7 @@ from blr.compressor.cli.options import (
     Exclude,
     Format,
     FormatOption,
+    Gpus,
     Heads,
     Include,
     MaxShardSize,
@@ -33,10 +34,9 @@ from blr.compressor.cli.options import (
     StoredDtype,
     Threads,
     check_text,
-    healed_text,
     print_result,
 )
-from blr.compressor.heal.settings import MINUTES, checked_minutes
+from blr.compressor.parallel import environment
 
 
 def compress(
@@ -94,15 +94,8 @@ def compress(
             help="Epochs of the joint refit of each block.", show_default="2 on a GPU, 0 on a CPU"
         ),
     ] = None,
-    heal: Annotated[
-        float | None,
-        typer.Option(
-            metavar="[MINUTES]",
-            help="Then train it for minutes to answer as the dense model does, as blr heal.",
-            show_default=f"not; {MINUTES:g} without a number",
-        ),
-    ] = None,
     device: Device = "auto",
+    gpus: Gpus = None,
     threads: Threads = None,
     max_shard_size: MaxShardSize = "5GB",
     revision: Revision = None,
@@ -123,7 +116,9 @@ def compress(
         **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation, "refit": refit},
     }
-    with stop_on_signals() as running:
+    from blr.compressor.cli.crew import member_done, started
+
+    with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
         from blr.compressor.compress import Settings
@@ -135,8 +130,8 @@ def compress(
         resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
-        check_output(output, overwrite)
-        heal_minutes = checked_minutes(heal)
+        if first := environment.is_first():
+            check_output(output, overwrite)
         found = resolve_model(model, revision=revision, offline=offline)
         settings = Settings(
             source_name=found.name,
@@ -150,10 +145,12 @@ def compress(
             check=check,
             calibration=calibration,
             offline=offline,
-            heal=heal_minutes,
         )
-        summary = run(found.folder, resolved, output, settings, Progress(quiet))
-    print_result(asdict(summary), _compress_text, format)
+        summary = run(found.folder, resolved, output, settings, Progress(quiet, silent=not first))
+        if summary is None:  # in all processes but the first
+            member_done()
+    if summary is not None:
+        print_result(asdict(summary), _compress_text, format)
 
 
 def _compress_text(summary: dict[str, Any]) -> str:
@@ -168,7 +165,6 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
             f"the whole model {summary['factor']:.3f} times smaller",
             f"error by layer type: {errors}",
-            *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s",
         )

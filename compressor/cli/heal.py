@@ -11,10 +11,10 @@ import typer
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
-    Check,
     Device,
     Format,
     FormatOption,
+    Gpus,
     MaxShardSize,
     Offline,
     Overwrite,
@@ -22,11 +22,10 @@ from blr.compressor.cli.options import (
     Restart,
     Revision,
     Threads,
-    check_text,
-    healed_text,
     print_result,
 )
 from blr.compressor.heal.settings import KINDS, HealOptions, check_options
+from blr.compressor.parallel import environment
 
 
 def heal(
@@ -114,28 +113,29 @@ def heal(
         int, typer.Option(callback=values.seed, help="Seed of own text and of the order of windows.")
     ] = 0,
     device: Device = "auto",
+    gpus: Gpus = None,
     threads: Threads = None,
     max_shard_size: MaxShardSize = "5GB",
     revision: Revision = None,
     overwrite: Overwrite = False,
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
-    check: Check = True,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
 ) -> None:
     """Train a compressed checkpoint for minutes to answer as the dense one does."""
+    from blr.compressor.cli.crew import member_done, started
     from blr.compressor.cli.signals import stop_on_signals
 
-    with stop_on_signals() as running:
+    with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.machine.threads import use_threads
         from blr.compressor.progress import Progress
 
-        use_threads(threads)
+        use_threads(threads, environment.local_count())
         options = HealOptions(
             source_name=checkpoint,
             teacher_name=teacher,
@@ -165,23 +165,38 @@ def heal(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
-            check=check,
             offline=offline,
         )
         options = check_options(options)
         running.output, running.kept = output, "the state that was saved last is"
-        check_output(output, overwrite)
+        if first := environment.is_first():
+            check_output(output, overwrite)
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         dense = resolve_model(teacher, offline=offline)
         from blr.compressor.heal.run import heal as run
 
         named = options.named(found.name, found.revision, dense.name)
-        summary = run(found.folder, dense.folder, output, named, Progress(quiet))
-    if summary is not None:  # None in all processes but the first
+        summary = run(found.folder, dense.folder, output, named, Progress(quiet, silent=not first))
+        if summary is None:  # in all processes but the first
+            member_done()
+    if summary is not None:
         print_result(asdict(summary), _heal_text, format)
 
 
 def _heal_text(summary: dict[str, Any]) -> str:
-    check = [check_text(summary["check"])] if summary["steps"] else []
-    lines = [f"output: {summary['output']}", *healed_text(summary), *check]
+    lines = [f"output: {summary['output']}"]
+    if summary["steps"]:
+        speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
+        lines.append(
+            f"trained: {summary['parameters']:,} parameters, {summary['steps']:,} steps, "
+            f"{summary['tokens']:,} tokens, {speed:,.0f} a second; "
+            f"best after step {summary['best_step']:,}"
+        )
+    for name, before in summary["before"].items():
+        after = summary["after"][name]
+        lines.append(
+            f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
+            f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "
+            f"(dense {before['teacher']:.4f})"
+        )
     return "\n".join([*lines, f"time: {summary['seconds']:.1f} s"])

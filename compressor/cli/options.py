@@ -38,6 +38,15 @@ Threads = Annotated[
         show_default="OMP_NUM_THREADS, or the cores that affinity and quota leave",
     ),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=64,
+        help="Processes to start on this host, one a GPU (on a CPU: with --device cpu).",
+        show_default="1",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
 Verify = Annotated[
     bool,
@@ -115,28 +124,6 @@ def check_text(found: dict[str, Any] | None) -> str:
     return line + (
         f"; {found['loss']:.3f} nats a token lost on {found['read']}" if "loss" in found else ""
     )
-
-
-def healed_text(summary: dict[str, Any]) -> list[str]:
-    """Lines on a training (`heal/run.py`); none on no training."""
-    if not summary.get("steps"):
-        return []
-    speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
-    best = f"best after step {summary['best_step']:,}"
-    if summary["best_step"] == 0:
-        best = "nothing better than the start was found, which is what is written"
-    lines = [
-        f"trained: {summary['parameters']:,} parameters, {summary['steps']:,} steps, "
-        f"{summary['tokens']:,} tokens, {speed:,.0f} a second; {best}"
-    ]
-    for name, before in summary["before"].items():
-        after = summary["after"][name]
-        lines.append(
-            f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
-            f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "
-            f"(dense {before['teacher']:.4f})"
-        )
-    return lines
 
 
 def print_result(result: dict[str, Any], text: Any, format: Format) -> None:

@@ -23,6 +23,7 @@ from types import FrameType
 from blr.compressor.checkpoint.destination import sibling
 from blr.compressor.checkpoint.lock import HELD_LOCKS, LOCKING
 from blr.compressor.cli.failure import report_now
+from blr.compressor.parallel import environment
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = b"\0"  # tells the watching thread that it is not needed any more
@@ -47,7 +48,8 @@ def stop_on_signals() -> Iterator[Running]:
     already stays so (nohup).
     """
     running = Running()
-    if threading.current_thread() is not threading.main_thread():
+    inside = threading.current_thread() is not threading.main_thread()
+    if inside or environment.is_started_by_us():
         yield running
         return
     reader, writer = os.pipe()
@@ -106,19 +108,27 @@ def _watch(reader: int, running: Running) -> None:
 
 def _stop(number: int, running: Running) -> None:
     """End the process at once, whatever else happens."""
+    if not environment.is_first():
+        os._exit(128 + number)
+    again = "resume with" if running.resumes else "start again with"
+    message = f"stopped by {signal.Signals(number).name}; {state_of(running)}"
+    leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
+
+
+def leave_at_once(message: str, code: int) -> None:
+    """End the process from any of its threads, with one line; its locks go with it."""
     try:
         LOCKING.acquire(timeout=SETTLING)  # never released: no lock is taken any more
         for lock in tuple(HELD_LOCKS):
             with suppress(OSError):
                 lock.unlink()
-        message = f"stopped by {signal.Signals(number).name}; {_state(running)}"
-        again = "resume with" if running.resumes else "start again with"
-        report_now(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
+        report_now(message, code)
     finally:
-        os._exit(128 + number)
+        os._exit(code)
 
 
-def _state(running: Running) -> str:
+def state_of(running: Running) -> str:
+    """What a run leaves that is stopped now."""
     output = running.output
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
     if partial is None or not os.path.exists(partial):

@@ -21,6 +21,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 
 
@@ -28,7 +29,7 @@ from blr.compressor.text.reading import Calibration
 class Batch:
     """Hidden states [m, w, d] on their way through the blocks, with the other arguments of a block
     and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
-    compressed one. Both are kept on the CPU."""
+    compressed one. Both are kept on the CPU, and are empty in processes that do not own the batch."""
 
     hidden: Tensor
     student: Tensor
@@ -78,15 +79,16 @@ class BlockModel:
             move_buffers(module, self.device)
 
     @torch.no_grad()
-    def start(self, calibration: Calibration) -> list[Batch]:
-        """The hidden states that enter the first block."""
+    def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
+        """The hidden states that enter the first block; batches are dealt out to `processes`."""
         first, batches = self.blocks[0], []
-        for ids, mask in zip(calibration.ids, calibration.masks, strict=True):
+        for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
             arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
             if not bool(mask.all()):
                 arguments["attention_mask"] = mask.to(self.device)
             hidden, rest = self._entering(first, arguments)
-            batches.append(Batch(hidden.cpu(), hidden.cpu(), rest, mask.bool()))
+            kept = hidden.cpu() if processes is None or processes.owns(n) else torch.empty(0)
+            batches.append(Batch(kept, kept, rest, mask.bool()))
         return batches
 
     def _entering(self, block: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -22,6 +22,7 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.text.reading import Calibration, read_calibration
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
+SWEEP = 2  # raise it when the measured sensitivities change
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say; on the CPU there is none
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
@@ -51,7 +52,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     model = BlockModel(source, find_family(source.model_type), target)
     calibration = _read(work, text, model)
     model.load_rest()
-    batches = model.start(calibration)
+    batches = model.start(calibration, work.processes)
     key = layer_key(
         calibration=calibration.digest,
         sequential=recipe.sequential,
@@ -107,7 +108,7 @@ def _measure(work: Work, model: BlockModel, batches: list[Any], key: str) -> Sen
         if tokens < SENSITIVITY_TOKENS:
             chosen.append(batch)
             tokens += int(batch.mask.sum())
-    return measure(work, model, chosen, layer_key(key=key, sensitivity=tokens))
+    return measure(work, model, chosen, layer_key(key=key, sensitivity=[tokens, SWEEP]))
 
 
 def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:

@@ -1,4 +1,4 @@
-"""Factorizes the planned layers one after the other, each kept in the journal as it is done."""
+"""Factorizes the planned layers, each kept in the journal as it is done; processes share them out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError, NumericsError
+from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
@@ -23,7 +24,7 @@ from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 
-ALGORITHM = 2  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 3  # raise it when a factorizer's results change: journals of older runs are then void
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
 
@@ -60,8 +61,13 @@ class Job:
             options=[self.planned.solver, self.planned.rounds, self.recipe.seed, self.recipe.dtype],
             module=self.layer.module,
             algorithm=[ALGORITHM, __version__, torch.__version__],
-            machine=[str(self.device), torch.get_num_threads()],
+            machine=machine(self.device),
         )
+
+
+def machine(device: torch.device) -> list[Any]:
+    """What of a device the bits of results depend on: on the CPU the number of threads."""
+    return [device.type, torch.get_num_threads() if device.type == "cpu" else None]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
@@ -70,12 +76,25 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     Returns:
         Module name to its stored factors and record (spec, type, relative error, notes).
     """
-    results = {}
-    with work.progress.layers(len(plan.layers)) as advance:
-        for planned in plan.layers:
-            advance(planned.layer.module)
-            results[planned.layer.module] = _layer(work, Job(planned, work.recipe, work.target))
-    return results
+    jobs = _keyed(work, plan)
+    costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
+    with work.progress.layers(-(-len(costs) // work.processes.count)) as advance:
+
+        def compute(key: str) -> None:
+            advance(jobs[key].layer.module)
+            _layer(work, jobs[key], key)
+
+        work.share(costs, compute)
+    return {job.layer.module: _kept(work, job, key) for key, job in jobs.items()}
+
+
+def _keyed(work: Work, plan: Plan) -> dict[str, Job]:
+    """Every layer to factorize by its key, to which each process adds those of its own share."""
+    jobs = [Job(planned, work.recipe, work.target) for planned in plan.layers]
+    mine = {n: job for n, job in enumerate(jobs) if work.processes.owns(n)}
+    keys = {n: job.key(work.source.load_tensor(job.layer.entry)) for n, job in mine.items()}
+    known = {n: key for part in work.processes.gather(keys) for n, key in part.items()}
+    return {known[n]: job for n, job in enumerate(jobs)}
 
 
 def layer_seed(seed: int, module: str) -> int:
@@ -83,15 +102,18 @@ def layer_seed(seed: int, module: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
 
 
-def _layer(work: Work, job: Job) -> Result:
-    journal, weight = work.journal, work.source.load_tensor(job.layer.entry)
-    key = job.key(weight)
-    done = journal.load(key)
-    if done is None:
-        with layer_errors(job):
-            tensors, record = factorize(weight, job)
-        journal.store(key, tensors, record)
-        done = journal.load(key)
+def _layer(work: Work, job: Job, key: str) -> None:
+    """Factorize one layer into the journal."""
+    with layer_errors(job):
+        tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
+    work.journal.store(key, tensors, record)
+
+
+def _kept(work: Work, job: Job, key: str) -> Result:
+    done = work.journal.load(key)
+    if done is None:  # the disk has damaged it meanwhile
+        _layer(work, job, key)
+        done = work.journal.load(key)
     assert done is not None
     factors, record = done
     return {suffix: factors[suffix] for suffix in job.planned.spec.shapes()}, record

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr.compressor.parallel.processes import Processes
+from blr.compressor.parallel.sums import OrderedSum
 from blr.compressor.structures.linalg import solve_spd
 
 RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
@@ -18,17 +20,9 @@ class Moments:
     prefix gives, cross = Σ (x − x̂) x̂ᵀ [i, i] with the dense prefix's inputs x, and drift
     = Σ (h − ĥ) x̂ᵀ [d, i] with the residual streams that the layers' outputs are added to."""
 
-    gram: Tensor | None = None
+    gram: Tensor
     cross: Tensor | None = None
     drift: Tensor | None = None
-
-    def add(self, student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None) -> None:
-        """Add tokens: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
-        self.gram = _plus(self.gram, student.mT @ student)
-        if dense is not None:
-            self.cross = _plus(self.cross, (dense - student).mT @ student)
-        if drift is not None:
-            self.drift = _plus(self.drift, drift.mT @ student)
 
     def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
         """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² + λ‖T − W‖² for W [o, i] in float64:
@@ -42,11 +36,41 @@ class Moments:
         right = weight @ self.cross
         if correct_drift and self.drift is not None:
             right = right + self.drift
-        assert self.gram is not None
         ridge = RIDGE * self.gram.diagonal().mean()
         identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
         return weight + solve_spd(self.gram + ridge * identity, right)
 
 
-def _plus(total: Tensor | None, part: Tensor) -> Tensor:
-    return part.double() if total is None else total + part.double()
+@dataclass(frozen=True)
+class Inputs:
+    """Of one batch: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
+
+    student: Tensor
+    dense: Tensor | None = None
+    drift: Tensor | None = None
+
+    def products(self) -> list[Tensor]:
+        """What the batch adds to the moments, in their order."""
+        left = [self.student]
+        if self.dense is not None:
+            left.append(self.dense - self.student)
+        if self.drift is not None:
+            left.append(self.drift)
+        return [rows.mT @ self.student for rows in left]
+
+
+class MomentSums:
+    """Adds batches that are dealt out to processes, a round at a time; `kinds` counts the moments."""
+
+    def __init__(self, processes: Processes, batches: int, kinds: int) -> None:
+        self.sums = [OrderedSum(processes, batches, torch.float64) for _ in range(kinds)]
+
+    def add(self, inputs: Inputs | None) -> None:
+        """This process's next batch, None if it has no more."""
+        parts = [None] * len(self.sums) if inputs is None else inputs.products()
+        for total, part in zip(self.sums, parts, strict=True):
+            total.add(part)
+
+    def moments(self) -> Moments:
+        """In every process."""
+        return Moments(*(total.total() for total in self.sums))

@@ -41,7 +41,9 @@ def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
     context = getattr(model.config, "max_position_embeddings", None) or seq_len + ROOM
     length = min(seq_len + ROOM, context)
     wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
-    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress)
+    processes = work.processes
+    share = processes.rank, processes.count
+    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
     return rows[:count, length - seq_len :].long()
 
 

@@ -5,17 +5,22 @@ model; the error is weighted by the Fisher information of the block's output, so
 loss does not feel is not paid for. Adam, each tensor moving at a rate relative to its own size;
 the best epoch on held-back windows is kept, the start included, so a refit never makes that error
 worse. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
+
+A step is one batch. Where it is large, its windows are taken in parts, whose gradients are added in
+their order: processes share out the parts, and the result does not depend on how many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.blocks import Batch, run_block
+from blr.compressor.parallel.processes import Processes
+from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.rounding.latent import Trained
 from blr.compressor.structures.linalg import cholesky
 
@@ -23,6 +28,7 @@ RATE = 0.01  # of a tensor's root mean square, a step
 WARM_UP = 0.05  # of all steps
 HELD_BACK = 16  # one batch in so many is not trained on
 RIDGE = 0.01  # of the mean diagonal of the output metric
+PART_WORK = 1 << 37  # floating-point operations that make a part worth a pass of its own
 
 
 @dataclass(frozen=True)
@@ -33,58 +39,137 @@ class Refit:
     after: float
 
 
-def refit_block(
-    block: nn.Module,
-    trained: list[Trained],
-    batches: list[Batch],
-    targets: list[Tensor],
-    metric: Tensor | None,
-    epochs: int,
-    seed: int,
-) -> Refit:
-    """Move what is `trained` of `block` in place.
+class Refitting:
+    """Moves what is `trained` of `block` in place.
 
     Args:
         trained: parameters of the block that want gradients, stored as they are or rounded.
-        batches: their `student` states enter the block. targets: dense outputs [m, w, d], one a batch.
+        batches: their `student` states enter the block, each with the process that owns the batch.
+        targets: dense outputs [m, w, d] of this process's batches, by number.
         metric: Fisher information [d, d] of the block's output, or None for plain squares.
     """
-    masters = [master for part in trained for master, _ in part.masters]
-    device = masters[0].device
-    root = None if metric is None else _root(metric.to(device))
-    order = torch.Generator().manual_seed(seed)
-    held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
-    train = [n for n in range(len(batches)) if n not in held]
-    optimizer, schedule = _optimizer(trained, epochs * len(train))
 
-    def loss(n: int) -> Tensor:
-        return _loss(block, batches[n], targets[n], root)
+    def __init__(
+        self,
+        block: nn.Module,
+        trained: list[Trained],
+        processes: Processes,
+        batches: list[Batch],
+        targets: dict[int, Tensor],
+        metric: Tensor | None,
+    ) -> None:
+        self.block, self.trained, self.processes = block, trained, processes
+        self.parameters = [part.parameter for part in trained]
+        self.masters = [master for part in trained for master, _ in part.masters]
+        self.batches, self.targets, self.device = batches, targets, self.masters[0].device
+        self.root = None if metric is None else _root(metric.to(self.device))
+        held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
+        self.train = [n for n in range(len(batches)) if n not in held]
+        self.held = held or self.train
 
-    best = before = _mean(loss, held or train)
-    kept = [master.detach().clone() for master in masters]
-    for _ in range(epochs):
-        for n in torch.randperm(len(train), generator=order).tolist():
-            optimizer.zero_grad(set_to_none=True)
-            loss(train[n]).backward()
-            _move(trained, optimizer)
-            schedule.step()
-        now = _mean(loss, held or train)
-        if now < best:
-            best, kept = now, [master.detach().clone() for master in masters]
-    with torch.no_grad():
-        for master, value in zip(masters, kept, strict=True):
-            master.copy_(value)
-    for part in trained:
-        part.publish()
-    return Refit(before, best)
+    def run(self, epochs: int, seed: int) -> Refit:
+        """Train for so many epochs and keep the best; the batches' order follows from `seed`."""
+        order = torch.Generator().manual_seed(seed)
+        optimizer, schedule = _optimizer(self.trained, epochs * len(self.train))
+        best = before = self._judge()
+        kept = self._values()
+        for _ in range(epochs):
+            for n in torch.randperm(len(self.train), generator=order).tolist():
+                optimizer.zero_grad(set_to_none=True)
+                self._gradients(self.train[n])
+                self._move(optimizer)
+                schedule.step()
+            now = self._judge()
+            if now < best:
+                best, kept = now, self._values()
+        with torch.no_grad():
+            for master, value in zip(self.masters, kept, strict=True):
+                master.copy_(value)
+        for part in self.trained:
+            part.publish()
+        return Refit(before, best)
+
+    def _values(self) -> list[Tensor]:
+        return [master.detach().clone() for master in self.masters]
+
+    def _move(self, optimizer: torch.optim.Optimizer) -> None:
+        for part in self.trained:
+            part.collect()
+        optimizer.step()
+        for part in self.trained:
+            part.publish()
+
+    @torch.no_grad()
+    def _judge(self) -> float:
+        """Mean error of the held-back batches, each taken by the process that has it."""
+        mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
+        found = {n: error for part in self.processes.gather(mine) for n, error in part.items()}
+        return sum(found[n] for n in self.held) / len(self.held)
+
+    def _whole(self, n: int) -> float:
+        batch = self.batches[n]
+        return float(self._loss(batch, batch.student, self.targets[n], int(batch.mask.sum())))
+
+    def _gradients(self, n: int) -> None:
+        """Leave those of the batch's mean error in the parameters."""
+        source, batch = self.processes.owner(n), self.batches[n]
+        student = self.processes.shared(batch.student if self.processes.owns(n) else None, source)
+        target = self.processes.shared(self.targets.get(n), source)
+        tokens, parts = int(batch.mask.sum()), self._parts(batch)
+        windows = torch.arange(len(batch.mask)).tensor_split(parts)
+        total = OrderedSum(self.processes, parts)
+        for turn in rounds(self.processes, parts):
+            at = turn * self.processes.count + self.processes.rank
+            total.add(self._part(batch, student, target, windows[at], tokens) if at < parts else None)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, found in zip(self.parameters, total.total().split(sizes), strict=True):
+            parameter.grad = found.view_as(parameter)
+
+    def _parts(self, batch: Batch) -> int:
+        """Into how many its windows are split: a power of two, by the work alone."""
+        work = 6 * batch.mask.numel() * sum(parameter.numel() for parameter in self.parameters)
+        most = min(len(batch.mask), max(work // PART_WORK, 1))
+        return 1 << (most.bit_length() - 1)
+
+    def _part(
+        self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int
+    ) -> Tensor:
+        """Gradients [n] of all parameters by the error of some windows of the batch."""
+        part, rows = window_rows(batch, windows), windows.to(student.device)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._loss(part, student[rows], target[rows], tokens).backward()
+        return torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])
+
+    def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
+        """Error of the batch's tokens, as its share in a mean over so many `tokens`."""
+        mask = batch.mask.to(self.device)
+        out = run_block(self.block, student.to(self.device), batch)
+        missed = (out - target.to(self.device))[mask]
+        if self.root is not None:
+            missed = missed @ self.root
+        return missed.square().sum() / tokens
 
 
-def _move(trained: list[Trained], optimizer: torch.optim.Optimizer) -> None:
-    for part in trained:
-        part.collect()
-    optimizer.step()
-    for part in trained:
-        part.publish()
+def window_rows(batch: Batch, windows: Tensor) -> Batch:
+    """Some windows of a batch: its mask and what a block is given with it; no hidden states."""
+    count = len(batch.mask)
+    if len(windows) == count:
+        return batch
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 1 and len(value) == count:
+            return value[windows.to(value.device)]
+        if isinstance(value, tuple | list):
+            return type(value)(cut(item) for item in value)
+        return {key: cut(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    positional, named = batch.arguments
+    return replace(batch, arguments=(cut(positional), cut(named)), mask=batch.mask[windows])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _root(metric: Tensor) -> Tensor:
@@ -109,17 +194,3 @@ def _optimizer(
 def _size(master: Tensor) -> float:
     """Root mean square."""
     return float(master.detach().square().mean().sqrt())
-
-
-def _loss(block: nn.Module, batch: Batch, target: Tensor, root: Tensor | None) -> Tensor:
-    device = next(block.parameters()).device
-    mask = batch.mask.to(device)
-    missed = (run_block(block, batch.student.to(device), batch) - target.to(device))[mask]
-    if root is not None:
-        missed = missed @ root
-    return missed.square().sum(-1).mean()
-
-
-@torch.no_grad()
-def _mean(loss: Callable[[int], Tensor], chosen: list[int]) -> float:
-    return sum(float(loss(n)) for n in chosen) / len(chosen)

@@ -1,5 +1,7 @@
 """How much each layer's output matters: Fisher information by one backward pass, block by block.
 
+Processes have batches of their own; sums over batches are taken in the batches' order.
+
 For a decoder the loss is the cross entropy of tokens drawn from the model's own predictions (the
 true Fisher information needs no labels); for an encoder it is a random projection of the
 mean-pooled embedding, which gives the Gauss-Newton metric of the embedding. Hidden states are
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 
 from blr.compressor.errors import NumericsError
 from blr.compressor.fitting.blocks import Batch, BlockModel, captured_inputs, run_block
+from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.work import Work
-from blr.compressor.progress import Progress
+from blr.compressor.parallel.shares import share_out
+from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 
 
@@ -41,49 +45,121 @@ def measure(work: Work, model: BlockModel, batches: list[Batch], key: str) -> Se
     Args:
         batches: hidden states entering the first block; left as they are.
         key: digest of everything the result depends on.
+
+    Returns:
+        All of it in the first process, the curves alone in the others.
     """
-    if work.journal.load(key) is not None:
-        return _unflatten(work.journal.tensors(key))
-    found = _sweep(model, batches, work.recipe.seed, work.progress)
-    work.journal.store(key, _flatten(found), {})
-    return found
-
-
-def _sweep(model: BlockModel, batches: list[Batch], seed: int, progress: Progress) -> Sensitivity:
-    levels = [[batch.hidden for batch in batches]]
-    with progress.layers(2 * len(model), "measuring sensitivity") as advance:
-        for index in range(len(model)):
-            advance(f"block {index} forward")
-            levels.append(_forward(model, index, batches, levels[-1]))
-        gradients = _final_gradients(model, batches, levels.pop(), seed)
+    if work.missing([key]):
+        found = Sweep(work, model, batches).run()
+        if work.processes.first:
+            work.journal.store(key, _flatten(found), {})
+    elif work.processes.first:
+        found = _unflatten(work.journal.tensors(key))
+    else:
         found = Sensitivity()
-        for index in reversed(range(len(model))):
-            advance(f"block {index} backward")
-            gradients = _backward(model, index, batches, levels.pop(), gradients, found)
+    found.curves = work.processes.told(found.curves)
     return found
 
 
-@torch.no_grad()
-def _forward(model: BlockModel, index: int, batches: list[Batch], hidden: list[Tensor]) -> list[Tensor]:
-    block = model.load_block(index)
-    return [
-        run_block(block, state.to(model.device), batch).cpu()
-        for state, batch in zip(hidden, batches, strict=True)
-    ]
+class Sweep:
+    """Forward and backward through the blocks. Hidden states and gradients are by number of batch."""
+
+    def __init__(self, work: Work, model: BlockModel, batches: list[Batch]) -> None:
+        self.work, self.model, self.batches = work, model, batches
+        self.processes = work.processes
+        self.mine = {n: batch for n, batch in enumerate(batches) if self.processes.owns(n)}
+        self.found = Sensitivity()
+
+    def run(self) -> Sensitivity:
+        model = self.model
+        levels = [{n: batch.hidden for n, batch in self.mine.items()}]
+        with self.work.progress.layers(2 * len(model), "measuring sensitivity") as advance:
+            for index in range(len(model)):
+                advance(f"block {index} forward")
+                levels.append(self._forward(index, levels[-1]))
+            gradients = self._final_gradients(levels.pop())
+            for index in reversed(range(len(model))):
+                advance(f"block {index} backward")
+                gradients = self._backward(index, levels.pop(), gradients)
+        return self.found
+
+    @torch.no_grad()
+    def _forward(self, index: int, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
+        block = self.model.load_block(index)
+        return {
+            n: run_block(block, state.to(self.model.device), self.mine[n]).cpu()
+            for n, state in hidden.items()
+        }
+
+    def _final_gradients(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Gradient of the loss with respect to the last block's output."""
+        gradients = {}
+        for n, state in hidden.items():
+            generator = torch.Generator().manual_seed(layer_seed(self.work.recipe.seed, f"loss:{n}"))
+            state = state.to(self.model.device).detach().requires_grad_(True)
+            _loss(self.model.model, state, self.mine[n].mask.to(state.device), generator).backward()
+            assert state.grad is not None
+            gradients[n] = state.grad.cpu()
+        return gradients
+
+    def _backward(
+        self, index: int, hidden: dict[int, Tensor], gradients: dict[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Gradients entering block `index`, having added what it says to what is found."""
+        block = self.model.load_block(index)
+        names = [name for group in self.model.family.groups for name in group.modules]
+        heads = [group.modules[0] for group in self.model.family.groups]
+        sums = {
+            key: OrderedSum(self.processes, len(self.batches), torch.float64)
+            for key in [("", "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
+        }
+        entering = {}
+        for turn in rounds(self.processes, len(self.batches)):
+            n = turn * self.processes.count + self.processes.rank
+            parts: dict[tuple[str, str], Tensor] = {}
+            if n in self.mine:
+                state = hidden[n].to(self.model.device).detach()
+                parts, entering[n] = _products(block, names, heads, state, self.mine[n], gradients[n])
+            for key, total in sums.items():
+                total.add(parts.get(key))
+        self._record(index, block, {key: total.total() for key, total in sums.items()})
+        return entering
+
+    def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
+        model, first = self.model, self.processes.first
+        tasks = {name: group for group in model.family.groups for name in group.modules}
+        sizes = [block.get_parameter(f"{name}.weight").numel() for name in tasks]
+        owners = share_out(sizes, self.processes.count)
+        mine: dict[str, Tensor] = {}
+        for (name, group), owner in zip(tasks.items(), owners, strict=True):
+            stored = model.stored_module(f"{model.path}.{index}.{name}")
+            if first:
+                self.found.outputs[stored] = _unit(sums[name, "out"])
+            if owner == self.processes.rank:
+                weight = block.get_parameter(f"{name}.weight").double()
+                weight = weight.mT if model.family.transposed else weight
+                gram = sums[group.modules[0], "in"]
+                mine[stored] = _named_curve(stored, weight, gram, sums[name, "out"])
+        self.found.blocks[str(index)] = _unit(sums["", "out"])
+        for part in self.processes.gather(mine):
+            self.found.curves |= part
 
 
-def _final_gradients(
-    model: BlockModel, batches: list[Batch], hidden: list[Tensor], seed: int
-) -> list[Tensor]:
-    """Gradient of the loss with respect to the last block's output, batch by batch."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = []
-    for state, batch in zip(hidden, batches, strict=True):
-        state = state.to(model.device).requires_grad_(True)
-        _loss(model.model, state, batch.mask.to(model.device), generator).backward()
-        assert state.grad is not None
-        gradients.append(state.grad.cpu())
-    return gradients
+def _products(
+    block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
+) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+    """What one batch adds to each sum, and the gradient that enters the block (on the CPU)."""
+    keep = batch.mask.to(state.device)
+    gradient = gradient.to(state.device)
+    state.requires_grad_(True)
+    with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
+        run_block(block, state, batch).backward(gradient)
+    rows = {("", "out"): gradient, **{(name, "in"): given.detach() for name, given in inputs.items()}}
+    for name, result in results.items():
+        assert result.grad is not None
+        rows[name, "out"] = result.grad
+    assert state.grad is not None
+    return {key: values[keep].mT @ values[keep] for key, values in rows.items()}, state.grad.cpu()
 
 
 def _loss(model: Any, hidden: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
@@ -97,38 +173,6 @@ def _loss(model: Any, hidden: Tensor, mask: Tensor, generator: torch.Generator) 
     chances = logits.detach().softmax(-1).cpu()
     drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)
     return torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-
-
-def _backward(
-    model: BlockModel,
-    index: int,
-    batches: list[Batch],
-    hidden: list[Tensor],
-    gradients: list[Tensor],
-    found: Sensitivity,
-) -> list[Tensor]:
-    """Gradients entering block `index`, having added what it says to `found`."""
-    block = model.load_block(index)
-    names = [name for group in model.family.groups for name in group.modules]
-    heads = [group.modules[0] for group in model.family.groups]
-    grams: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-    entering = []
-    for state, batch, gradient in zip(hidden, batches, gradients, strict=True):
-        state = state.to(model.device).requires_grad_(True)
-        _add(outputs, "", gradient[batch.mask].to(model.device))
-        with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
-            run_block(block, state, batch).backward(gradient.to(model.device))
-        keep = batch.mask.to(model.device)
-        for name, result in results.items():
-            assert result.grad is not None
-            _add(outputs, name, result.grad[keep])
-        for name, given in inputs.items():
-            _add(grams, name, given.detach()[keep])
-        assert state.grad is not None
-        entering.append(state.grad.cpu())
-    _record(model, index, block, grams, outputs, found)
-    return entering
 
 
 class _tapped:
@@ -155,31 +199,11 @@ class _tapped:
             handle.remove()
 
 
-def _add(sums: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    part = (rows.mT @ rows).double()
-    sums[name] = sums[name] + part if name in sums else part
-
-
-def _record(
-    model: BlockModel,
-    index: int,
-    block: nn.Module,
-    grams: dict[str, Tensor],
-    outputs: dict[str, Tensor],
-    found: Sensitivity,
-) -> None:
-    found.blocks[str(index)] = _unit(outputs.pop(""))
-    for group in model.family.groups:
-        gram = grams[group.modules[0]]
-        for name in group.modules:
-            stored = model.stored_module(f"{model.path}.{index}.{name}")
-            weight = block.get_parameter(f"{name}.weight").double()
-            weight = weight.mT if model.family.transposed else weight
-            try:
-                found.curves[stored] = curve(weight, gram, outputs[name])
-            except NumericsError as error:
-                raise NumericsError(f"{stored}: {error}") from error
-            found.outputs[stored] = _unit(outputs[name])
+def _named_curve(module: str, weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
+    try:
+        return curve(weight, gram, output)
+    except NumericsError as error:
+        raise NumericsError(f"{module}: {error}") from error
 
 
 def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:

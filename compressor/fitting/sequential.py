@@ -4,6 +4,9 @@ Inside a block the groups of layers that share an input are fitted in order of e
 every layer makes up for what the ones before it lost; its target also corrects the drift of the
 residual stream. Optionally all factors of the block are then refitted together. Every finished
 layer and refit is kept in the journal under a key that covers all before it.
+
+Several processes run batches of their own through the blocks, share out the layers of a group, fit
+the largest together, and go on from what the journal then holds.
 Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 """
 
@@ -24,16 +27,19 @@ from blr.compressor.fitting.blocks import (
     run_block,
     run_until,
 )
+from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.factorize import Job, Result, keep_factors, layer_seed
-from blr.compressor.fitting.moments import Moments
-from blr.compressor.fitting.refit import Refit, refit_block
+from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
+from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import Sensitivity
-from blr.compressor.fitting.weighted import fit_weighted
+from blr.compressor.fitting.weighted import fit_weighted, metric_for
 from blr.compressor.fitting.work import Work
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.parallel.sums import rounds
 from blr.compressor.planning.plan import Plan
 from blr.compressor.rounding.latent import Plain, Trained
 
+REFIT = 2  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, they are recomputed
 
 
@@ -56,6 +62,11 @@ class Run:
     def job(self, module: str) -> Job:
         return Job(self.planned[module], self.work.recipe, self.model.device)
 
+    @property
+    def mine(self) -> dict[int, Batch]:
+        """The batches of this process, by number."""
+        return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
+
 
 def fit_blocks(run: Run) -> dict[str, Result]:
     """Factors and records of every planned layer inside the model's blocks, by module name."""
@@ -72,7 +83,7 @@ class BlockFit:
         self.run, self.index = run, index
         self.dense = run.model.load_block(index)
         self.student = run.model.load_block(index)
-        self.cache: list[dict[str, Tensor]] | None = None
+        self.cache: dict[int, dict[str, Tensor]] | None = None
 
     def fit(self, advance: Any) -> None:
         """Fit all groups, refit if asked, and move the hidden states behind this block."""
@@ -88,44 +99,71 @@ class BlockFit:
 
     def _fit_group(self, group: Group, advance: Any) -> None:
         members = {name: m for name in group.modules if (m := self._stored(name)) in self.run.planned}
-        weights = {name: self._weight(module) for name, module in members.items()}
-        keys = {
-            name: self.run.job(members[name]).key(weights[name], self.run.prefix) for name in members
-        }
-        moments: Moments | None = None
-        for name, module in members.items():
+        keys = self._keys(list(members.values()))
+        missing = set(self.run.work.missing(list(keys.values())))
+        for module in members.values():
             advance(module)
-            if self.run.work.journal.load(keys[name]) is None:
-                moments = moments or self._moments(group)
-                tensors, record = fit_weighted(
-                    self.run.job(module), weights[name], moments, self._metric(module)
-                )
-                self.run.work.journal.store(keys[name], tensors, record)
-            self._install(name, module, keys[name])
+        if missing:
+            self._fit({key: module for module, key in keys.items() if key in missing}, group)
+        for name, module in members.items():
+            self._install(name, module, keys[module])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
+
+    def _keys(self, modules: list[str]) -> dict[str, str]:
+        """Module to the journal's key of its factors; each process hashes some of the weights."""
+        processes, run = self.run.work.processes, self.run
+        mine = [module for n, module in enumerate(modules) if processes.owns(n)]
+        found = {module: run.job(module).key(self._weight(module), run.prefix) for module in mine}
+        known = {module: key for part in processes.gather(found) for module, key in part.items()}
+        return {module: known[module] for module in modules}
+
+    def _fit(self, modules: dict[str, str], group: Group) -> None:
+        """Have the factors of `modules` (by key) in the journal."""
+        moments, work = self._moments(group), self.run.work
+        metrics = {module: self._metric(module) for module in modules.values()}
+
+        def fit(key: str) -> None:
+            job, module = self.run.job(modules[key]), modules[key]
+            work.journal.store(key, *fit_weighted(job, self._weight(module), moments, metrics[module]))
+
+        specs = {key: self.run.planned[module].spec for key, module in modules.items()}
+        work.share({key: predicted_cost(spec, calibrated=True) for key, spec in specs.items()}, fit)
 
     def _weight(self, module: str) -> Tensor:
         return self.run.model.source.load_tensor(self.run.planned[module].layer.entry)
 
     def _metric(self, module: str) -> Tensor | None:
-        return self.run.sensitivity.outputs[module] if self.run.sensitivity else None
+        """Of the outputs of `module`, as its fit takes it; the first process has it."""
+        run, found = self.run, None
+        if run.sensitivity is None:
+            return None
+        if run.work.processes.first:
+            found = metric_for(run.planned[module].spec, run.sensitivity.outputs[module])
+        return run.work.processes.shared(found)
 
     @torch.no_grad()
     def _moments(self, group: Group) -> Moments:
-        moments = Moments()
-        for n, batch in enumerate(self.run.batches):
-            keep = batch.mask.to(self.run.model.device)
-            dense = self._dense_inputs(n, group)
-            x = dense[group.modules[0]][keep]
-            if not self.run.work.recipe.sequential:
-                moments.add(x)
-                continue
-            student = self._inputs(self.student, batch.student, batch, group)
-            drift = None
-            if group.residual is not None:
-                drift = (dense[group.residual] - student[group.residual])[keep]
-            moments.add(student[group.modules[0]][keep], x, drift)
-        return moments
+        processes, mine = self.run.work.processes, self.run.mine
+        sequential = self.run.work.recipe.sequential
+        kinds = 1 + sequential * (1 + (group.residual is not None))
+        sums = MomentSums(processes, len(self.run.batches), kinds)
+        for turn in rounds(processes, len(self.run.batches)):
+            n = turn * processes.count + processes.rank
+            sums.add(self._batch_inputs(n, group, sequential) if n in mine else None)
+        return sums.moments()
+
+    def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
+        batch = self.run.batches[n]
+        keep = batch.mask.to(self.run.model.device)
+        dense = self._dense_inputs(n, group)
+        x = dense[group.modules[0]][keep]
+        if not sequential:
+            return Inputs(x)
+        student = self._inputs(self.student, batch.student, batch, group)
+        drift = None
+        if group.residual is not None:
+            drift = (dense[group.residual] - student[group.residual])[keep]
+        return Inputs(student[group.modules[0]][keep], x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
         """Input of the group's layers and of its residual module."""
@@ -139,7 +177,7 @@ class BlockFit:
         if not self._fits_cache():
             return self._inputs(self.dense, batch.hidden, batch, group)
         if self.cache is None:
-            self.cache = [self._all_inputs(batch) for batch in self.run.batches]
+            self.cache = {n: self._all_inputs(batch) for n, batch in self.run.mine.items()}
         return {name: t.to(self.run.model.device) for name, t in self.cache[n].items()}
 
     def _all_inputs(self, batch: Batch) -> dict[str, Tensor]:
@@ -150,7 +188,7 @@ class BlockFit:
         return {name: tensor.cpu() for name, tensor in kept.items()} | {"": out.cpu()}
 
     def _fits_cache(self) -> bool:
-        tokens = sum(batch.mask.numel() for batch in self.run.batches)
+        tokens = sum(batch.mask.numel() for batch in self.run.mine.values())
         groups = self.run.model.family.groups
         inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in groups]
         widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
@@ -179,35 +217,46 @@ class BlockFit:
         return {name: part for name, part in parts if isinstance(part, StructuredLinear)}
 
     @torch.no_grad()
-    def _dense_outputs(self) -> list[Tensor]:
+    def _dense_outputs(self) -> dict[int, Tensor]:
+        """By number of batch, of this process's."""
         if self.cache is not None:
-            return [kept[""] for kept in self.cache]
-        device = self.run.model.device
-        return [run_block(self.dense, b.hidden.to(device), b).cpu() for b in self.run.batches]
+            return {n: kept[""] for n, kept in self.cache.items()}
+        device, mine = self.run.model.device, self.run.mine
+        return {n: run_block(self.dense, b.hidden.to(device), b).cpu() for n, b in mine.items()}
 
-    def _refit(self, targets: list[Tensor]) -> None:
-        key = layer_key(refit=self.run.epochs, prefix=self.run.prefix, block=self.index)
-        done = self.run.work.journal.load(key)
-        if done is None:
-            self._store_refit(key, self._run_refit(targets))
+    def _refit(self, targets: dict[int, Tensor]) -> None:
+        work, epochs = self.run.work, self.run.epochs
+        key = layer_key(refit=[epochs, REFIT], prefix=self.run.prefix, block=self.index)
+        if work.missing([key]):
+            found = self._run_refit(targets)
+            if work.processes.first:
+                self._store_refit(key, found)
+            work.processes.wait()
+            work.journal.await_all([key])
         for name in self._structured():
             self._reload(name, key)
         self.run.prefix = key
 
-    def _run_refit(self, targets: list[Tensor]) -> Refit:
+    def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
         self.cache = None
         structured = self._structured().values()
         parameters = [p for part in structured for n, p in part.named_parameters() if n != "bias"]
         for parameter in parameters:
             parameter.requires_grad_(True)
-        metric = self.run.sensitivity.blocks[str(self.index)] if self.run.sensitivity else None
         seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
+        states = self.run.work.processes, self.run.batches, targets
         trained: list[Trained] = [Plain(parameter) for parameter in parameters]
-        epochs = self.run.epochs
-        found = refit_block(self.student, trained, self.run.batches, targets, metric, epochs, seed)
+        refitting = Refitting(self.student, trained, *states, self._block_metric())
+        found = refitting.run(self.run.epochs, seed)
         for parameter in parameters:
             parameter.requires_grad_(False)
         return found
+
+    def _block_metric(self) -> Tensor | None:
+        sensitivity, processes = self.run.sensitivity, self.run.work.processes
+        if sensitivity is None:
+            return None
+        return processes.shared(sensitivity.blocks[str(self.index)] if processes.first else None)
 
     def _store_refit(self, key: str, found: Refit) -> None:
         tensors: dict[str, Tensor] = {}
@@ -233,8 +282,8 @@ class BlockFit:
         self.run.results[module] = (factors, entries[1][module])
 
     @torch.no_grad()
-    def _advance(self, targets: list[Tensor]) -> None:
+    def _advance(self, targets: dict[int, Tensor]) -> None:
         device = self.run.model.device
-        for batch, target in zip(self.run.batches, targets, strict=True):
-            batch.hidden = target
+        for n, batch in self.run.mine.items():
+            batch.hidden = targets[n]
             batch.student = run_block(self.student, batch.student.to(device), batch).cpu()

@@ -25,8 +25,8 @@ def fit_weighted(
     """Fit one layer in the norm of its inputs and of what its outputs matter.
 
     Args:
-        weight: as stored. moments: of the group's inputs. metric: Fisher information [o, o] of the
-            output with mean diagonal 1, or None.
+        weight: as stored. moments: of the group's inputs. metric: `metric_for` the Fisher information
+            of the output, or None.
 
     Returns:
         Factors in the stored dtype on the CPU and the layer's record, with `weighted_error`, the
@@ -34,7 +34,6 @@ def fit_weighted(
     """
     work = weight.to(job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
-    assert moments.gram is not None
     gram = moments.gram / moments.gram.diagonal().mean().clamp_min(1e-300)
     target = moments.target(work, correct_drift=True)
     metric = None if metric is None else metric.to(job.device, torch.float64)
@@ -60,16 +59,27 @@ def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
     structure = STRUCTURES[spec.structure].factorizer()
     if metric is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
-    if isinstance(spec, LowRankSpec) and (spec.groups == 1 or spec.side == "in"):
+    if takes_whole_metric(spec):
         identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
         root = cholesky(metric + RIDGE * identity).mT
         fit = structure.fit(root @ target, spec, gram, options)
         fit.tensors["U"] = solve_upper(root, fit.tensors["U"])
         return fit
-    rows = metric.diagonal().sqrt() + RIDGE
+    rows = metric.sqrt() + RIDGE
     fit = structure.fit((rows[:, None] * target).to(dtype), spec, gram.to(dtype), options)
     fit.tensors = divide_rows(fit.tensors, spec, rows.to(dtype))
     return fit
+
+
+def metric_for(spec: Spec, information: Tensor) -> Tensor:
+    """What a fit takes of the Fisher information [o, o] of its outputs (mean diagonal 1): all, or the
+    diagonal [o]."""
+    return information if takes_whole_metric(spec) else information.diagonal()
+
+
+def takes_whole_metric(spec: Spec) -> bool:
+    """Whether the structure's fit can be weighted by a matrix on its outputs, in closed form."""
+    return isinstance(spec, LowRankSpec) and (spec.groups == 1 or spec.side == "in")
 
 
 def _options(job: Job) -> FitOptions:

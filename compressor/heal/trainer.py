@@ -19,9 +19,9 @@ from blr.compressor.heal.objective import Merit, Objective
 from blr.compressor.heal.optimizer import load_moments, make_optimizer, schedule, set_rates
 from blr.compressor.heal.pair import Pair
 from blr.compressor.heal.passes import Passes
-from blr.compressor.heal.processes import Processes
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.heal.state import State, load_state, save_state
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.progress import Progress
 
 EVALUATIONS = 10  # in a run, besides the one before it
@@ -101,7 +101,7 @@ class Trainer:
         half = 0.5 / self.total if self.total else 1e-6
         set_rates(self.optimizer, schedule(self.spent + half, self.options.warmup))
         rows = self.data.take(self.state.step)[self.processes.rank :: self.processes.count]
-        loss = self.passes(rows)
+        loss = self.processes.sum(self.passes(rows))
         self.processes.sum_gradients(self.masters)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.options.clip)
         self.optimizer.step()
@@ -109,7 +109,7 @@ class Trainer:
         self.pair.publish()
         self.state.step += 1
         self._check()
-        self.figures.put(torch.stack([self.processes.sum(loss), norm.detach().float()]))
+        self.figures.put(torch.stack([loss, norm.detach().float()]))
         self.since.add(loss, self.data.batch * self.data.window)
         self.state.seconds = self.earlier + monotonic() - self.started
 

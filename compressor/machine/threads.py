@@ -18,9 +18,9 @@ SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # of the OpenMP of
 ROOT = Path("/")
 
 
-def use_threads(asked: int | None = None) -> int:
+def use_threads(asked: int | None = None, sharing: int = 1) -> int:
     """Make torch compute with `asked` threads; by default with as many as the environment says
-    (OMP_NUM_THREADS), or at most `available_cores`.
+    (OMP_NUM_THREADS), or at most `available_cores`, which so many processes are `sharing`.
 
     Threads that wait sleep if torch is imported after the first call only.
 
@@ -29,14 +29,14 @@ def use_threads(asked: int | None = None) -> int:
     """
     torch = sys.modules.get("torch")
     if torch is None:
-        number = asked or _from_environment() or available_cores()
+        number = asked or _from_environment() or max(1, available_cores() // sharing)
         os.environ.update(dict.fromkeys(COUNTS, str(number)))
         for name, value in SLEEP.items():
             os.environ.setdefault(name, value)
         return number
     number = asked or torch.get_num_threads()
     if asked is None and _from_environment() is None:
-        number = min(number, available_cores())
+        number = min(number, max(1, available_cores() // sharing))
     torch.set_num_threads(number)
     return number
 

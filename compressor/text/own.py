@@ -65,6 +65,7 @@ def write_own_text(
             prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
             journal.store(keys[n], {"ids": continued(model, prompts, n, wanted)}, {})
     wait()
+    journal.await_all(keys)
     rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
     return rows[:samples]
 

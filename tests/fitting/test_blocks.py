@@ -15,9 +15,11 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel, run_block
-from blr.compressor.fitting.moments import RIDGE, Moments
+from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
 from blr.compressor.fitting.sensitivity import curve, measure
 from blr.compressor.fitting.work import Work
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
@@ -62,14 +64,14 @@ def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> N
     whole = native("llama", tmp_path / "model")
     layer = whole.model.layers[0].mlp.down_proj
     total = torch.zeros(32, 32, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
 
     def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
         output.retain_grad()
         layer.kept = output
 
     layer.register_forward_hook(keep)
-    for ids in given.ids:
+    for n, ids in enumerate(given.ids):
+        generator = torch.Generator().manual_seed(layer_seed(0, f"loss:{n}"))
         logits = whole(ids, use_cache=False).logits.flatten(0, 1)
         drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
         torch.nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
@@ -92,14 +94,19 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def summed(batches: list[Inputs]) -> Moments:
+    sums = MomentSums(Processes("cpu"), len(batches), len(batches[0].products()))
+    for inputs in batches:
+        sums.add(inputs)
+    return sums.moments()
+
+
 def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() -> None:
     torch.manual_seed(0)
     weight = torch.randn(4, 6, dtype=torch.float64)
     dense, student, drift = torch.randn(50, 6), torch.randn(50, 6), torch.randn(50, 4)
-    moments = Moments()
-    for part in range(0, 50, 10):
-        rows = slice(part, part + 10)
-        moments.add(student[rows], dense[rows], drift[rows])
+    starts = [slice(n, n + 10) for n in range(0, 50, 10)]
+    moments = summed([Inputs(student[rows], dense[rows], drift[rows]) for rows in starts])
     wanted = dense.double() @ weight.T + drift.double()
     ridge = (RIDGE * student.double().square().sum() / 6) ** 0.5 * torch.eye(6, dtype=torch.float64)
     inputs, outputs = torch.cat([student.double(), ridge]), torch.cat([wanted, ridge @ weight.T])
@@ -116,8 +123,7 @@ def test_target_does_not_explode_where_inputs_are_nearly_dependent() -> None:
     student = dense.clone()
     student[:, 5] = student[:, 4] + 1e-3 * torch.randn(500)
     weight = torch.randn(4, 6, dtype=torch.float64)
-    moments = Moments()
-    moments.add(student, dense)
+    moments = summed([Inputs(student, dense)])
     assert float((moments.target(weight, correct_drift=True) - weight).norm()) < float(weight.norm())
 
 
@@ -125,6 +131,5 @@ def test_target_keeps_the_weight_where_no_token_went() -> None:
     weight = torch.randn(3, 6, dtype=torch.float64)
     student = torch.zeros(4, 6)
     student[:, 0] = 1
-    moments = Moments()
-    moments.add(student, student.clone())
+    moments = summed([Inputs(student, student.clone())])
     assert moments.target(weight, correct_drift=True).equal(weight)

@@ -1,0 +1,149 @@
+"""`--gpus N`: this process starts N − 1 more of itself, and becomes the first of them.
+
+The others only compute: their standard output is dropped and their standard error kept, for what they
+say last if they fail. One that dies ends the run with one line. They hold the end of a pipe whose other
+end is this process's alone, and end when it does, however that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from blr.compressor.cli.signals import Running, leave_at_once, resume_command, state_of
+from blr.compressor.errors import CapabilityError, LostProcess, UsageError
+from blr.compressor.parallel import environment
+
+ERROR = "blr: error: "
+LAST_LINES = 50  # of what a process said
+LEAVING = 10.0  # seconds that processes take to end, or their end to be noticed
+
+
+@contextmanager
+def started(gpus: int | None, running: Running) -> Iterator[None]:
+    """While active, this is the first of `gpus` processes, unless it is one of several already.
+
+    Raises UsageError where torchrun or accelerate have started as many as they were told.
+    """
+    if environment.is_started_by_us() or gpus is None:
+        yield
+        return
+    if environment.count() > 1:
+        raise UsageError(
+            f"--gpus {gpus} in one of {environment.count()} processes; leave it out under a launcher"
+        )
+    if gpus == 1:
+        yield
+        return
+    crew = Crew(gpus, running)
+    try:
+        yield
+    except LostProcess:
+        crew.explain()
+        raise
+    finally:
+        crew.dismiss()
+
+
+class Crew:
+    """Processes 1 to `count` − 1; `running` tells what is kept if one of them fails."""
+
+    def __init__(self, count: int, running: Running) -> None:
+        self.count, self.running, self.over = count, running, False
+        self.lock = threading.Lock()
+        self.folder = Path(tempfile.mkdtemp(prefix="blr-"))
+        shared = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            environment.MEETING: str(self.folder / "meeting"),
+        }
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
+        reader, self.alive = os.pipe()
+        self.members = [self._start(number, reader) for number in range(1, count)]
+        os.close(reader)
+        self.watchers = [
+            threading.Thread(target=self._watch, args=(number, member), daemon=True)
+            for number, member in enumerate(self.members, 1)
+        ]
+        for watcher in self.watchers:
+            watcher.start()
+
+    def explain(self) -> None:
+        """Give the reason time to be noticed why a process does not answer; that ends this one."""
+        for watcher in self.watchers:
+            watcher.join(LEAVING / self.count)
+
+    def dismiss(self) -> None:
+        """End what is left of the others; their failures do not matter any more."""
+        with self.lock:
+            self.over = True
+        os.close(self.alive)
+        for member in self.members:
+            with suppress(subprocess.TimeoutExpired):
+                member.wait(LEAVING)
+            member.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
+        own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "blr.compressor", *sys.argv[1:]],
+            env={**os.environ, **own},
+            pass_fds=(reader,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="backslashreplace",
+        )
+
+    def _watch(self, number: int, member: subprocess.Popen[str]) -> None:
+        """End the run if this process fails."""
+        last: deque[str] = deque(maxlen=LAST_LINES)
+        assert member.stderr is not None
+        for line in member.stderr:
+            last.append(line)
+            if os.environ.get("BLR_DEBUG") == "1":
+                sys.stderr.write(f"[{number}] {line}")
+        code = member.wait()
+        with self.lock:  # held for ever by who ends the run
+            if code and not self.over:
+                self._end(number, code, list(last))
+
+    def _end(self, number: int, code: int, said: list[str]) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        reports = [line.removeprefix("blr: ") for line in said if line.startswith(ERROR)]
+        if reports and code > 0:
+            leave_at_once(reports[-1], code)
+        leave_at_once(
+            f"error: process {number} of {self.count} {_ended(code)}; {state_of(self.running)}; "
+            f"resume with: {resume_command(sys.argv)}",
+            CapabilityError.exit_code,
+        )
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    number = -code
+    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    return f"was ended by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
+
+
+def member_done() -> None:
+    """End a process beside the first whose work is done, if `--gpus` started it: what libraries do as
+    they are taken down is no failure of the run."""
+    if environment.is_started_by_us():
+        os._exit(0)

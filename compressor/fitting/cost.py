@@ -1,0 +1,21 @@
+"""What fits cost, as far as it takes to share them out evenly."""
+
+from __future__ import annotations
+
+from blr.compressor.structures.specs import BlastSpec, Spec
+
+DECOMPOSED = 20.0  # operations of a decomposition for each one of a product of the same matrix
+ROUNDS = 100.0  # of BLAST's descent
+
+
+def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
+    """Floating-point operations of one layer's fit, up to a factor that all layers share.
+
+    Args:
+        calibrated: in the norm of activations, which BLAST multiplies every block row with.
+    """
+    o, i = spec.out_features, spec.in_features
+    if not isinstance(spec, BlastSpec):
+        return DECOMPOSED * o * i * min(o, i)
+    weighted = spec.blocks * i * i * spec.rank if calibrated else 0
+    return ROUNDS * (weighted + 3.0 * o * i * spec.rank + spec.blocks * spec.rank**3)

@@ -1,0 +1,44 @@
+"""What the environment says of the processes of a run, as torchrun, `accelerate launch` and `--gpus` set
+it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+
+MEETING = "BLR_MEETING"  # the file where the processes that --gpus started find each other
+PARENT = "BLR_PARENT"  # in those, a descriptor that is at its end when the first process is
+
+
+def count() -> int:
+    """Of processes."""
+    return _number("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """This process's number."""
+    return _number("RANK", 0)
+
+
+def local_rank() -> int:
+    """This process's number among those of its host."""
+    return _number("LOCAL_RANK", rank())
+
+
+def local_count() -> int:
+    """Of processes on this host."""
+    return _number("LOCAL_WORLD_SIZE", count())
+
+
+def is_first() -> bool:
+    """Whether this one talks and writes."""
+    return count() == 1 or rank() == 0
+
+
+def is_started_by_us() -> bool:
+    """Whether `--gpus` of another process started this one."""
+    return PARENT in os.environ
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else default

@@ -1,0 +1,198 @@
+"""The processes of a run: one, or those that torchrun, `accelerate launch` or `--gpus` started.
+
+Every process runs the same program on its own device. What is written is written by the first, but
+for finished layers, which each puts into the journal: on several hosts it lies in a folder they share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blr.compressor.errors import CapabilityError, LostProcess, UsageError
+from blr.compressor.machine.device import pick_device
+from blr.compressor.parallel import environment
+
+PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is noticed otherwise
+
+
+class Processes:
+    """This process's number `rank` of `count`, and what they do together. `device` is its own.
+
+    Args:
+        device: as on the command line; a GPU's number is this process's on its host.
+
+    Raises:
+        UsageError: a GPU of a number for several processes. CapabilityError: no such device, or devices
+            of several kinds, whose results would differ.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.rank, self.count = environment.rank(), environment.count()
+        self.device = pick_device(device)
+        self.wire = torch.device("cpu")  # what messages travel from
+        self.notes: list[str] = []
+        self._control: Any = None
+        if self.count > 1:
+            self._join(device)
+
+    def _join(self, asked: str) -> None:
+        backend = "gloo"
+        if self.device.type == "cuda":
+            if ":" in asked:
+                raise UsageError(
+                    f"device {asked!r} for {self.count} processes; set CUDA_VISIBLE_DEVICES"
+                )
+            own = self._take_gpu()
+            backend = "cpu:gloo,cuda:nccl" if own else "gloo"
+        meeting = os.environ.get(environment.MEETING)
+        method = f"file://{meeting}" if meeting else "env://"
+        with _lost():
+            dist.init_process_group(
+                backend, init_method=method, rank=self.rank, world_size=self.count, timeout=PATIENCE
+            )
+            self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._check_alike()
+
+    def _take_gpu(self) -> bool:
+        """Whether this process has a GPU of its own, which is then where messages start."""
+        there = torch.cuda.device_count()
+        self.device = torch.device("cuda", environment.local_rank() % there)
+        torch.cuda.set_device(self.device)
+        if environment.local_count() > there:
+            self.notes.append(f"{environment.local_count()} processes share {there} GPUs")
+            return False
+        self.wire = self.device
+        return True
+
+    def _check_alike(self) -> None:
+        kinds = sorted(set(self.gather(_kind(self.device))))
+        if len(kinds) > 1:
+            raise CapabilityError(
+                f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ; "
+                "run on those of one kind"
+            )
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes."""
+        return self.rank == 0
+
+    def owns(self, number: int) -> bool:
+        """Whether item `number` of a series that is dealt out in turn is this process's."""
+        return number % self.count == self.rank
+
+    def owner(self, number: int) -> int:
+        """The process that `owns` an item."""
+        return number % self.count
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            with _lost():
+                dist.barrier(group=self._control)
+
+    def leave(self) -> None:
+        """There is no more to do together: from here on each may end."""
+        if self.count > 1:
+            self.wait()
+            dist.destroy_process_group()
+            self.count = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process gives as `value` (plain data), in order."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        with _lost():
+            dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def told(self, value: Any, source: int = 0) -> Any:
+        """What process `source` gives as `value` (plain data)."""
+        if self.count == 1:
+            return value
+        found = [value]
+        with _lost():
+            dist.broadcast_object_list(found, src=source, group=self._control)
+        return found[0]
+
+    def shared(self, tensor: Tensor | None, source: int = 0) -> Tensor:
+        """The `tensor` of process `source`, on this process's device; the others give None."""
+        if self.count == 1:
+            assert tensor is not None
+            return tensor.to(self.device)
+        described = self.told(None if tensor is None else (tuple(tensor.shape), tensor.dtype), source)
+        if self.rank == source and tensor is not None:
+            held = tensor.to(self.wire).contiguous()
+        else:
+            held = torch.empty(described[0], dtype=described[1], device=self.wire)
+        with _lost():
+            dist.broadcast(held, source)
+        return held.to(self.device)
+
+    def exchanged(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Piece `n` goes to process n; what each process has for this one, in their order.
+
+        Args:
+            pieces: [h_n, …] of the same other sizes; the pieces for process n have the same h_n.
+        """
+        if self.count == 1:
+            return pieces
+        heights = [len(piece) for piece in pieces]
+        sent = torch.cat(pieces).to(self.wire)
+        mine = heights[self.rank]
+        found = sent.new_empty(self.count * mine, *sent.shape[1:])
+        with _lost():
+            dist.all_to_all_single(found, sent, [mine] * self.count, heights)
+        return list(found.to(self.device).split(mine)) if mine else [found.to(self.device)] * self.count
+
+    def sum_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Replace the gradients of `tensors` by their sums over the processes, in one message."""
+        if self.count == 1:
+            return
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients]).to(self.wire)
+        with _lost():
+            dist.all_reduce(flat)
+        flat = flat.to(self.device)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Over the processes."""
+        if self.count == 1:
+            return value
+        held = value.to(self.wire)
+        with _lost():
+            dist.all_reduce(held)
+        return held.to(value.device)
+
+    def agreed(self, *values: float) -> list[float]:
+        """The first process's `values`, in all of them."""
+        return self.told(list(values))
+
+
+def _kind(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """What the library says of a process that is gone, as LostProcess."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise LostProcess(
+            f"another process of this run is gone ({reason}); what is finished is kept, run again"
+        ) from error
