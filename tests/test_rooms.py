@@ -35,6 +35,7 @@ ROOMS = (
         "runtime",
         "export",
     ),
+    "serving",
     *(
         "verify",
         "heal",
