@@ -55,7 +55,8 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     folder, impl, processes, prompt = *sys.argv[1:3], int(sys.argv[3]), json.loads(sys.argv[4])
     llm = LLM(folder, model_impl=impl, tensor_parallel_size=processes, skip_tokenizer_init=True,
-              dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4)
+              dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
+              trust_remote_code=impl == "transformers")
     sampling = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1, detokenize=False)
     found = llm.generate([{"prompt_token_ids": prompt}], sampling)[0]
     scores = [row[t].logprob for row, t in zip(found.prompt_logprobs[1:], prompt[1:], strict=True)]
