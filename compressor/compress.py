@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
@@ -21,6 +21,8 @@ from blr.compressor.checkpoint.shards import Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
+from blr.compressor.heal.after import Healing
+from blr.compressor.heal.run import STATE_BYTES, HealSummary
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
@@ -30,8 +32,10 @@ from blr.compressor.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from blr.compressor.fitting.work import Work
+    from blr.compressor.output.check import Check
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Settings:
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
     "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
     bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    the rest is as on the command line.
+    `heal` are minutes of training after it; the rest is as on the command line.
     """
 
     source_name: str
@@ -55,6 +59,7 @@ class Settings:
     calibration: str | None = None
     offline: bool = False
     check: bool = True
+    heal: float | None = None
 
 
 @dataclass
@@ -64,7 +69,8 @@ class Summary:
     `cf` is the factor of the replaced layers, `share` what they are of the model's parameters, `factor`
     how many times smaller the whole model is; `errors` maps layer type to the mean relative error of its
     weights; `seconds` is the wall time of this run; `check` says what was run of the output and how far
-    its results are from the dense model's (`output/check.py`).
+    its results are from the dense model's (`output/check.py`), `healed` what training it brought
+    (`heal/run.py`).
     """
 
     output: str
@@ -80,6 +86,7 @@ class Summary:
     errors: dict[str, float]
     seconds: float
     check: dict[str, Any] | None = None
+    healed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -126,6 +133,7 @@ class Job:
     workspace: Workspace
     progress: Progress
     checked: dict[str, Any] | None = None
+    healed: HealSummary | None = None
 
     def run(self) -> dict[str, Any]:
         """Fit, write, check and commit, or finish what a killed run had all but committed; every
@@ -140,19 +148,32 @@ class Job:
 
             check_fits(self.source, self.plan)
             check_carried(self.source, structured_config(self.source.config, self.plan))
+            healing = Healing(self.source, self.settings) if self.settings.heal else None
             read = self._digest()
-            if self.work.processes.told(workspace.finished(read)):
-                self.work.processes.leave()
-                return read_records(workspace.output)
-            return self._produce(read)
+            if not self.work.processes.told(workspace.finished(read)):
+                self._produce(read, healing)
+            self.work.processes.leave()
+            return read_records(workspace.output)
 
     def help(self) -> dict[str, Any]:
-        """What a process beside the first does: its share of the fits. It has no records to give."""
+        """What a process beside the first does: its share of fits and training. It has no records."""
+        processes = self.work.processes
         with self.workspace.room(0, check=False):
-            if not self.work.processes.told(None):
-                self._fit()
-            self.work.processes.leave()
+            if not processes.told(None):
+                self._help_produce()
+            processes.leave()
         return {}
+
+    def _help_produce(self) -> None:
+        if not self.settings.heal:
+            self._fit()
+            return
+        healing = Healing(self.source, self.settings)
+        if self.work.processes.told(None):
+            self._fit()
+        read = self.work.processes.told(None)
+        folder, place = self.workspace.partial / UNHEALED, (self.workspace, self.progress)
+        healing.run(folder, None, read, *place, self.work.processes)
 
     @cached_property
     def work(self) -> Work:
@@ -165,14 +186,31 @@ class Job:
         self.progress.notes(work.processes.notes)
         return work
 
-    def _produce(self, read: str) -> dict[str, Any]:
+    def _produce(self, read: str, healing: Healing | None) -> None:
         from blr.compressor.output.check import Check
-        from blr.compressor.output.files import check_reload, small_files
-        from blr.compressor.output.produce import Contents, produce
+        from blr.compressor.output.files import check_reload
 
         check = Check(self.source, partial(check_reload, self.source), self.settings.check)
+        if healing is None:
+            self._write(self.workspace.partial, check, read)
+            self.workspace.commit()
+        else:
+            folder = self.workspace.partial / UNHEALED
+            processes = self.work.processes
+            if processes.told(not self.workspace.holds_result(folder, read)):
+                self._write(folder, check, read)
+            place = self.workspace, self.progress
+            self.healed = healing.run(folder, check, processes.told(read), *place, processes)
+        self.checked = check.facts
+
+    def _write(self, folder: Path, check: Check, read: str) -> None:
+        """The compressed checkpoint, whole, in the partial folder or one in it."""
+        from blr.compressor.output.files import small_files
+        from blr.compressor.output.produce import Contents, write_whole
+
         source, results, measured = self.source, *self._fit()
-        self.work.processes.leave()
+        if not self.settings.heal:
+            self.work.processes.leave()
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
         contents = Contents(
@@ -181,9 +219,7 @@ class Job:
             small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
         )
         facts["input_sha256"] = read
-        produce(self.workspace, contents, check, lambda: facts, self.progress)
-        self.checked = check.facts
-        return records
+        write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
 
     def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Factors and record by module, and what was measured: facts of the `calibration`, and the
@@ -207,7 +243,11 @@ class Job:
         kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
         factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
         extra = sum(path.stat().st_size for path in source.extra_files().values())
-        return kept + 2 * factors + extra + (4 << 20)
+        needed = kept + 2 * factors + extra + (4 << 20)
+        if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
+            needed += kept + factors + extra
+            needed += STATE_BYTES * sum(p.spec.parameters for p in layers)
+        return needed
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
@@ -220,6 +260,7 @@ class Job:
             "device": settings.device,
             "threads": settings.threads if self._computes_on_cpu() else None,
             "calibration": _calibration(settings),
+            "heal": settings.heal,
             "versions": versions(),
         }
 
@@ -270,6 +311,7 @@ class Job:
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
             check=self.checked,
+            healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
         )
 

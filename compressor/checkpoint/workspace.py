@@ -130,7 +130,7 @@ class Workspace:
         Such a run may have been stopped before the last rename, which is then made up for, or
         after it, if it was to overwrite.
         """
-        if self._is_result(self.partial, read, verify_listed):
+        if self.holds_result(self.partial, read):
             self.commit()
             return True
         if not self._is_marked():
@@ -140,6 +140,10 @@ class Workspace:
         if done:
             ownership.remove(self.partial, self._files)
         return done
+
+    def holds_result(self, folder: Path, read: str) -> bool:
+        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
+        return self._is_result(folder, read, verify_listed)
 
     def commit(self) -> None:
         """Turn the partial folder, whose manifest is written, into the output.

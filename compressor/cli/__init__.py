@@ -29,6 +29,7 @@ from blr.compressor.cli import (
     verify,
 )
 from blr.compressor.cli.failure import report
+from blr.compressor.cli.optional import OptionalValues
 from blr.compressor.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
 from blr.compressor.parallel import environment
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("compress")(compress.compress)
+app.command("compress", cls=OptionalValues)(compress.compress)
 app.command("heal")(heal.heal)
 app.command("export")(export.export)
 app.command("eval")(evaluate.evaluate)

@@ -34,8 +34,10 @@ from blr.compressor.cli.options import (
     StoredDtype,
     Threads,
     check_text,
+    healed_text,
     print_result,
 )
+from blr.compressor.heal.settings import MINUTES, checked_minutes
 from blr.compressor.parallel import environment
 
 
@@ -94,6 +96,14 @@ def compress(
             help="Epochs of the joint refit of each block.", show_default="2 on a GPU, 0 on a CPU"
         ),
     ] = None,
+    heal: Annotated[
+        float | None,
+        typer.Option(
+            metavar="[MINUTES]",
+            help="Then train it for minutes to answer as the dense model does, as blr heal.",
+            show_default=f"not; {MINUTES:g} without a number",
+        ),
+    ] = None,
     device: Device = "auto",
     gpus: Gpus = None,
     threads: Threads = None,
@@ -132,6 +142,7 @@ def compress(
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():
             check_output(output, overwrite)
+        heal_minutes = checked_minutes(heal)
         found = resolve_model(model, revision=revision, offline=offline)
         settings = Settings(
             source_name=found.name,
@@ -145,6 +156,7 @@ def compress(
             check=check,
             calibration=calibration,
             offline=offline,
+            heal=heal_minutes,
         )
         summary = run(found.folder, resolved, output, settings, Progress(quiet, silent=not first))
         if summary is None:  # in all processes but the first
@@ -165,6 +177,7 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
             f"the whole model {summary['factor']:.3f} times smaller",
             f"error by layer type: {errors}",
+            *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s",
         )

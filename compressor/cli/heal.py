@@ -11,6 +11,7 @@ import typer
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
+    Check,
     Device,
     Format,
     FormatOption,
@@ -22,6 +23,8 @@ from blr.compressor.cli.options import (
     Restart,
     Revision,
     Threads,
+    check_text,
+    healed_text,
     print_result,
 )
 from blr.compressor.heal.settings import KINDS, HealOptions, check_options
@@ -120,6 +123,7 @@ def heal(
     overwrite: Overwrite = False,
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
+    check: Check = True,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -165,6 +169,7 @@ def heal(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            check=check,
             offline=offline,
         )
         options = check_options(options)
@@ -184,19 +189,6 @@ def heal(
 
 
 def _heal_text(summary: dict[str, Any]) -> str:
-    lines = [f"output: {summary['output']}"]
-    if summary["steps"]:
-        speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
-        lines.append(
-            f"trained: {summary['parameters']:,} parameters, {summary['steps']:,} steps, "
-            f"{summary['tokens']:,} tokens, {speed:,.0f} a second; "
-            f"best after step {summary['best_step']:,}"
-        )
-    for name, before in summary["before"].items():
-        after = summary["after"][name]
-        lines.append(
-            f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
-            f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "
-            f"(dense {before['teacher']:.4f})"
-        )
+    check = [check_text(summary["check"])] if summary["steps"] else []
+    lines = [f"output: {summary['output']}", *healed_text(summary), *check]
     return "\n".join([*lines, f"time: {summary['seconds']:.1f} s"])

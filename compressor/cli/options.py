@@ -126,6 +126,28 @@ def check_text(found: dict[str, Any] | None) -> str:
     )
 
 
+def healed_text(summary: dict[str, Any]) -> list[str]:
+    """Lines on a training (`heal/run.py`); none on no training."""
+    if not summary.get("steps"):
+        return []
+    speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
+    best = f"best after step {summary['best_step']:,}"
+    if summary["best_step"] == 0:
+        best = "nothing better than the start was found, which is what is written"
+    lines = [
+        f"trained: {summary['parameters']:,} parameters, {summary['steps']:,} steps, "
+        f"{summary['tokens']:,} tokens, {speed:,.0f} a second; {best}"
+    ]
+    for name, before in summary["before"].items():
+        after = summary["after"][name]
+        lines.append(
+            f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
+            f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "
+            f"(dense {before['teacher']:.4f})"
+        )
+    return lines
+
+
 def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
     """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
     print(json.dumps(result) if format is Format.json else text(_printable(result)))

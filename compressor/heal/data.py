@@ -73,11 +73,8 @@ def make_data(
         InputError, HubError: a text that is missing, malformed or too short.
         UsageError: a batch of less than one window of each.
     """
-    streams: dict[str, Stream] = {}
     window, length = (min(size, context) for size in (options.window, options.window + ROOM))
-    for name in options.files:
-        tokens = tokenize(read_documents(name, options.offline), tokenizer)
-        streams[_label(name, streams)] = text_stream(tokens, window, options.seed, name)
+    streams = read_texts(options, tokenizer, window)
     share = options.mix or 0.0
     if share > 0:
         count = options.own_tokens or (GPU_OWN if gpu else CPU_OWN)
@@ -88,6 +85,15 @@ def make_data(
     parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True) if c]
     found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
+
+
+def read_texts(options: HealOptions, tokenizer: Any, window: int) -> dict[str, Stream]:
+    """The user's texts by the names that they are called by. Raises as `make_data`."""
+    streams: dict[str, Stream] = {}
+    for name in options.files:
+        tokens = tokenize(read_documents(name, options.offline), tokenizer)
+        streams[_label(name, streams)] = text_stream(tokens, window, options.seed, name)
+    return streams
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from blr.compressor.heal.data import Data
     from blr.compressor.heal.pair import Pair
     from blr.compressor.heal.state import State
+    from blr.compressor.output.check import Check
     from blr.compressor.parallel.processes import Processes
     from blr.compressor.text.own import OwnText
 
@@ -41,7 +42,8 @@ STATE_BYTES = 20  # a trained parameter: masters, two moments, the best so far a
 class HealSummary:
     """What healing achieved. `before` and `after` map each text to nats a token on its held-back
     windows: `kl` from the teacher, and the loss of `student` and `teacher`. `seconds` is the wall time
-    of this run, `trained_seconds` that of training, earlier runs included."""
+    of this run, `trained_seconds` that of training, earlier runs included; `check` says what was run of
+    the output and how far its results are from the dense model's (`output/check.py`)."""
 
     output: str
     steps: int = 0
@@ -52,6 +54,7 @@ class HealSummary:
     after: dict[str, dict[str, float]] = field(default_factory=dict)
     trained_seconds: float = 0.0
     seconds: float = 0.0
+    check: dict[str, Any] | None = None
 
 
 def heal(
@@ -111,6 +114,7 @@ class Job:
     progress: Progress
     state: State | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    checked: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
@@ -122,14 +126,34 @@ class Job:
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
                 workspace.open(self._fingerprint())
-                workspace.claim({METRICS})
             self.processes.wait()
             read = self._digest()
-            done = self._finished(read)
-            pair, data = (None, None) if done else self._train(read)
+            if not self._finished(read):
+                self.work(read)
             self.processes.leave()
-            if self.processes.first and pair is not None and data is not None:
-                self._write(pair, data, read)
+
+    def work(self, read: str, check: Check | None = None) -> None:
+        """Train, write, check and commit in a workspace that is open.
+
+        Args:
+            read: digest of all that the run reads. check: what the output must pass, made here if None.
+        """
+        if self.processes.first:
+            self.workspace.claim({METRICS})
+            check = check or self._check()
+        self.processes.wait()
+        pair, data = self._train(read)
+        self.processes.leave()
+        if check is not None:
+            self._write(pair, data, read, check)
+
+    def _check(self) -> Check:
+        """Compares the output with the teacher, which runs now."""
+        from blr.compressor.output.check import Check
+        from blr.compressor.output.files import check_reload
+
+        reload = partial(check_reload, self.checkpoint.source)
+        return Check(self.teacher.source, reload, self.options.check)
 
     def _finished(self, read: str) -> bool:
         done = self.processes.first and self.workspace.finished(read)
@@ -173,10 +197,9 @@ class Job:
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _write(self, pair: Pair, data: Data, read: str) -> None:
+    def _write(self, pair: Pair, data: Data, read: str, check: Check) -> None:
         from blr.compressor.checkpoint.shards import assign_shards
         from blr.compressor.heal import output
-        from blr.compressor.output.files import check_reload
         from blr.compressor.output.produce import Contents, produce
 
         workspace, source = self.workspace, self.checkpoint.source
@@ -187,8 +210,8 @@ class Job:
         files = output.small_files(self.checkpoint, pair, self.facts, self.state.log)
         contents = Contents(shards, output.reader(source, workspace.journal), files)
         facts = {**self._origin(), "input_sha256": read}
-        check = partial(check_reload, source)
         produce(workspace, contents, check, lambda: facts, self.progress)
+        self.checked = check.facts
 
     def _facts(self, pair: Pair, data: Data) -> dict[str, Any]:
         """What the card, the report and the summary tell of the training."""
@@ -259,7 +282,7 @@ class Job:
 
     def summary(self, seconds: float) -> HealSummary:
         """Of this run; little for one that found its work done."""
-        found = HealSummary(output=str(self.workspace.output), seconds=seconds)
+        found = HealSummary(str(self.workspace.output), seconds=seconds, check=self.checked)
         if self.state is not None:
             found.trained_seconds = self.state.seconds
             for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):

@@ -10,9 +10,12 @@ from blr.compressor.errors import UsageError
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
 LOSSES = ("kl", "lm")
+LONGEST = 1e5  # minutes
 MINUTES = 3.0  # when no budget is given
 MIX = 2 / 3  # of own text beside the user's: see design notes in compressor/text/own.py
-NOT_IN_FINGERPRINT = ("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart")
+NOT_IN_FINGERPRINT = (
+    *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class HealOptions:
     restart: bool = False
     allow_pickle: bool = False
     offline: bool = False
+    check: bool = True
 
     @property
     def files(self) -> list[str]:
@@ -77,7 +81,7 @@ def check_options(options: HealOptions) -> HealOptions:
     if sum(budget is not None for budget in budgets) > 1:
         raise UsageError("give one of --minutes, --epochs and --steps, not several")
     for name, low, high in (
-        ("minutes", 0, 1e5), ("epochs", 0, 1e6), ("steps", 0, 1e9), ("rate", 0, 1), ("clip", 0, 1e9)
+        ("minutes", 0, LONGEST), ("epochs", 0, 1e6), ("steps", 0, 1e9), ("rate", 0, 1), ("clip", 0, 1e9)
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None and not low < value <= high:
@@ -95,6 +99,13 @@ def check_options(options: HealOptions) -> HealOptions:
     if all(budget is None for budget in budgets):
         options = replace(options, minutes=MINUTES)
     return replace(options, mix=_own_share(options))
+
+
+def checked_minutes(minutes: float | None) -> float | None:
+    """`minutes` of healing as an option of another command gives them. Raises UsageError."""
+    if minutes is not None and not 0 < minutes <= LONGEST:
+        raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
+    return minutes
 
 
 def _own_share(options: HealOptions) -> float:

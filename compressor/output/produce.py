@@ -41,24 +41,41 @@ def produce(
 ) -> None:
     """Write `contents` into the partial folder and make it the output.
 
+    Arguments and errors are those of `write_whole`; nothing is committed after an error.
+    """
+    write_whole(workspace, workspace.partial, contents, check, facts, progress)
+    workspace.commit()
+
+
+def write_whole(
+    workspace: Workspace,
+    folder: Path,
+    contents: Contents,
+    check: Callable[[Path], Written],
+    facts: Callable[[], Mapping[str, Any]],
+    progress: Progress,
+) -> None:
+    """Write `contents`, check them and list them in a manifest.
+
     Args:
+        folder: the partial folder, or one in it for what the run goes on from.
         check: loads what was written as a user would; returns the files that it wrote itself.
         facts: gives the manifest's account of the run once all is written, with `input_sha256` of
             all that was read.
 
     Raises:
-        BlrError: as `check`; nothing is committed then.
+        BlrError: as `check`; there is no manifest then.
     """
-    partial = workspace.partial
-    workspace.claim({*contents.shards, INDEX, *contents.small, TOKENIZER, *contents.later})
-    written = _write_shards(partial, contents, progress)
+    names = {*contents.shards, INDEX, *contents.small, TOKENIZER, *contents.later, MANIFEST}
+    workspace.claim((folder / name).relative_to(workspace.partial).as_posix() for name in names)
+    folder.mkdir(exist_ok=True)
+    written = _write_shards(folder, contents, progress)
     for name, data in contents.small.items():
-        written[name] = write_stream(partial / name, pieces(data))
+        written[name] = write_stream(folder / name, pieces(data))
     progress.stage("checking")
-    written.update(check(partial))
-    fsync_folder(partial)  # the files before the manifest that lists them
-    write_stream(partial / MANIFEST, [build_manifest(partial, written, **facts())])
-    workspace.commit()
+    written.update(check(folder))
+    fsync_folder(folder)  # the files before the manifest that lists them
+    write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
 
 
 def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:

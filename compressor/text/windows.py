@@ -90,7 +90,7 @@ def text_stream(tokens: Tensor, window: int, seed: int, name: str) -> Stream:
     if len(tokens) < 3 * window:
         raise InputError(
             f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
-            "give more text or lower --window"
+            "give more text, or take shorter windows"
         )
     return Stream(tokens[None], window, seed)
 

@@ -21,6 +21,7 @@ from blr.compressor.heal import run as healing_run
 from blr.compressor.heal.run import HealSummary, heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.loading.load import load_model
+from blr.compressor.output import check
 
 SHORT = {"window": 16, "batch": 64, "own_tokens": 400, "steps": 30, "rate": 0.01, "device": "cpu"}
 
@@ -50,6 +51,7 @@ def test_the_divergence_falls_on_every_text(healed: Any) -> None:
     for name, before in summary.before.items():
         assert summary.after[name]["kl"] < 0.9 * before["kl"]
         assert summary.after[name]["teacher"] == before["teacher"]
+    assert summary.check is not None and 0 < summary.check["distance"] < 1
     assert summary.steps == 30 and summary.tokens == 30 * 64 and summary.best_step > 0
 
 
@@ -140,6 +142,23 @@ def test_checkpointed_blocks_give_the_same_model(compressed: Path, dense: Path, 
     tensors = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
     for name, tensor in tensors[0].items():
         torch.testing.assert_close(tensor, tensors[1][name])
+
+
+def test_what_does_not_run_is_not_committed(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = check.load_written
+
+    def broken(folder: Path) -> Any:
+        model = loaded(folder)
+        next(model.parameters()).data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr(check, "load_written", broken)
+    with pytest.raises(BlrError, match="found NaN or Inf in the results for 16 tokens"):
+        run(compressed, dense, tmp_path / "out", steps=2)
+    assert not (tmp_path / "out").exists()
+    assert run(compressed, dense, tmp_path / "out", steps=2, check=False).check is None
 
 
 def test_a_run_that_only_gets_worse_keeps_the_start(

@@ -1,0 +1,96 @@
+"""Healing in the run that compressed the model: in its workspace, the dense source as the teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.heal.run import HealSummary, Job
+from blr.compressor.heal.settings import SELF, HealOptions, check_options
+from blr.compressor.progress import Progress
+
+if TYPE_CHECKING:
+    from blr.compressor.output.check import Check
+    from blr.compressor.parallel.processes import Processes
+
+
+class Settings(Protocol):
+    """What the compression was asked to do (`compress.Settings`)."""
+
+    source_name: str
+    revision: str | None
+    device: str
+    max_shard_size: int
+    calibration: str | None
+    offline: bool
+    heal: float | None
+
+
+class Healing:
+    """The training after a compression of `source`.
+
+    Its text is that of the calibration, mixed with the model's own, or the latter alone.
+
+    Raises:
+        BlrError: a model that cannot be healed, or a text that is too short; before any work.
+    """
+
+    def __init__(self, source: Source, settings: Any) -> None:
+        from blr.compressor.heal.pair import check_generates
+
+        self.teacher = Checkpoint(source, {}, compressed=False)
+        self.options = options_of(settings)
+        check_generates(self.teacher)
+        self._check_texts()
+
+    def _check_texts(self) -> None:
+        from blr.compressor.heal.data import read_texts
+        from blr.compressor.loading.load import load_tokenizer
+
+        source = self.teacher.source
+        context = source.config.get("max_position_embeddings") or self.options.window
+        if self.options.files:
+            window = min(context, self.options.window)
+            read_texts(self.options, load_tokenizer(source.folder), window)
+
+    def run(
+        self,
+        folder: Path,
+        check: Check | None,
+        read: str,
+        workspace: Workspace,
+        progress: Progress,
+        processes: Processes,
+    ) -> HealSummary:
+        """Train the compressed checkpoint in `folder` and make the output of it.
+
+        Args:
+            check: what the output must pass, in the first process.
+            read: digest of all that the compression read.
+        """
+        started = monotonic()
+        student = open_checkpoint(folder)
+        job = Job(student, self.teacher, self.options, processes, workspace, progress)
+        job.work(read, check)
+        return job.summary(monotonic() - started)
+
+
+def options_of(settings: Settings) -> HealOptions:
+    """What `blr heal` would be asked for the same."""
+    text = settings.calibration
+    return check_options(
+        HealOptions(
+            source_name=settings.source_name,
+            teacher_name=settings.source_name,
+            revision=settings.revision,
+            data=() if text is None or text == SELF else (text,),
+            minutes=settings.heal,
+            device=settings.device,
+            max_shard_size=settings.max_shard_size,
+            offline=settings.offline,
+        )
+    )
