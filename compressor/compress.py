@@ -23,10 +23,12 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.heal.after import Healing
 from blr.compressor.heal.run import STATE_BYTES, HealSummary
+from blr.compressor.heal.settings import check_trains
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.planning.storing import what_becomes
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
@@ -66,16 +68,19 @@ class Settings:
 class Summary:
     """What a compression achieved. Sizes in bytes.
 
-    `cf` is the factor of the replaced layers, `share` what they are of the model's parameters, `factor`
-    how many times smaller the whole model is; `errors` maps layer type to the mean relative error of its
-    weights; `seconds` is the wall time of this run; `check` says what was run of the output and how far
-    its results are from the dense model's (`output/check.py`), `healed` what training it brought
+    `became` says what most layers were made; `cf` is the factor of the replaced layers, `bits` what they
+    store for each weight, `share` what they are of the model's parameters, `factor` how many times
+    smaller the whole model is; `errors` maps layer type to the mean relative error of its weights;
+    `seconds` is the wall time of this run; `check` says what was run of the output and how far its
+    results are from the dense model's (`output/check.py`), `healed` what training it brought
     (`heal/run.py`).
     """
 
     output: str
     method: str
+    became: str
     cf: float
+    bits: float
     parameters_before: int
     parameters_after: int
     bytes_before: int
@@ -116,6 +121,8 @@ def compress(
             workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
+        if settings.heal:
+            check_trains("--heal", [planned.spec for planned in plan.layers])
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()
@@ -241,7 +248,7 @@ class Job:
         source, layers = self.source, self.plan.layers
         replaced = {planned.layer.entry.name for planned in layers}
         kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
-        factors = sum(p.spec.parameters * _item_bytes(p.layer.entry, self.recipe) for p in layers)
+        factors = sum(p.bits for p in layers) // 8
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         needed = kept + 2 * factors + extra + (4 << 20)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
@@ -300,7 +307,9 @@ class Job:
         return Summary(
             output=str(output),
             method=self.recipe.method,
+            became=what_becomes(self.recipe),
             cf=plan.cf,
+            bits=plan.bits,
             parameters_before=before,
             parameters_after=before - plan.dense_parameters + plan.structured_parameters,
             bytes_before=bytes_before,
@@ -314,12 +323,6 @@ class Job:
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
         )
-
-
-def _item_bytes(entry: TensorEntry, recipe: Recipe) -> int:
-    if recipe.dtype is not None:
-        return 4 if recipe.dtype == "float32" else 2
-    return entry.nbytes // max(entry.parameters, 1)
 
 
 def _calibration(settings: Settings) -> str | None:

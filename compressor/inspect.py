@@ -21,6 +21,7 @@ from blr.compressor.tables import aligned
 
 LAYERS = "blr_layers.json"
 MAX_BYTES = 64 * 2**20
+MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
 def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
@@ -35,13 +36,15 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
         records = {} if saved else _read(folder / LAYERS)
         records = records or _unmeasured(config)
-        layers = [_row(name, record) for name, record in records.items()]
+        width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
+        layers = [_row(name, record, width) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
         structured = sum(row["parameters"] for row in layers)
         if not layers and "export" not in config["blr"]:
             raise ValueError("no structured layers")
         cf = dense / structured if layers else 1.0  # an export of a dense model
-        totals = {"dense_parameters": dense, "parameters": structured, "cf": cf}
+        bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
+        totals = {"dense_parameters": dense, "parameters": structured, "cf": cf, "bits": bits}
     except (InputError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"{folder}: not an output of blr compress ({quote(error, 200)[1:-1]}); "
@@ -63,8 +66,11 @@ def _read(path: Path) -> dict[str, Any]:
     return parse_json(read_whole(path, MAX_BYTES), path)
 
 
-def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError and others for a record that no `blr` has written."""
+def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
+    """`width` is that of a number, in bits, in a layer whose record says none.
+
+    Raises ValueError and others for a record that no `blr` has written.
+    """
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
     sizes = [
@@ -75,6 +81,9 @@ def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
     if not all(type(size) is int and 0 < size < MAX_ELEMENTS for size in sizes):
         raise ValueError(f"layer {quote(name)} of sizes that are none")
     kind, error, notes = record["type"], record["error"], record["notes"]
+    bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
+    if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
+        raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
     measured = type(error) in (int, float) and math.isfinite(error)
     if type(kind) is not str or not (measured or error is None):
         raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)} and error {quote(error, 40)}")
@@ -89,6 +98,7 @@ def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
         "dense_parameters": spec.dense_parameters,
         "parameters": spec.parameters,
         "cf": spec.dense_parameters / spec.parameters,
+        "bits": bits,
         "error": error,
         "notes": notes,
     }
@@ -96,7 +106,7 @@ def _row(name: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def inspect_text(result: dict[str, Any]) -> str:
     """The table of `inspect_output` as aligned text."""
-    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "error")
+    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "bits", "error")
     rows = [
         (
             row["module"],
@@ -105,10 +115,12 @@ def inspect_text(result: dict[str, Any]) -> str:
             row["rank"],
             f"{row['parameters']:,}",
             f"{row['cf']:.3f}",
+            f"{row['bits']:.3f}",
             "-" if row["error"] is None else f"{row['error']:.4f}",
         )
         for row in result["layers"]
     ]
     total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
-    ends = [f"{total} parameters, cf {result['cf']:.3f}", result.get("saved")]
-    return aligned([head, *rows, *filter(None, ends)], numbers=(4, 5, 6))
+    bits = f", {result['bits']:.3f} bits a weight" if result["bits"] else ""
+    ends = [f"{total} parameters, cf {result['cf']:.3f}{bits}", result.get("saved")]
+    return aligned([head, *rows, *filter(None, ends)], numbers=(4, 5, 6, 7))

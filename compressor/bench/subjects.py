@@ -140,7 +140,8 @@ def our_call(structure: str) -> Call:
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors in the physical order that our kernels like; shapes stay canonical."""
-    from blr.kernels.common.layout import order_of, relaid
+    from blr.kernels.common.layout import relaid
+    from blr.kernels.common.orders import order_of
 
     named = zip(spec.shapes(), factors, strict=True)
     return tuple(relaid(f, order_of(spec.structure, name, f.dim())) for name, f in named)

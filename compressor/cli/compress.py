@@ -10,14 +10,18 @@ import typer
 
 from blr.compressor.cli.options import (
     AllowPickle,
+    Base,
     Blocks,
+    Bpw,
     Cf,
     Check,
+    Couplings,
     Device,
     Exclude,
     Format,
     FormatOption,
     Gpus,
+    Group,
     Heads,
     Include,
     MaxShardSize,
@@ -26,6 +30,7 @@ from blr.compressor.cli.options import (
     Offline,
     Overwrite,
     Pattern,
+    Quantize,
     Quiet,
     Rank,
     RecipeOption,
@@ -53,6 +58,11 @@ def compress(
     blocks: Blocks = None,
     pattern: Pattern = None,
     heads: Heads = None,
+    quantize: Quantize = None,
+    group: Group = None,
+    base: Base = None,
+    bpw: Bpw = None,
+    couplings: Couplings = None,
     solver: Annotated[
         str | None, typer.Option(help="BLAST: varpro or precgd.", show_default="varpro")
     ] = None,
@@ -117,10 +127,11 @@ def compress(
     quiet: Quiet = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Replace the linear layers of a checkpoint by structured ones."""
+    """Replace the linear layers of a checkpoint by structured ones, or store them in fewer bits."""
     from blr.compressor.cli.signals import stop_on_signals
 
     given = {
+        **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
         **{"heads": heads, "solver": solver, "rounds": rounds, "include": include or None},
         **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
@@ -171,8 +182,8 @@ def _compress_text(summary: dict[str, Any]) -> str:
     return "\n".join(
         (
             f"output: {summary['output']}",
-            f"layers: {summary['layers']} replaced by {summary['method']}, cf {summary['cf']:.3f}, "
-            f"{summary['share']:.1%} of the model's parameters",
+            f"layers: {summary['layers']} {summary['became']}, cf {summary['cf']:.3f}, "
+            f"{summary['bits']:.3f} bits a weight, {summary['share']:.1%} of the model's parameters",
             f"parameters: {before:,} -> {after:,}",
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
             f"the whole model {summary['factor']:.3f} times smaller",

@@ -82,7 +82,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         *("--method", "-m"),
-        help="svd, monarch, blast, ks (Kronecker-sparse), auto.",
+        help="svd, monarch, blast, ks (Kronecker-sparse), auto; dense, to --quantize.",
         show_default="svd",
     ),
 ]
@@ -105,6 +105,31 @@ Pattern = Annotated[
 Heads = Annotated[
     str | None,
     typer.Option(help="Attention by svd: whole, grouped:G, per-head or auto.", show_default="whole"),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="int8, int4, int3 or int2: what factors, or dense weights, are stored in.",
+        show_default="none; int4 of a correction",
+    ),
+]
+Group = Annotated[
+    int | None, typer.Option(help="Numbers that share a scale: 128, 64, 32.", show_default="128")
+]
+Couplings = Annotated[
+    str | None,
+    typer.Option(help="BLAST's couplings in int8, or none.", show_default="int8 of a correction"),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        help="int2, int3, int4 or int8: dense weights stored so, which --method corrects.",
+        show_default="none",
+    ),
+]
+Bpw = Annotated[
+    float | None,
+    typer.Option(help="Bits a weight in all, in place of --rank: of a --base and its correction."),
 ]
 Include = Annotated[list[str] | None, typer.Option(help="Only modules matching this glob; repeatable.")]
 Exclude = Annotated[

@@ -7,17 +7,22 @@ from typing import Annotated
 import typer
 
 from blr.compressor.cli.options import (
+    Base,
     Blocks,
+    Bpw,
     Cf,
+    Couplings,
     Exclude,
     Format,
     FormatOption,
     Gpu,
+    Group,
     Heads,
     Include,
     Method,
     Offline,
     Pattern,
+    Quantize,
     Rank,
     RecipeOption,
     StoredDtype,
@@ -37,6 +42,11 @@ def plan(
     blocks: Blocks = None,
     pattern: Pattern = None,
     heads: Heads = None,
+    quantize: Quantize = None,
+    group: Group = None,
+    base: Base = None,
+    bpw: Bpw = None,
+    couplings: Couplings = None,
     include: Include = None,
     exclude: Exclude = None,
     dtype: StoredDtype = None,
@@ -57,6 +67,7 @@ def plan(
     from blr.compressor.recipe.shipped import load_recipe
 
     given = {
+        **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
         **{"heads": heads, "include": include or None, "exclude": exclude or None},
         **{"dtype": dtype, "gpu": gpu},

@@ -9,42 +9,23 @@ and has a kind of its own (`quantize_head`). The format is that of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.errors import NumericsError, UsageError
+from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import (
+    RUNTIME_BITS,
     QuantizedLinear,
     QuantizedStructured,
-    dense_entry,
-    from_matrix,
-    is_quantized,
-    quantized_linear,
-    rows_at_once,
-    stored_names,
-    to_matrix,
+    quantized_layer,
 )
-from blr.compressor.structures.base import relative_error
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import Spec
-from blr.kernels.quantized.reference import BITS, dequantize, quantize
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
-KINDS = {f"int{bits}": bits for bits in BITS}
-PRODUCT = "product"
-SOLVED = (4,)  # bits for which factors are solved again: int8 has nothing to make good
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """`tensors` by stored name (``V_q``, ``V_scale``, ``S``); `errors`, relative Frobenius, by factor
-    and, under "product", of the weight they multiply out to."""
-
-    tensors: dict[str, Tensor]
-    errors: dict[str, float]
+KINDS = {f"int{bits}": bits for bits in RUNTIME_BITS}
 
 
 def parse_kind(kind: str) -> int:
@@ -52,64 +33,6 @@ def parse_kind(kind: str) -> int:
     if kind not in KINDS:
         raise UsageError(f"quantization {kind!r}: expected one of {', '.join(KINDS)}")
     return KINDS[kind]
-
-
-def quantize_factors(
-    spec: Spec, factors: dict[str, Tensor], bits: int, scale_dtype: torch.dtype | None = None
-) -> Quantized:
-    """Quantize one structured layer. Of int4, which rounds coarsely, factors that follow from the
-    others by least squares are solved again behind those that are rounded.
-
-    Args:
-        factors: canonical, as named by `spec`. scale_dtype: the model's (default: of each factor).
-
-    Raises:
-        NumericsError: a factor whose scales are not finite.
-    """
-    tensors: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    back: dict[str, Tensor] = {}
-    exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
-    for name in _turns(spec, bits):
-        factor = _solved(name, spec, back, exact) if bits in SOLVED else exact[name]
-        if not is_quantized(spec, name):
-            tensors[name] = factor.to(scale_dtype or factors[name].dtype)
-            back[name] = tensors[name].to(factor)
-            continue
-        dtype = scale_dtype or factors[name].dtype
-        matrix, stored = _pack(name, to_matrix(spec, name, factor), bits, dtype)
-        tensors |= stored
-        back[name] = from_matrix(spec, name, matrix)
-        errors[name] = relative_error(factor, back[name])
-    reconstruct = STRUCTURES[spec.structure].factorizer().reconstruct
-    errors[PRODUCT] = relative_error(reconstruct(exact, spec), reconstruct(back, spec))
-    return Quantized(tensors, errors)
-
-
-def _turns(spec: Spec, bits: int) -> list[str]:
-    """The factors as they are rounded: those that are solved again come last."""
-    solved = STRUCTURES[spec.structure].solved if bits in SOLVED else ()
-    return [*(name for name in spec.shapes() if name not in solved), *solved]
-
-
-def _solved(name: str, spec: Spec, rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
-    """The factor `name` for those of `rounded` so far."""
-    structure = STRUCTURES[spec.structure]
-    if name not in structure.solved:
-        return exact[name]
-    return structure.factorizer().solve_again(name, {**exact, **rounded}, exact, spec)
-
-
-def quantize_dense(weight: Tensor, bits: int, scale_dtype: torch.dtype | None = None) -> Quantized:
-    """Quantize one dense weight [o, i]. Raises NumericsError when its scales are not finite."""
-    parts, lost, whole = [], 0.0, 0.0
-    for rows in weight.split(rows_at_once(weight.shape[1])):
-        matrix, stored = _pack("weight", rows, bits, scale_dtype)
-        exact = rows.to(matrix)
-        lost, whole = lost + _square(matrix - exact), whole + _square(exact)
-        parts.append(stored)
-    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Quantized(tensors, {PRODUCT: (lost / whole) ** 0.5 if whole else 0.0})
 
 
 def quantize_layer(
@@ -123,12 +46,12 @@ def quantize_layer(
     if isinstance(layer, StructuredLinear):
         names = layer.spec.shapes()
         factors = {name: _factor(layer, name) for name in names}
-        found = quantize_factors(layer.spec, factors, bits)
+        found = quantize_factors(quantized_spec(layer, bits), factors)
     else:
-        found = quantize_dense(_dense_weight(layer), bits)
+        found = quantize_dense(_dense_weight(layer), quantized_spec(layer, bits))
     some = next(iter(layer.parameters()))
     with torch.device("meta"):
-        new = quantized_linear(table_entry(layer, bits), bias is not None).to(some.dtype)
+        new = quantized_layer(quantized_spec(layer, bits), bias is not None).to(some.dtype)
     state = found.tensors if bias is None else {**found.tensors, "bias": bias.detach()}
     new.load_state_dict(state, assign=True)
     return new.requires_grad_(False).train(layer.training), found.errors
@@ -201,12 +124,17 @@ def quantizable(model: nn.Module, *, dense: bool = True, skip: Iterable[str] = (
     ]
 
 
+def quantized_spec(layer: nn.Module, bits: int) -> QuantizedSpec:
+    """What `quantize_layer` makes of a layer."""
+    if isinstance(layer, StructuredLinear):
+        return QuantizedSpec(layer.spec, bits)
+    outputs, inputs = _dense_weight(layer).shape
+    return QuantizedSpec(DenseSpec(inputs, outputs), bits)
+
+
 def table_entry(layer: nn.Module, bits: int) -> dict[str, Any]:
     """What `blr.compressor.modeling.quantized.quantized_linear` makes the layer's place-holder from."""
-    if isinstance(layer, StructuredLinear):
-        return {**layer.spec.to_dict(), "bits": bits}
-    outputs, inputs = _dense_weight(layer).shape
-    return dense_entry(outputs, inputs, bits)
+    return quantized_spec(layer, bits).to_dict()
 
 
 def _dense_weight(layer: nn.Module) -> Tensor:
@@ -219,28 +147,6 @@ def _factor(layer: StructuredLinear, name: str) -> Tensor:
     stem, _, index = name.partition(".")
     held = getattr(layer, stem)
     return (held[int(index)] if index else held).detach()
-
-
-def _pack(
-    name: str, matrix: Tensor, bits: int, scale_dtype: torch.dtype | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The dequantized matrix in a dtype to measure errors in, and what is stored of it."""
-    packed, scale = quantize(matrix, bits, scale_dtype)
-    if not bool(torch.isfinite(scale).all()):
-        raise NumericsError(
-            f"scales of {name} are not finite in {scale.dtype}; take a model in bfloat16 or float32, "
-            "or leave the layer out"
-        )
-    back = dequantize(packed, scale, bits, matrix.shape[-1], _work(matrix))
-    return back, dict(zip(stored_names(name), (packed, scale), strict=True))
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.square().sum(dtype=torch.float64))
-
-
-def _work(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _conv1d() -> type[nn.Module]:

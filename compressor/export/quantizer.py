@@ -14,13 +14,12 @@ from blr.compressor.architectures import Family, find_family
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import InputError, NumericsError, UsageError
-from blr.compressor.export.pack import PRODUCT, Quantized, parse_kind, quantize_dense, quantize_factors
-from blr.compressor.modeling.quantized import dense_entry, is_quantized, matrix_shape, stored_names
-from blr.compressor.structures.specs import Spec
-from blr.kernels.quantized.reference import GROUP, packed_width
+from blr.compressor.export.pack import parse_kind
+from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
+from blr.kernels.quantized.formats import GROUP
 
 Parts = dict[str, tuple[str, tuple[int, ...]]]  # name in the module -> safetensors dtype and shape
-PACKED_DTYPES = {8: "I8", 4: "U8"}
 
 
 @dataclass(frozen=True)
@@ -109,26 +108,20 @@ class Quantizer:
 
     def _entry(self, module: str) -> dict[str, Any]:
         """What `quantized_linear` makes its layer from."""
+        return self.packing(module).to_dict()
+
+    def packing(self, module: str) -> QuantizedSpec:
+        """How a layer is packed."""
         if module in self.specs:
-            return {**self.specs[module].to_dict(), "bits": self.bits(module)}
-        return dense_entry(*self.dense[module].shape, self.bits(module))
+            return QuantizedSpec(self.specs[module], self.bits(module))
+        outputs, inputs = self.dense[module].shape
+        return QuantizedSpec(DenseSpec(inputs, outputs), self.bits(module))
 
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
         """What is stored of one factor of a structured layer, or of a dense "weight", with scales of
         `dtype`; scales first, which are wider."""
-        if module in self.dense:
-            shape: tuple[int, ...] = self.dense[module].shape
-        else:
-            spec = self.specs[module]
-            if not is_quantized(spec, factor):
-                return {factor: (dtype, spec.shapes()[factor])}
-            shape = matrix_shape(spec, factor)
-        *rows, width = shape
-        (packed, scale), bits = stored_names(factor), self.bits(module)
-        return {
-            scale: (dtype, (*rows, -(-width // GROUP))),
-            packed: (PACKED_DTYPES[bits], (*rows, packed_width(width, bits))),
-        }
+        stored = self.packing(module).packed_parts(factor)
+        return {name: (kind or dtype, shape) for name, (shape, kind) in stored.items()}
 
     def tensor(self, module: str, part: str) -> torch.Tensor:
         """One stored tensor of a layer. Raises NumericsError when scales are not finite."""
@@ -150,14 +143,13 @@ class Quantizer:
         return {kind: mean(values) for kind, values in found.items()}
 
     def _quantize(self, module: str) -> Quantized:
-        bits = self.bits(module)
+        spec = self.packing(module)
         if module in self.dense:
             layer = self.dense[module]
             weight = self._load(layer.entry)
-            return quantize_dense(weight.mT if layer.transposed else weight, bits, self._scales())
-        spec = self.specs[module]
+            return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
         factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in spec.shapes()}
-        return quantize_factors(spec, factors, bits, self._scales())
+        return quantize_factors(spec, factors, self._scales())
 
     def _load(self, entry: TensorEntry) -> torch.Tensor:
         return self.source.load_tensor(entry)

@@ -22,7 +22,8 @@ from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Spec
-from blr.kernels.common.layout import Order, to_physical
+from blr.kernels.common.layout import to_physical
+from blr.kernels.common.orders import Order
 
 if TYPE_CHECKING:
     from torch import Tensor

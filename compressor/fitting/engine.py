@@ -66,6 +66,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     plan = replan(curves)
     work.progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else GPU_EPOCHS * (target.type == "cuda")
+    if epochs and any(planned.spec.quantized for planned in plan.layers):
+        work.progress.notes(["refit: of layers without packed weights only"])
     prefix = layer_key(key=key, measured=sensitivity is not None)
     results = fit_blocks(Run(work, model, plan, batches, sensitivity, epochs, prefix))
     results |= _outside(work, plan, results)

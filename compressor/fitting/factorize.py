@@ -16,6 +16,7 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError, NumericsError
 from blr.compressor.fitting.cost import predicted_cost
+from blr.compressor.fitting.rounding import round_layer
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
@@ -23,6 +24,7 @@ from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.restore import restored
 
 ALGORITHM = 3  # raise it when a factorizer's results change: journals of older runs are then void
 
@@ -45,6 +47,10 @@ class Job:
     def options(self) -> FitOptions:
         seed = layer_seed(self.recipe.seed, self.layer.module)
         return FitOptions(self.planned.solver, self.planned.rounds, seed)
+
+    def stored_dtype(self, weight: Tensor) -> torch.dtype:
+        """Of what is stored and not packed: the recipe's, or the weight's own."""
+        return getattr(torch, self.recipe.dtype) if self.recipe.dtype else weight.dtype
 
     def key(self, weight: Tensor, prefix: str = "") -> str:
         """The journal's name for the factors of `weight` under these settings.
@@ -116,7 +122,7 @@ def _kept(work: Work, job: Job, key: str) -> Result:
         done = work.journal.load(key)
     assert done is not None
     factors, record = done
-    return {suffix: factors[suffix] for suffix in job.planned.spec.shapes()}, record
+    return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
 def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -131,13 +137,14 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
     """
     work = weight.to(job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
+    spec, notes = job.planned.spec, list[str]()
     with recorded_fallbacks() as fallbacks:
-        fit = (
-            STRUCTURES[job.planned.spec.structure]
-            .factorizer()
-            .fit(work, job.planned.spec, None, job.options)
-        )
-    return keep_factors(job, weight, fit.tensors, {"notes": [*fit.notes, *fallbacks]})
+        if spec.quantized:
+            found = round_layer(work, spec, None, job.stored_dtype(weight), job.options)
+        else:
+            fit = STRUCTURES[spec.structure].factorizer().fit(work, spec, None, job.options)
+            found, notes = fit.tensors, fit.notes
+    return keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
 
 
 def keep_factors(
@@ -146,20 +153,26 @@ def keep_factors(
     """Round fitted factors to the dtype they are stored in and measure what that gives.
 
     Args:
-        weight: as stored. record: what is already known of the layer, kept.
+        weight: as stored. factors: by the names of ``spec.stored()``, packed ones as they are.
+        record: what is already known of the layer, kept.
 
     Returns:
-        Factors on the CPU, contiguous, and the layer's record with its type, spec and error.
+        Tensors on the CPU, contiguous, and the layer's record with its type, spec, error and bits a
+        weight.
     """
-    spec, structure = job.planned.spec, STRUCTURES[job.planned.spec.structure].factorizer()
-    stored = getattr(torch, job.recipe.dtype) if job.recipe.dtype else weight.dtype
-    tensors = {name: tensor.detach().to("cpu", stored).contiguous() for name, tensor in factors.items()}
+    spec, dtype = job.planned.spec, job.stored_dtype(weight)
+    tensors = {name: _stored(factors[name], dtype) for name in spec.stored()}
     check_range(tensors)
     work = weight.to(job.device, working_dtype(job.device))
     work = work.mT if job.layer.transposed else work
-    back = structure.reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
+    back = restored(spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
     facts = {"type": job.layer.type, "spec": spec.to_dict(), "error": relative_error(work, back)}
-    return tensors, {**record, **facts}
+    return tensors, {**record, **facts, "bits": job.planned.bits / spec.dense_parameters}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
 
 
 @contextmanager
@@ -185,7 +198,7 @@ def layer_errors(job: Job) -> Iterator[None]:
 def check_range(tensors: dict[str, Tensor]) -> None:
     """Raise NumericsError when factors are not finite in the dtype they are stored in."""
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(
                 f"factor {name} is not finite in {tensor.dtype}; "
                 "store the factors as --dtype float32 or bfloat16, or --exclude the layer"

@@ -34,7 +34,8 @@ from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.weighted import fit_weighted, metric_for
 from blr.compressor.fitting.work import Work
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.table import layer_of
 from blr.compressor.parallel.sums import rounds
 from blr.compressor.planning.plan import Plan
 from blr.compressor.rounding.latent import Plain, Trained
@@ -201,20 +202,23 @@ class BlockFit:
         assert entries is not None
         spec = self.run.planned[module].spec
         bias = getattr(self.student.get_submodule(name), "bias", None)
-        layer = structured_linear(spec.to_dict(), bias is not None)
-        state = {suffix: found[suffix].float() for suffix in spec.shapes()}
+        layer = layer_of(spec, bias is not None)
+        state = {suffix: found[suffix] for suffix in spec.stored()}  # numbers become float32
         if bias is not None:
             state["bias"] = bias.detach()
         layer.load_state_dict(state)
         parent, _, leaf = name.rpartition(".")
         layer.to(self.run.model.device).requires_grad_(False)
         setattr(self.student.get_submodule(parent), leaf, layer)
-        factors = {suffix: entries[0][suffix] for suffix in spec.shapes()}
+        factors = {suffix: entries[0][suffix] for suffix in spec.stored()}
         self.run.results[module] = (factors, entries[1])
 
     def _structured(self) -> dict[str, StructuredLinear]:
-        parts = self.student.named_modules()
-        return {name: part for name, part in parts if isinstance(part, StructuredLinear)}
+        """What is refitted together: layers of which nothing is packed."""
+        planned, names = self.run.planned, [n for g in self.run.model.family.groups for n in g.modules]
+        modules = {name: self._stored(name) for name in names}
+        plain = [n for n, m in modules.items() if m in planned and not planned[m].spec.quantized]
+        return {name: self.student.get_submodule(name) for name in plain}  # type: ignore[misc]
 
     @torch.no_grad()
     def _dense_outputs(self) -> dict[int, Tensor]:

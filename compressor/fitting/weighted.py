@@ -10,10 +10,20 @@ from torch import Tensor
 
 from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
+from blr.compressor.fitting.rounding import round_layer
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.linalg import cholesky, recorded_fallbacks, solve_upper
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Spec
+from blr.compressor.structures.restore import restored
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    QuantizedSpec,
+    Spec,
+)
 
 CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
 RIDGE = 1e-3  # of the mean diagonal of the output metric
@@ -38,15 +48,23 @@ def fit_weighted(
     target = moments.target(work, correct_drift=True)
     metric = None if metric is None else metric.to(job.device, torch.float64)
     with layer_errors(job), recorded_fallbacks() as fallbacks:
-        fit = _fit(job, target, gram, metric)
-    tensors, record = keep_factors(job, weight, fit.tensors, {"notes": [*fit.notes, *fallbacks]})
-    spec = job.planned.spec
-    back = (
-        STRUCTURES[spec.structure]
-        .factorizer()
-        .reconstruct({n: t.to(work) for n, t in tensors.items()}, spec)
-    )
+        found, notes = _found(job, weight, target, gram, metric)
+    tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+    back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
     return tensors, {**record, "weighted_error": relative_error(target, back, gram)}
+
+
+def _found(
+    job: Job, weight: Tensor, target: Tensor, gram: Tensor, metric: Tensor | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
+    spec, dtype = job.planned.spec, job.stored_dtype(weight)
+    if isinstance(spec, CorrectedSpec) or spec.structure == DenseSpec.structure:
+        return round_layer(target, spec, gram, dtype, _options(job)), []
+    fit = _fit(job, target, gram, metric)
+    if not isinstance(spec, QuantizedSpec):
+        return fit.tensors, fit.notes
+    return round_layer(target, spec, gram, dtype, factors=fit.tensors), fit.notes
 
 
 def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
@@ -55,7 +73,7 @@ def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
     Low rank takes the whole metric in closed form; the others, and groups of its output rows, its
     diagonal, which scales rows.
     """
-    spec, dtype, options = job.planned.spec, fitting_dtype(job.device), _options(job)
+    spec, dtype, options = _plain(job.planned.spec), fitting_dtype(job.device), _options(job)
     structure = STRUCTURES[spec.structure].factorizer()
     if metric is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
@@ -83,10 +101,14 @@ def takes_whole_metric(spec: Spec) -> bool:
 
 
 def _options(job: Job) -> FitOptions:
-    slow = isinstance(job.planned.spec, BlastSpec) and job.device.type == "cpu"
+    slow = isinstance(_plain(job.planned.spec), BlastSpec) and job.device.type == "cpu"
     if slow and job.options.rounds is None:
         return replace(job.options, rounds=CPU_ROUNDS)
     return job.options
+
+
+def _plain(spec: Spec) -> Spec:
+    return spec.of if isinstance(spec, QuantizedSpec) else spec
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:

@@ -71,9 +71,14 @@ def _folder(model: str) -> Path:
 
 
 def default_output(model: str, recipe: Recipe) -> Path:
-    """``<name>-<method>-cf<cf>`` in the current folder. Raises InputError as `resolve_model`."""
-    name = Path(os.path.abspath(_folder(model))).name
-    return Path(f"{name}-{recipe.method}-cf{recipe.cf:g}")
+    """``<name>-<method>-cf<cf>-<kind>`` in the current folder, or with the base and the size of its
+    correction. Raises InputError as `resolve_model`."""
+    own, name = recipe.own(), Path(os.path.abspath(_folder(model))).name
+    base = f"-int{own.stored.base}" if own.stored.base else ""
+    kind = f"-int{own.stored.bits}" if own.stored.bits else ""
+    sized = f"-bpw{own.stored.bpw:g}" if own.stored.bpw else f"-r{own.rank}" if own.rank else ""
+    size = f"-cf{recipe.cf:g}" if recipe.sized_by_cf else sized
+    return Path(f"{name}{base}-{own.method}{size}{kind}")
 
 
 def _offline() -> bool:

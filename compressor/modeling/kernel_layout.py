@@ -20,7 +20,8 @@ from blr.compressor.modeling.layers import (
     StructuredLinear,
 )
 from blr.compressor.structures.specs import Spec
-from blr.kernels.common.layout import Order, canonical_view, order_of, to_physical
+from blr.kernels.common.layout import canonical_view, to_physical
+from blr.kernels.common.orders import Order, order_of
 
 SUFFIX = "_kernel"
 

@@ -27,7 +27,8 @@ from blr.compressor.structures.specs import (
     spec_from_dict,
 )
 from blr.kernels.blast.op import blast_linear
-from blr.kernels.common.layout import order_of, relaid
+from blr.kernels.common.layout import relaid
+from blr.kernels.common.orders import order_of
 from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
@@ -52,6 +53,11 @@ class StructuredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
+
+    @property
+    def described(self) -> Spec:
+        """What a file holds of it."""
+        return self.spec
 
     @property
     def weight(self) -> Tensor:
@@ -211,26 +217,13 @@ def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
     return LAYERS[type(spec)](spec, bias)
 
 
-def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
-    """Put a structured layer in the place of every module that `layers` names.
-
-    Args:
-        model: any module tree, on any device (usually meta).
-        layers: module name to the fields of its spec.
-
-    Raises:
-        KeyError: a name that is not a module of `model`.
-    """
-    replace_modules(model, layers, structured_linear)
-
-
 def replace_modules(
     model: nn.Module,
     layers: dict[str, dict[str, Any]],
     make: Callable[[dict[str, Any], bool], nn.Module],
 ) -> None:
     """Put what `make` makes of an entry of `layers`, and of whether there is a bias, in the place of the
-    module of its name: on that one's device, in its dtype. Raises KeyError as `replace_layers`."""
+    module of its name: on that one's device, in its dtype. Raises KeyError for a name that is none."""
     modules = dict(model.named_modules())
     for name, fields in layers.items():
         if name not in modules:

@@ -19,7 +19,8 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
-from blr.compressor.modeling.layers import prepare_layers, replace_layers
+from blr.compressor.modeling.layers import prepare_layers
+from blr.compressor.modeling.table import replace_layers
 
 _classes: dict[str, type[Any]] = {}
 
@@ -45,7 +46,7 @@ class StructuredModelMixin:
         table = (self.config.blr or {}).get("layers", {})
         for name in table:
             layer = self.get_submodule(module_name(self, name))
-            table[name] = layer.spec.to_dict() if hasattr(layer, "spec") else table[name]
+            table[name] = layer.described.to_dict() if hasattr(layer, "described") else table[name]
         native: Any = super()
         return native.save_pretrained(*arguments, **options)
 

@@ -1,20 +1,21 @@
-"""Layers with int8 or int4 weights: structured ones and dense ones. Shipped in quantized exports.
+"""Layers with weights of 8, 4, 3 or 2 bits: structured ones and dense ones. Shipped in every checkpoint.
 
 A factor is stored in kernel layout and packed along its contracted axis: ``<factor>_q`` and
-``<factor>_scale``, buffers (`blr.kernels.quantized.reference`). The canonical names (``U``, ``V``,
-``factors``, ``weight``) are dequantized when they are read, in the dtype of the scales, so that
-every forward pass is that of the plain layer; the decoding runtime reads `packed` instead.
-The S of BLAST, which is small, stays a parameter in full precision.
+``<factor>_scale``, buffers (`blr.kernels.quantized.reference`), as its spec says. The canonical names
+(``U``, ``V``, ``factors``, ``weight``) are dequantized when they are read, in the dtype of the scales,
+so that every forward pass is that of the plain layer; the decoding runtime reads `packed` instead,
+where it has kernels for the format. The S of BLAST, which is small, stays a parameter unless its spec
+says otherwise.
 """
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.layers import (
     BlastLinear,
     KroneckerLinear,
@@ -24,21 +25,25 @@ from blr.compressor.modeling.layers import (
     replace_modules,
 )
 from blr.compressor.modeling.stages import Stage
+from blr.compressor.structures.packing import from_matrix
 from blr.compressor.structures.specs import (
+    PACKED,
+    SCALE,
     BlastSpec,
+    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    QuantizedSpec,
     Spec,
     spec_from_dict,
 )
-from blr.kernels.common.layout import canonical_view, order_of, to_physical
-from blr.kernels.quantized.reference import GROUP, dequantize, packed_width
+from blr.kernels.quantized.formats import GROUP, packed_width
+from blr.kernels.quantized.reference import dequantize
 
-PACKED, SCALE = "_q", "_scale"
-DENSE = "dense"  # the structure of an entry for a quantized nn.Linear
+DENSE = DenseSpec.structure  # the structure of an entry for a quantized nn.Linear
 WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
-Axes = tuple[tuple[int, ...], ...]
+RUNTIME_BITS = (4, 8)  # in groups of `GROUP`: what the decoding kernels unpack
 
 
 class Packed(NamedTuple):
@@ -48,6 +53,7 @@ class Packed(NamedTuple):
     scale: Tensor
     bits: int
     K: int
+    group: int = GROUP
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,102 +67,75 @@ class Packed(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """[..., R, K] in the dtype of the scales."""
-        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype)
+        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
-
-def matrix_shape(spec: Spec, name: str) -> tuple[int, ...]:
-    """Shape [..., R, K] that a factor is packed in: the factor in kernel layout, but with two axes
-    made one where a product sums over both or one alone would leave most of a group empty:
-    Kronecker-sparse [a, d, b·c], and the U of a low-rank layer in input groups [o, G·r]."""
-    return tuple(map(prod, _sizes(spec, name)))
-
-
-def to_matrix(spec: Spec, name: str, factor: Tensor) -> Tensor:
-    """A canonical factor as it is packed, [..., R, K]."""
-    return to_physical(factor, _order(spec, name)).reshape(matrix_shape(spec, name))
-
-
-def _axes(spec: Spec, name: str) -> Axes:
-    return QUANTIZED_LAYERS[type(spec)].axes(spec, name)
-
-
-def _order(spec: Spec, name: str) -> tuple[int, ...]:
-    return sum(_axes(spec, name), ())
-
-
-def _sizes(spec: Spec, name: str) -> list[tuple[int, ...]]:
-    """Sizes of the axes behind each axis of `matrix_shape`."""
-    shape = spec.shapes()[name]
-    return [tuple(shape[axis] for axis in joined) for joined in _axes(spec, name)]
-
-
-def from_matrix(spec: Spec, name: str, matrix: Tensor) -> Tensor:
-    """The inverse of `to_matrix`: a view in canonical shape."""
-    sizes = [size for joined in _sizes(spec, name) for size in joined]
-    return canonical_view(matrix.reshape(sizes), _order(spec, name))
-
-
-def stored_names(name: str) -> tuple[str, str]:
-    """``V`` -> ``V_q``, ``V_scale``; ``factors.0`` -> ``factors_q.0``, ``factors_scale.0``."""
-    stem, dot, index = name.partition(".")
-    return f"{stem}{PACKED}{dot}{index}", f"{stem}{SCALE}{dot}{index}"
-
-
-def is_quantized(spec: Spec, name: str) -> bool:
-    """Whether a quantized layer of `spec` packs this factor."""
-    return name not in QUANTIZED_LAYERS[type(spec)].kept
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the decoding kernels read this format."""
+        return self.bits in RUNTIME_BITS and self.group == GROUP
 
 
 class QuantizedStructured(StructuredLinear):
     """What the quantized structured layers share.
 
     Args:
-        spec, bias: as of the plain layer. bits: 4 or 8.
-
-    kept: factors that are never packed.
+        spec: what is packed and how; the layer's `spec` is that of the structure. bias: as ever.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ()
+    def __init__(self, spec: QuantizedSpec, bias: bool) -> None:
+        self.packing = spec  # first: `_allocate` asks for it
+        super().__init__(spec.of, bias)
 
-    def __init__(self, spec: Spec, bias: bool, bits: int) -> None:
-        self.bits = bits  # first: `_allocate` asks for it
-        super().__init__(spec, bias)
+    @property
+    def bits(self) -> int:
+        return self.packing.bits
+
+    @property
+    def described(self) -> Spec:
+        return self.packing
 
     def _allocate(self) -> None:
         for name, shape in self.spec.shapes().items():
-            if is_quantized(self.spec, name):
-                stem, _, index = name.partition(".")
-                tensors = _empty(matrix_shape(self.spec, name), self.bits)
-                for suffix, tensor in zip((PACKED, SCALE), tensors, strict=True):
-                    _register(self, stem + suffix, index, tensor)
-            else:
+            form = self.packing.format_of(name)
+            if form is None:
                 self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    @classmethod
-    def axes(cls, spec: Spec, name: str) -> Axes:
-        """The canonical axes behind each axis of the matrix [..., R, K] that a factor is packed as."""
-        return tuple((axis,) for axis in order_of(spec.structure, name, len(spec.shapes()[name])))
+                continue
+            stem, _, index = name.partition(".")
+            tensors = _empty(self.packing.packed_shape(name), *form)
+            for suffix, tensor in zip((PACKED, SCALE), tensors, strict=True):
+                _register(self, stem + suffix, index, tensor)
 
     def matrix(self, name: str) -> Any:
         return _blocks(self.packed(name))
 
+    def stages(self) -> tuple[Stage, ...] | None:
+        """As of the plain layer; None for a format that the decoding kernels do not read."""
+        forms = map(self.packing.format_of, ("U", "V"))
+        return super().stages() if not self.packing.tiled and all(map(_has_kernels, forms)) else None
+
     def packed(self, name: str) -> Packed:
-        """The packed factor `name` ("U", "V", "factors.0"), of `matrix_shape`."""
+        """The packed factor `name` ("U", "V", "factors.0"), of the spec's `packed_shape`."""
         stem, _, index = name.partition(".")
         parts = [getattr(self, stem + suffix) for suffix in (PACKED, SCALE)]
         packed, scale = (getattr(part, index) for part in parts) if index else parts
-        return Packed(packed, scale, self.bits, matrix_shape(self.spec, name)[-1])
+        form = self.packing.format_of(name)
+        assert form is not None
+        return Packed(packed, scale, form[0], self.packing.packed_shape(name)[-1], form[1])
 
     def dequantized(self, name: str) -> Tensor:
         """The canonical factor `name`, made anew at every call."""
-        return from_matrix(self.spec, name, self.packed(name).dequantized())
+        return from_matrix(self.packing, name, self.packed(name).dequantized())
 
     def relayout_(self) -> Self:
         """Nothing to do: what is stored is in kernel layout wherever the layer is."""
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, int{self.bits}"
+        return f"{super().extra_repr()}, {self.packing.describe()}"
+
+
+def _has_kernels(form: tuple[int, int] | None) -> bool:
+    return form is None or (form[0] in RUNTIME_BITS and form[1] == GROUP)
 
 
 def _canonical(name: str) -> Any:
@@ -165,12 +144,6 @@ def _canonical(name: str) -> Any:
 
 class QuantizedLowRankLinear(QuantizedStructured, LowRankLinear):
     """U_q [o, …], V_q [r, …] of i columns, or in groups [G, o/G, …] and [G, r, …]."""
-
-    @classmethod
-    def axes(cls, spec: Spec, name: str) -> Axes:
-        if getattr(spec, "side", None) == "in" and name == "U":  # a product over all groups' ranks
-            return (1,), (0, 2)
-        return super().axes(spec, name)
 
     U, V = _canonical("U"), _canonical("V")
 
@@ -182,20 +155,19 @@ class QuantizedMonarchLinear(QuantizedStructured, MonarchLinear):
 
 
 class QuantizedBlastLinear(QuantizedStructured, BlastLinear):
-    """U_q [b, q, …], V_q [b, r, …] of p columns, S [b, b, r]."""
-
-    kept = ("S",)
+    """U_q [b, q, …], V_q [b, r, …] of p columns, S [b, b, r] or S_q [b, b, …] of r."""
 
     U, V = _canonical("U"), _canonical("V")
 
 
+class QuantizedCoupledBlastLinear(QuantizedBlastLinear):
+    """The same with couplings that are packed, too."""
+
+    S = _canonical("S")
+
+
 class QuantizedKroneckerLinear(QuantizedStructured, KroneckerLinear):
     """factors_q.n [a, d, …] of b·c columns."""
-
-    @classmethod
-    def axes(cls, spec: Spec, name: str) -> Axes:
-        (a,), (d,), (b,), (c,) = super().axes(spec, name)
-        return (a,), (d,), (b, c)
 
     def _made(self) -> list[Tensor]:
         return [self.dequantized(name) for name in self.spec.shapes()]
@@ -210,24 +182,39 @@ class QuantizedLinear(nn.Module):
     """A dense layer ``y = x Wᵀ + bias`` with weight_q [o, …] of i columns; replaces nn.Linear and,
     transposed, GPT-2's Conv1D."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, bits: int) -> None:
+    def __init__(self, spec: QuantizedSpec, bias: bool) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = in_features, out_features, bits
-        packed, scale = _empty((out_features, in_features), bits)
+        self.packing = self.described = spec
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        packed, scale = _empty((spec.out_features, spec.in_features), spec.bits, spec.group)
         self.register_buffer("weight" + PACKED, packed)
         self.register_buffer("weight" + SCALE, scale)
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
 
-    weight = property(lambda layer: layer.packed().dequantized(), doc="W [o, i], dequantized when read.")
+    @property
+    def bits(self) -> int:
+        return self.packing.bits
+
+    @property
+    def weight(self) -> Tensor:
+        """W [o, i], dequantized where something computes with it."""
+        if torch.compiler.is_compiling():
+            return self.composed()
+        return DenseWeight(self, self.get_buffer("weight" + SCALE))
+
+    def composed(self) -> Tensor:
+        """W [o, i] in the dtype of the scales."""
+        return self.packed().dequantized()
 
     def packed(self, name: str = "weight") -> Packed:
         """The packed weight [o, i]."""
         packed, scale = getattr(self, name + PACKED), getattr(self, name + SCALE)
-        return Packed(packed, scale, self.bits, self.in_features)
+        return Packed(packed, scale, self.bits, self.in_features, self.packing.group)
 
-    def stages(self) -> tuple[Stage, ...]:
-        """As of the structured layers."""
-        return (Stage(_blocks(self.packed()), self.bias),)
+    def stages(self) -> tuple[Stage, ...] | None:
+        """As of the structured layers; None for a format that the decoding kernels do not read."""
+        found = _blocks(self.packed())
+        return (Stage(found, self.bias),) if found.has_kernels else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
@@ -242,7 +229,7 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features} -> {self.out_features}"
-        return f"{DENSE} {sizes}, bias={self.bias is not None}, int{self.bits}"
+        return f"{DENSE} {sizes}, bias={self.bias is not None}, {self.packing.describe()}"
 
 
 def rows_at_once(width: int) -> int:
@@ -258,20 +245,26 @@ QUANTIZED_LAYERS: dict[type[Spec], type[QuantizedStructured]] = {
 }
 
 
+def quantized_layer(spec: QuantizedSpec, bias: bool) -> QuantizedStructured | QuantizedLinear:
+    """An empty layer that holds what `spec` says."""
+    if isinstance(spec.of, DenseSpec):
+        return QuantizedLinear(spec, bias)
+    if isinstance(spec.of, BlastSpec) and spec.kept_bits:
+        return QuantizedCoupledBlastLinear(spec, bias)
+    return QUANTIZED_LAYERS[type(spec.of)](spec, bias)
+
+
 def quantized_linear(fields: dict[str, Any], bias: bool) -> QuantizedStructured | QuantizedLinear:
-    """The module for a table entry: "bits" beside the fields of a spec, or beside "structure": "dense",
-    "in_features" and "out_features"."""
-    fields = dict(fields)
-    bits = fields.pop("bits")
-    if fields["structure"] == DENSE:
-        return QuantizedLinear(fields["in_features"], fields["out_features"], bias, bits)
+    """The module for a table entry (`QuantizedSpec.to_dict`). Raises ValueError for another one."""
     spec = spec_from_dict(fields)
-    return QUANTIZED_LAYERS[type(spec)](spec, bias, bits)
+    if not isinstance(spec, QuantizedSpec):
+        raise ValueError(f"{spec.describe()}: expected a quantized layer")
+    return quantized_layer(spec, bias)
 
 
 def dense_entry(rows: int, columns: int, bits: int) -> dict[str, Any]:
     """What `quantized_linear` makes a `QuantizedLinear` of weights [rows, columns] from."""
-    return {"structure": DENSE, "in_features": columns, "out_features": rows, "bits": bits}
+    return QuantizedSpec(DenseSpec(columns, rows), bits).to_dict()
 
 
 def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
@@ -308,10 +301,9 @@ def _register(layer: nn.Module, name: str, index: str, tensor: Tensor) -> None:
     layer.get_submodule(name).register_buffer(index, tensor)
 
 
-def _empty(shape: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor]:
+def _empty(shape: tuple[int, ...], bits: int, group: int) -> tuple[Tensor, Tensor]:
     """Packed weights and scales of a zero matrix [..., R, K], to be loaded."""
-    packed = torch.zeros(*shape[:-1], packed_width(shape[-1], bits), dtype=_DTYPES[bits])
-    return packed, torch.zeros(*shape[:-1], -(-shape[-1] // GROUP))
-
-
-_DTYPES = {8: torch.int8, 4: torch.uint8}
+    *rows, K = shape
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    packed = torch.zeros(*rows, packed_width(K, bits, group), dtype=dtype)
+    return packed, torch.zeros(*rows, -(-K // group))

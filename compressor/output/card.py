@@ -9,12 +9,12 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
+from blr.compressor.planning.storing import what_becomes
 from blr.compressor.recipe.schema import Recipe
 
 CARD = """# {name}, compressed by blr
 
-{layers} linear layers replaced by **{method}** structures{kept}, compression factor {cf:.3f} of those
-layers ({dense:,} parameters became {structured:,}); every other tensor is unchanged.
+{layers} linear layers {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
 
 Load it with `blr-compress` installed:
 
@@ -46,16 +46,22 @@ def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, An
     front = card_front(source.folder, name, (*TAGS, recipe.method))
     return front + CARD.format(
         name=name,
-        method=recipe.method,
         layers=len(plan.layers),
+        what=what_becomes(recipe),
+        size=_size(plan),
+        bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
-        cf=plan.cf,
-        dense=plan.dense_parameters,
-        structured=plan.structured_parameters,
         task="ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else "",
         rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
         version=__version__,
     )
+
+
+def _size(plan: Plan) -> str:
+    dense, now = plan.dense_parameters, plan.structured_parameters
+    if now >= dense:
+        return f"{dense:,} weights"
+    return f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
 
 
 def _types(records: dict[str, Any]) -> list[str]:

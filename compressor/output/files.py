@@ -108,8 +108,8 @@ def _planned_tensors(source: Source, plan: Plan) -> dict[str, Any]:
     shapes = {name: entry.shape for name, entry in source.entries.items()}
     for planned in plan.layers:
         del shapes[planned.layer.entry.name]
-        factors = planned.spec.shapes().items()
-        shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, shape in factors}
+        stored = planned.spec.stored().items()
+        shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, (shape, _) in stored}
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 

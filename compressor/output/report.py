@@ -85,6 +85,7 @@ def report_data(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[
             "dense_parameters": plan.dense_parameters,
             "parameters": plan.structured_parameters,
             "cf": _round(plan.cf),
+            "bits": _round(plan.bits),
         },
         "types": [_type(kind, layers) for kind in dict.fromkeys(layer["type"] for layer in layers)],
         "layers": layers,
@@ -104,6 +105,7 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
         "equal_rank": _round(rank_on_curve(spec)),
         "dense_parameters": spec.dense_parameters,
         "parameters": spec.parameters,
+        "bits": _round(planned.bits / spec.dense_parameters),
         "error": _round(record["error"]),
         "rule": planned.rule,
         "notes": list(record.get("notes", [])),
@@ -160,6 +162,7 @@ def _summary(data: Mapping[str, Any]) -> str:
         ("kept dense on purpose", str(len(data["kept"]))),
         ("parameters of these", f"{totals['dense_parameters']:,} → {totals['parameters']:,}"),
         ("compression factor", f"{totals['cf']:.4g}"),
+        ("stored bits a weight", f"{totals['bits']:.4g}"),
     ]
     skipped = ("name", "perplexity", "cf")
     rows += [(k, _words(v)) for k, v in data["facts"].items() if k not in skipped and v is not None]
@@ -267,19 +270,20 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 
 
 def _rules(data: Mapping[str, Any]) -> str:
-    head = ("module", "structure", "rank or pattern", "parameters", "error", "rule")
+    head = ("module", "structure", "rank or pattern", "parameters", "bits", "error", "rule")
     rows = [
         (
             layer["module"],
             layer["structure"],
             layer["rank"],
             f"{layer['parameters']:,}",
+            f"{layer['bits']:.3f}",
             f"{layer['error']:.4f}" if _known(layer["error"]) else "",
             layer["rule"],
         )
         for layer in data["layers"]
     ]
-    rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", k["rule"]) for k in data["kept"]]
+    rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     return f"<h2>Plan</h2>{_table(head, rows)}"
 
 
@@ -290,7 +294,7 @@ def _fallbacks(data: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], header: bool = True) -> str:
-    numeric = [name in ("parameters", "error") for name in head]
+    numeric = [name in ("parameters", "bits", "error") for name in head]
     top = "".join(f"<th{_class(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
     lines = [zip(row, numeric, strict=True) for row in rows]
     cells = ["".join(f"<td{_class(n)}>{escape(cell)}</td>" for cell, n in line) for line in lines]

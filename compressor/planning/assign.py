@@ -3,6 +3,7 @@ meet the budget."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.planning.budget import Item, exact_ranks, snap
 from blr.compressor.planning.heads import groups_for_budget, groups_for_rank, nearest_grouping
 from blr.compressor.planning.layers import Layer
+from blr.compressor.planning.storing import stored_spec
 from blr.compressor.recipe.schema import LayerSettings, Recipe
 from blr.compressor.structures.patterns import choose_patterns, parse_patterns, validate_chain
 from blr.compressor.structures.registry import STRUCTURES, Form, Structure
@@ -19,19 +21,22 @@ from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 CHAIN_TOLERANCE = 0.005  # of the compression factor, that a chosen chain may exceed
 CHAIN_TRIES = 8
+RANK_UNIT = 4  # of corrections that bits size
 
 Curves = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A layer, its settings and what is already decided; `why` explains it."""
+    """A layer, its settings and what is already decided; `why` explains it, `width` is that of a number
+    that is stored as it is, in bits."""
 
     layer: Layer
     settings: LayerSettings
     blocks: int = 1
     groups: int = 1
     why: str = ""
+    width: int = 16
 
     @property
     def size(self) -> int:
@@ -165,12 +170,32 @@ class Assigner:
             patterns = parse_patterns(settings.pattern, i, o)
             validate_chain(patterns, i, o)
             return KroneckerSpec(i, o, patterns), task.decided("chain as given")
+        if settings.stored.bpw is not None:
+            return self._within(task, settings.stored.bpw)
         if settings.rank is None:
             return None
         rank = min(max(settings.rank // task.step, 1) * task.step, task.most)
         if rank != settings.rank:
             self._say(f"{o}x{i}: rank {settings.rank} is not possible, using {rank}")
         return task.spec(rank), task.decided("rank as given")
+
+    def _within(self, task: Task, bpw: float) -> tuple[Spec, str]:
+        """The largest correction with which all that is stored takes `bpw` bits a weight."""
+
+        def bits(rank: int) -> float:
+            stored = stored_spec(task.spec(rank), task.settings.stored, task.width)
+            return stored.stored_bits(task.width) / task.size
+
+        unit = max(task.step, RANK_UNIT // task.step * task.step)
+        ranks = range(unit, task.most + 1, unit) or [task.step]
+        found = bisect_right(ranks, bpw, key=bits)  # groups that fill up make steps, but none downwards
+        if not found:
+            o, i = task.layer.shape
+            raise UsageError(
+                f"bpw {bpw:g} cannot be met: int{task.settings.stored.base} and the smallest correction "
+                f"take {bits(ranks[0]):.3g} bits a weight of {task.layer.module} ({o}x{i})"
+            )
+        return task.spec(ranks[found - 1]), task.decided(f"at most {bpw:g} bits a weight")
 
     def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:
         """Specs of tasks that share `budget` parameters."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.assign import Assigner, Curves, Task
+from blr.compressor.errors import UsageError
+from blr.compressor.machine.dtypes import BYTES
+from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
 from blr.compressor.planning.layers import Layer, find_layers, select
-from blr.compressor.recipe.schema import Recipe
-from blr.compressor.structures.specs import Spec
+from blr.compressor.planning.storing import stored_spec
+from blr.compressor.recipe.schema import DENSE, Recipe
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
 
@@ -21,7 +24,7 @@ class PlannedLayer:
     """What happens to one layer.
 
     `solver` and `rounds` are those of its rule (None: the family's default); `rule` says in words
-    why this structure and size.
+    why this structure and size; `width` is that of a number that is not packed, in bits.
     """
 
     layer: Layer
@@ -29,6 +32,12 @@ class PlannedLayer:
     solver: str | None = None
     rounds: int | None = None
     rule: str = ""
+    width: int = 16
+
+    @property
+    def bits(self) -> int:
+        """Of all that is stored."""
+        return self.spec.stored_bits(self.width)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class KeptLayer:
 
     layer: Layer
     rule: str
+
+    @property
+    def bits(self) -> int:
+        """Of all that is stored."""
+        return 8 * self.layer.entry.nbytes
 
     @property
     def parameters(self) -> int:
@@ -78,6 +92,12 @@ class Plan:
         return self.dense_parameters / self.structured_parameters
 
     @property
+    def bits(self) -> float:
+        """Stored bits of these layers for each of their dense parameters."""
+        stored = sum(layer.bits for layer in self.layers) + sum(layer.bits for layer in self.kept)
+        return stored / self.dense_parameters
+
+    @property
     def share(self) -> float | None:
         """Of the checkpoint's parameters, how many are in replaced layers; None if it has no weights."""
         if self.whole is None:
@@ -106,20 +126,64 @@ def make_plan(
     """
     notes: list[str] = []
     layers = select(find_layers(source, recipe, notes), recipe, source)
-    tasks = [Task(layer, recipe.settings_for(layer.module)) for layer in layers]
+    tasks = [_task(layer, recipe) for layer in layers]
     tasks = _decide(tasks, recipe, curves or {}, calibrated, notes)
     if recipe.allocation == "sensitivity" and not curves:
         notes.append("allocation: sensitivity needs calibration, these ranks are uniform")
-    kept = [
-        KeptLayer(task.layer, task.decided("kept dense"))
-        for task in tasks
-        if task.settings.method == "dense"
-    ]
-    replaced = [task for task in tasks if task.settings.method != "dense"]
-    budget = sum(task.size for task in tasks) / recipe.cf - sum(layer.parameters for layer in kept)
-    assigned = Assigner(recipe, curves or {}, calibrated, notes).assign(replaced, budget)
-    planned = [_planned(task, *assigned[task.layer.module]) for task in replaced]
-    return Plan(planned, notes, kept, _whole(source))
+    fixed, kept = _dense(tasks, notes)
+    done = {p.layer.module for p in fixed} | {layer.layer.module for layer in kept}
+    structured = [task for task in tasks if task.layer.module not in done]
+    assigned = _assign(structured, fixed, kept, Assigner(recipe, curves or {}, calibrated, notes))
+    planned = {p.layer.module: p for p in fixed}
+    for task in structured:
+        planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
+    ordered = [planned[layer.module] for layer in layers if layer.module in planned]
+    return Plan(ordered, notes, kept, _whole(source))
+
+
+def _task(layer: Layer, recipe: Recipe) -> Task:
+    width = 8 * BYTES[recipe.dtype] if recipe.dtype else 8 * layer.entry.nbytes // layer.entry.parameters
+    return Task(layer, recipe.settings_for(layer.module), width=width)
+
+
+def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:
+    """The layers that stay dense: those whose weights are stored in few bits, and those that are kept.
+
+    Raises UsageError when a recipe of dense layers makes none smaller.
+    """
+    fixed, kept = [], []
+    for task in tasks:
+        if task.settings.method != DENSE:
+            continue
+        o, i = task.layer.shape
+        spec = stored_spec(DenseSpec(i, o), task.settings.stored, task.width)
+        if isinstance(spec, QuantizedSpec):
+            fixed.append(PlannedLayer(task.layer, spec, rule=task.decided("dense"), width=task.width))
+            continue
+        kept.append(KeptLayer(task.layer, task.decided("kept dense")))
+        if task.settings.stored.bits:
+            _say_large(task, notes)
+    if len(kept) == len(tasks) and any(task.settings.stored.bits for task in tasks):
+        raise UsageError(f"{notes[-1]}; no layer is left: take a smaller --group")
+    return fixed, kept
+
+
+def _say_large(task: Task, notes: list[str]) -> None:
+    (o, i), stored = task.layer.shape, task.settings.stored
+    note = f"{o}x{i}: in int{stored.bits} and groups of {stored.group} no smaller, not packed"
+    notes.extend([note] if note not in notes else [])
+
+
+def _assign(
+    tasks: list[Task], fixed: list[PlannedLayer], kept: list[KeptLayer], assigner: Assigner
+) -> Assigned:
+    """Structures of all that is replaced by one. What stays dense counts in the budget; corrections,
+    which say themselves how large they are, do not."""
+    correcting = [task for task in tasks if task.settings.stored.base is not None]
+    others = [task for task in tasks if task.settings.stored.base is None]
+    dense = sum(p.spec.parameters for p in fixed) + sum(layer.parameters for layer in kept)
+    budget = (sum(task.size for task in others) + dense) / assigner.recipe.cf - dense
+    return assigner.assign(correcting, 0) | assigner.assign(others, budget if others else 0)
 
 
 def _whole(source: Source) -> Whole | None:
@@ -140,5 +204,10 @@ def _decide(
     return choose_methods(tasks, recipe, curves, calibrated, notes)
 
 
-def _planned(task: Task, spec: Spec, rule: str) -> PlannedLayer:
-    return PlannedLayer(task.layer, spec, task.settings.solver, task.settings.rounds, rule)
+def _planned(task: Task, spec: Spec, rule: str, notes: list[str]) -> PlannedLayer:
+    """The layer as it is stored: packed, where that takes fewer bits."""
+    settings = task.settings
+    stored = stored_spec(spec, settings.stored, task.width)
+    if stored is spec and settings.stored.bits:
+        _say_large(task, notes)
+    return PlannedLayer(task.layer, stored, settings.solver, settings.rounds, rule, task.width)

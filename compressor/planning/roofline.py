@@ -9,7 +9,7 @@ is charged for each kernel: at one token that decides whether a small layer gain
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from math import prod
@@ -17,9 +17,12 @@ from math import prod
 from blr.compressor.errors import UsageError
 from blr.compressor.structures.specs import (
     BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    QuantizedSpec,
     Spec,
 )
 
@@ -90,10 +93,20 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
 
     Low rank: two products. Monarch: two batched products around n·b·r numbers. BLAST: two batched
     products and between them the mix with S, which reads and writes n·b·r numbers; for one token it
-    is the prologue of the second product. Kronecker-sparse: one fused kernel a factor.
+    is the prologue of the second product. Kronecker-sparse: one fused kernel a factor. Packed weights
+    are unpacked as they are read; a correction is a layer of its own.
     """
+    if isinstance(spec, CorrectedSpec):
+        for _, part in spec.parts():
+            yield from kernels(part, tokens)
+        return
+    if isinstance(spec, QuantizedSpec):
+        yield from _packed(list(kernels(spec.of, tokens)), spec)
+        return
     o, i, n = spec.out_features, spec.in_features, tokens
-    if isinstance(spec, LowRankSpec):
+    if isinstance(spec, DenseSpec):
+        yield _matmul(n, i, o)
+    elif isinstance(spec, LowRankSpec):
         inner = spec.rank * spec.groups
         U, V = (prod(shape) for shape in spec.shapes().values())
         yield Kernel(n * i + V + n * inner, n * V)
@@ -111,6 +124,13 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
             yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
     else:
         raise TypeError(f"no roofline for {type(spec).__name__}")
+
+
+def _packed(found: list[Kernel], spec: QuantizedSpec) -> Iterator[Kernel]:
+    """The kernels of ``spec.of`` with its weights read in fewer bits, alike in all of them."""
+    whole = sum(kernel.moved for kernel in found)
+    spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
+    yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)
 
 
 def _matmul(tokens: int, i: int, o: int) -> Kernel:

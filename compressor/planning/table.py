@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from blr.compressor.machine.dtypes import BYTES
 from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
 from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import Recipe
@@ -17,7 +16,16 @@ SUMMED = (
     *("dense_decode_us", "dense_prefill_us"),
 )
 COLUMNS = (
-    *("layers", "structure", "shape", "rank or pattern", "parameters in all", "cf", "bytes in all"),
+    *(
+        "layers",
+        "structure",
+        "shape",
+        "rank or pattern",
+        "parameters in all",
+        "cf",
+        "bits",
+        "bytes in all",
+    ),
     *("decode, µs each", "prefill, µs each", "rule"),
 )
 
@@ -25,19 +33,21 @@ COLUMNS = (
 def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
     """A JSON-ready account of `plan`, one entry a layer in the order of the checkpoint.
 
-    Times are rooflines in bf16 on `gpu` for 1 and 4096 tokens, dense ones beside them; bytes are
-    those stored. `outlined` says that shapes come from config.json alone, so that the whole is unknown.
+    Times are rooflines in bf16 on `gpu` for 1 and 4096 tokens, dense ones beside them; bytes and
+    bits a weight are those stored. `outlined` says that shapes come from config.json alone, so that the
+    whole is unknown.
     """
     entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
     entries.sort(key=lambda entry: _natural(entry.layer.module))
-    layers = [_row(entry, recipe, gpu) for entry in entries]
+    layers = [_row(entry, gpu) for entry in entries]
     totals = {key: sum(layer[key] for layer in layers) for key in SUMMED}
     return {
         "model": name,
         "from": "config.json" if outlined else "headers",
         "gpu": {"name": gpu.name, "source": gpu.source},
-        "requested_cf": recipe.cf,
+        "requested_cf": recipe.cf if recipe.sized_by_cf else None,
         "cf": plan.cf,
+        "bits": plan.bits,
         "replaced": len(plan.layers),
         "kept_dense": len(plan.kept),
         "totals": totals,
@@ -53,7 +63,7 @@ def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
         return None
     before = plan.whole.nbytes
     replaced = sum(planned.layer.entry.nbytes for planned in plan.layers)
-    after = before - replaced + sum(row["bytes"] for row in layers if row["structure"] != "dense")
+    after = before - replaced + sum(planned.bits for planned in plan.layers) // 8
     return {
         "parameters": plan.whole.parameters,
         "share": plan.share,
@@ -63,7 +73,7 @@ def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
     }
 
 
-def _row(entry: PlannedLayer | KeptLayer, recipe: Recipe, gpu: Gpu) -> dict[str, Any]:
+def _row(entry: PlannedLayer | KeptLayer, gpu: Gpu) -> dict[str, Any]:
     layer = entry.layer
     o, i = layer.shape
     dense = {"decode": dense_time(i, o, DECODE, gpu), "prefill": dense_time(i, o, PREFILL, gpu)}
@@ -71,11 +81,9 @@ def _row(entry: PlannedLayer | KeptLayer, recipe: Recipe, gpu: Gpu) -> dict[str,
         spec = entry.spec
         structure, rank, parameters = spec.structure, spec.describe(), spec.parameters
         times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
-        item = BYTES.get(recipe.dtype or "", layer.entry.nbytes // layer.entry.parameters)
     else:
         structure, rank, parameters = "dense", "", o * i
         times = [dense["decode"], dense["prefill"]]
-        item = layer.entry.nbytes // layer.entry.parameters
     return {
         "module": layer.module,
         "type": layer.type,
@@ -85,7 +93,8 @@ def _row(entry: PlannedLayer | KeptLayer, recipe: Recipe, gpu: Gpu) -> dict[str,
         "dense_parameters": o * i,
         "parameters": parameters,
         "cf": o * i / parameters,
-        "bytes": parameters * item,
+        "bits": entry.bits / (o * i),
+        "bytes": entry.bits // 8,
         "decode_us": times[0],
         "prefill_us": times[1],
         "dense_decode_us": dense["decode"],
@@ -97,13 +106,12 @@ def _row(entry: PlannedLayer | KeptLayer, recipe: Recipe, gpu: Gpu) -> dict[str,
 def plan_text(result: dict[str, Any], every: bool = False) -> str:
     """The table as aligned text: identical layers of several blocks in one row, or `every` layer."""
     groups = [[layer] for layer in result["layers"]] if every else _grouped(result["layers"])
-    lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 7))]
+    lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 8))]
     totals, gpu = result["totals"], result["gpu"]
     kept = f", {result['kept_dense']} kept dense" if result["kept_dense"] else ""
     lines += [
         f"{result['replaced']} layers replaced{kept}: {totals['dense_parameters']:,} -> "
-        f"{totals['parameters']:,} parameters, cf {result['cf']:.3f} "
-        f"(asked for {result['requested_cf']:g}), {totals['bytes']:,} bytes",
+        f"{totals['parameters']:,} parameters, {_sizes(result)}, {totals['bytes']:,} bytes",
         f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines): decode of these layers "
         f"{totals['decode_us']:,.0f} µs a token (dense {totals['dense_decode_us']:,.0f}), prefill of "
         f"{PREFILL} tokens {totals['prefill_us'] / 1000:,.1f} ms "
@@ -118,6 +126,11 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
     if result["from"] == "config.json":
         lines.append("shapes are those that config.json implies: no weights were found")
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+
+
+def _sizes(result: dict[str, Any]) -> str:
+    asked = f" (asked for {result['requested_cf']:g})" if result["requested_cf"] else ""
+    return f"cf {result['cf']:.3f}{asked}, {result['bits']:.3f} bits a weight"
 
 
 def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -139,6 +152,7 @@ def _cells(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         one["rank"],
         f"{sum(layer['parameters'] for layer in group):,}",
         f"{one['cf']:.3f}",
+        f"{one['bits']:.3f}",
         f"{sum(layer['bytes'] for layer in group):,}",
         f"{one['decode_us']:.1f} (dense {one['dense_decode_us']:.1f})",
         f"{one['prefill_us']:.0f} (dense {one['dense_prefill_us']:.0f})",

@@ -13,15 +13,25 @@ from blr.compressor.quoting import quote
 from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS, matches
 from blr.compressor.structures.patterns import check_pattern
 from blr.compressor.structures.registry import STRUCTURES
+from blr.kernels.quantized.formats import GROUP
 
 AUTO = "auto"  # the best structure of each layer
+DENSE = "dense"  # as it is, or in the bits that `quantize` says
+NONE = "none"
+KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, NONE: None}  # to bits
+CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
+CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
 if TYPE_CHECKING:
     Method: TypeAlias = str
     LayerMethod: TypeAlias = str
 else:
-    Method = Literal[(*STRUCTURES, AUTO)]
-    LayerMethod = Literal[(*STRUCTURES, AUTO, "dense")]
+    Method = Literal[(*STRUCTURES, AUTO, DENSE)]
+    LayerMethod = Method
 Allocation = Literal["uniform", "sensitivity"]
+Kind = Literal["int8", "int4", "int3", "int2", "none"]
+Group = Literal[128, 64, 32]
+Couplings = Literal["int8", "none"]
+Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Natural = Annotated[int, Field(ge=0, le=2**31)]
@@ -52,6 +62,11 @@ class _Settings(BaseModel):
     pattern: Chain | None = None
     solver: str | None = None
     rounds: Natural | None = None
+    quantize: Kind | None = None
+    group: Group | None = None
+    couplings: Couplings | None = None
+    base: Kind | None = None
+    bpw: Bits | None = None
 
 
 class Rule(_Settings):
@@ -64,6 +79,8 @@ class Rule(_Settings):
             the recipe's budget with all other layers.
         rank, blocks, pattern, heads, solver, rounds: as in `Recipe`; None takes the recipe's
             where the method is the recipe's too.
+        quantize, group, couplings, base, bpw: as in `Recipe`; None takes the recipe's, and a dense
+            layer has neither base nor bpw.
     """
 
     match: Glob
@@ -76,8 +93,9 @@ class Rule(_Settings):
         _refuse_pairs(self, self.method)
         if self.cf is not None and self.rank is not None:
             raise ValueError("a rule takes cf or rank, not both")
-        if self.method == "dense" and len(self.model_dump(exclude_none=True)) > 2:
-            raise ValueError("a rule of method dense takes nothing but match")
+        known = {"match", "method", "quantize", "group"}
+        if self.method == DENSE and self.model_dump(exclude_none=True).keys() - known:
+            raise ValueError("a rule of method dense takes nothing but match, quantize and group")
         return self
 
 
@@ -118,6 +136,11 @@ class Recipe(RecipeFields):
         heads: low-rank attention projections `whole`, in `grouped:G` groups of heads,
             `per-head`, or `auto` by the thresholds of `blr.compressor.planning.heads`.
         solver, rounds: how to fit; None takes the family's default.
+        quantize: what factors, or the dense weights of method dense, are stored in; group: numbers that
+            share a scale, 128 unless told; couplings: of BLAST, in int8 as well.
+        base: what dense weights are stored in, to which the structure of `method` is added as a
+            correction, its factors in int4 unless `quantize` says otherwise, its size by `rank`, or
+            `bpw`: bits of all that is stored for each weight.
         rules: what differs by layer, the first match counting.
         include, exclude: globs over module names; include also admits heads.
         allocation: of the budget between layers; None is `sensitivity` when calibrated.
@@ -138,21 +161,48 @@ class Recipe(RecipeFields):
         for rule in self.rules:
             if rule.method is None:
                 _refuse_pairs(rule, self.method)
+        resolved = [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
+        _refuse_sizes(self, resolved)
+        for layer in resolved:
+            _refuse_unfit(layer)
         return self
+
+    @property
+    def sized_by_cf(self) -> bool:
+        """Whether `cf` says how large most layers become."""
+        own = self.own()
+        return own.method != DENSE and own.stored.base is None
 
     def settings_for(self, module: str) -> LayerSettings:
         """What the first matching rule, or else the recipe itself, says about `module`."""
         for number, rule in enumerate(self.rules, 1):
             if matches(module, rule.match):
                 return self._by_rule(rule, f"rule {number} {rule.match!r}")
-        return LayerSettings(
-            self.method, None, self.rank, self.blocks, self.pattern, self.heads, self.solver, self.rounds
-        )
+        return self.own()
+
+    def own(self) -> LayerSettings:
+        """What it says of layers that no rule matches."""
+        chain, fit = (self.blocks, self.pattern, self.heads), (self.solver, self.rounds)
+        return LayerSettings(self.method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
+
+    def _stored(self, rule: Rule | None) -> StoredAs:
+        """How the layers of a rule, or of none, are stored."""
+
+        def said(name: str) -> Any:
+            own = None if rule is None else getattr(rule, name)
+            return getattr(self, name) if own is None else own
+
+        dense = ((rule and rule.method) or self.method) == DENSE
+        base = None if dense else KINDS[said("base") or NONE]
+        kind = said("quantize") or (CORRECTION_KIND if base else NONE)
+        coupled = said("couplings") or ("int8" if base else NONE)
+        bpw = None if base is None or (rule and rule.rank) else said("bpw")
+        return StoredAs(KINDS[kind], said("group") or GROUP, KINDS[coupled], base, bpw)
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         method = rule.method or self.method
         same = method == self.method
-        rank = rule.rank if rule.rank or rule.cf or rule.pattern else self.rank
+        rank = rule.rank if rule.rank or rule.cf or rule.pattern or rule.bpw else self.rank
         return LayerSettings(
             method,
             rule.cf,
@@ -163,13 +213,27 @@ class Recipe(RecipeFields):
             rule.solver or (self.solver if same else None),
             rule.rounds if rule.rounds is not None else (self.rounds if same else None),
             name,
+            self._stored(rule),
         )
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """In how many bits a layer is stored: `bits` of its numbers, in groups of `group`, `couplings` of
+    BLAST's, `base` of the dense weight that the structure corrects, None for its dtype, or no base;
+    `bpw` of each weight in all, where that sizes the correction."""
+
+    bits: int | None = None
+    group: int = GROUP
+    couplings: int | None = None
+    base: int | None = None
+    bpw: float | None = None
 
 
 @dataclass(frozen=True)
 class LayerSettings:
     """The settings of one layer, rules resolved. `rule` names where they come from; `cf` is a
-    rule's own, None for the recipe's budget."""
+    rule's own, None for the recipe's budget; `stored` says in what it is stored."""
 
     method: LayerMethod
     cf: float | None = None
@@ -180,12 +244,19 @@ class LayerSettings:
     solver: str | None = None
     rounds: int | None = None
     rule: str = "recipe"
+    stored: StoredAs = StoredAs()
 
     @property
     def target_blocks(self) -> int:
-        """Blocks asked for, or the family's default."""
+        """Blocks asked for, or the family's default; of a correction, which is small, at most 4."""
         structure = STRUCTURES.get(self.method)
-        return self.blocks or (structure and structure.blocks) or 1
+        usual = (structure and structure.blocks) or 1
+        return self.blocks or (min(usual, 4) if self.stored.base else usual)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the layer stays as it is."""
+        return self.method == DENSE and self.stored.bits is None
 
 
 def _refuse_pairs(settings: _Settings, method: str | None) -> None:
@@ -201,6 +272,33 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
         raise ValueError(f"pattern belongs to method ks, not {method}")
     if settings.rank is not None and (method == AUTO or (structure and not structure.ranked)):
         raise ValueError(f"rank does not belong to method {method}; give cf")
+
+
+def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
+    """Raise ValueError for sizes that belong to something else, or nothing to do."""
+    if all(layer.kept for layer in resolved):
+        raise ValueError("method dense keeps every layer as it is; give quantize, as int4")
+    if recipe.method == DENSE and recipe.rank is not None:
+        raise ValueError("rank does not belong to method dense; leave it out")
+    if recipe.rank is not None and recipe.bpw is not None:
+        raise ValueError("a correction is sized by rank or bpw, not both")
+    if recipe.bpw is not None and all(layer.stored.base is None for layer in resolved):
+        raise ValueError("bpw sizes the correction of a base; give base, as int2")
+    if "cf" in recipe.model_fields_set and (recipe.method == DENSE or recipe.base not in (None, NONE)):
+        what = (
+            "method dense" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
+        )
+        raise ValueError(f"cf does not belong to {what}; leave it out")
+
+
+def _refuse_unfit(layer: LayerSettings) -> None:
+    """Raise ValueError for a layer that cannot be stored as its settings say."""
+    stored = layer.stored
+    if stored.base is not None and layer.method not in CORRECTING:
+        names = ", ".join(CORRECTING)
+        raise ValueError(f"method {layer.method} corrects no base; expected one of {names}")
+    if stored.base is not None and (layer.cf or not (layer.rank or stored.bpw)):
+        raise ValueError(f"base int{stored.base} needs the size of its correction: give rank or bpw")
 
 
 def make_recipe(**settings: Any) -> Recipe:

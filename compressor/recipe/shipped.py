@@ -13,11 +13,15 @@ from pydantic import ValidationError
 
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import RecipeError, UsageError
-from blr.compressor.recipe.schema import Recipe, RecipeFields, make_recipe
+from blr.compressor.recipe.schema import DENSE, NONE, Recipe, RecipeFields, make_recipe
 from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read_recipe
 
 MAX_CHAIN = 8  # recipes that extend each other
-RULE_KEYS = ("method", "blocks", "pattern", "heads", "solver", "rounds")
+RULE_KEYS = (
+    *("method", "blocks", "pattern", "heads", "solver", "rounds"),
+    *("quantize", "group", "couplings", "base"),
+)
+SIZES = {"cf", "rank", "bpw"}  # of which one is given
 BOUND_KEYS = ("pattern", "solver", "rounds")  # mean nothing under another method
 
 
@@ -46,7 +50,9 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         return resolved
     rules = [_overridden(rule, resolved.method, overrides) for rule in data.get("rules", [])]
     gone = {*BOUND_KEYS} if overrides.get("method", resolved.method) != resolved.method else set()
-    gone |= {"rank"} if "cf" in overrides else set()
+    gone |= SIZES - {"cf"} if SIZES & overrides.keys() else set()
+    corrected = overrides.get("base", NONE) != NONE
+    gone |= {"cf"} if corrected or overrides.get("method") == DENSE else set()
     kept = {key: value for key, value in data.items() if key not in gone}
     return make_recipe(**{**kept, "rules": rules, **overrides})
 
@@ -140,7 +146,7 @@ def _overridden(rule: Mapping[str, Any], default: str, overrides: Mapping[str, A
     if rule.get("method") == "dense":
         return dict(rule)
     gone = {key for key in RULE_KEYS if key in overrides}
-    gone |= {"cf", "rank"} if {"cf", "rank"} & overrides.keys() else set()
+    gone |= SIZES if SIZES & overrides.keys() else set()
     if "method" in overrides and rule.get("method", default) != overrides["method"]:
         gone |= set(BOUND_KEYS)
     return {key: value for key, value in rule.items() if key not in gone}

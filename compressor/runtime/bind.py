@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
@@ -55,10 +55,11 @@ class Binder:
 
     def _segment(self, part: Part) -> Segment | QuantizedSegment:
         x, y = self.state.view(part.source, self.rows), self.state.view(part.target, self.rows)
-        stage = part.stage
-        if isinstance(stage.w, Packed):
-            return QuantizedSegment(x, *stage.w, y, stage.bias, stage.mix, stage.part)
-        return Segment(x, stage.w, y, stage.bias, stage.mix, stage.part)
+        stage, w = part.stage, part.stage.w
+        if isinstance(w, Packed):
+            weights = w.packed, w.scale, w.bits, w.K
+            return QuantizedSegment(x, *weights, y, stage.bias, stage.mix, stage.part)
+        return Segment(x, w, y, stage.bias, stage.mix, stage.part)
 
     def _stages(self, phase: Phase) -> Run:
         segments = [self._segment(part) for part in phase.parts]
@@ -103,7 +104,7 @@ class Binder:
     def _module(self, phase: Phase) -> Run:
         (source, target), module = self._slots(phase), phase.module
         assert module is not None
-        dtype = next(module.parameters()).dtype
+        dtype = next(t.dtype for t in _stored(module) if t.is_floating_point())
 
         def call() -> None:
             y = module(source.to(dtype))
@@ -156,3 +157,8 @@ class Binder:
 
 def _over_rms(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _stored(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -97,7 +97,7 @@ class Phase:
         """Bytes of weights that one token reads in this phase (the cache not counted)."""
         if self.weight is not None:  # the embedding, of which one row is read
             return self.weight.shape[1] * self.weight.element_size()
-        own = [] if self.module is None else [*self.module.parameters()]
+        own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         gain = [] if self.gain is None else [self.gain]
         return sum(t.nbytes for t in (*own, *gain)) + sum(part.stage.bytes for part in self.parts)
 

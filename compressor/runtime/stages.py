@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear
 from blr.compressor.modeling.stages import Stage
@@ -18,6 +19,6 @@ def kind_of(w: Any) -> int:
 
 def stages_of(module: nn.Module) -> tuple[Stage, ...] | None:
     """The stages of a dense or structured layer; None for one that only its own forward computes."""
-    if isinstance(module, StructuredLinear | QuantizedLinear):
+    if isinstance(module, StructuredLinear | QuantizedLinear | CorrectedLinear):
         return module.stages()
     return (Stage(module.weight[None], module.bias),) if type(module) is nn.Linear else None

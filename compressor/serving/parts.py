@@ -11,7 +11,8 @@ from blr.compressor.serving.split import Share, local, local_shapes, sums_in_ran
 from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Shape, Spec
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.blast.reference import blast_linear as blast_reference
-from blr.kernels.common.layout import order_of, relaid
+from blr.kernels.common.layout import relaid
+from blr.kernels.common.orders import order_of
 from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_group, lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear

@@ -50,8 +50,12 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
         spec: None for a dense weight of `shape` [o, i].
 
     Raises:
-        CapabilityError: a structure that is not split, or blocks that the processes do not divide.
+        CapabilityError: a structure that is not split, blocks that the processes do not divide, or a
+            layer that is stored in few bits.
     """
+    if spec is not None and spec.quantized:
+        what = f"{name}: {spec.structure} {spec.describe()}"
+        raise CapabilityError(f"{what}, expected a layer of which nothing is packed; take transformers")
     found = {}
     for factor, whole in shapes_of(spec, shape).items():
         axis = _axis(name, spec, factor, share)

@@ -13,6 +13,10 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * Monarch         ``W_kl = U_kl V_klᵀ``               U [b, q, b·r'], V [b, p, b·r'], r = b·r'
 * BLAST           ``W_kl = U_k diag(S_kl) V_lᵀ``      U [b, q, r], S [b, b, r], V [b, p, r]
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
+* dense           ``W``                               weight [o, i]
+
+Any of them may be stored in 8, 4, 3 or 2 bits a number (`QuantizedSpec`), and a dense weight in few
+bits be corrected by a structure (`CorrectedSpec`).
 
 Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (section 2) and
 "Fast Inference with Kronecker-Sparse Matrices" (section 2).
@@ -20,12 +24,25 @@ Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (se
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
+
+from blr.kernels.common.orders import order_of
+from blr.kernels.quantized.formats import GROUP, check_format, packed_width
 
 Pattern = tuple[int, int, int, int]
 Shape = tuple[int, ...]
+Axes = tuple[tuple[int, ...], ...]
+WIDTHS = {"U8": 8, "I8": 8}  # bits of an element by safetensors' name of its dtype
+PACKED, SCALE = "_q", "_scale"
+
+
+class Stored(NamedTuple):
+    """A tensor in a file. dtype: safetensors' name, None for that of the weight that is replaced."""
+
+    shape: Shape
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,11 +51,24 @@ class Spec:
 
     in_features: int
     out_features: int
-    structure: ClassVar[str] = ""
+    structure = ""  # its family, as recipes and files write it
 
     def shapes(self) -> dict[str, Shape]:
         """Tensor suffix (``U``, ``factors.0``, …) to shape, in the order they are stored."""
         raise NotImplementedError
+
+    def stored(self) -> dict[str, Stored]:
+        """Suffix to what a file holds under it; of plain layers the tensors of `shapes`."""
+        return {name: Stored(shape) for name, shape in self.shapes().items()}
+
+    def stored_bits(self, width: int = 16) -> int:
+        """Bits of all that is stored, where a number of the weight's own dtype takes `width`."""
+        return sum(prod(s.shape) * WIDTHS.get(s.dtype or "", width) for s in self.stored().values())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some of it is stored in fewer bits than its dtype has."""
+        return any(stored.dtype is not None for stored in self.stored().values())
 
     @property
     def parameters(self) -> int:
@@ -70,7 +100,7 @@ class LowRankSpec(Spec):
     rank: int
     groups: int = 1
     side: str = "out"
-    structure: ClassVar[str] = "svd"
+    structure = "svd"
 
     def __post_init__(self) -> None:
         if self.side not in ("out", "in"):
@@ -112,7 +142,7 @@ class MonarchSpec(Spec):
 
     blocks: int
     block_rank: int
-    structure: ClassVar[str] = "monarch"
+    structure = "monarch"
 
     @property
     def rank(self) -> int:
@@ -133,7 +163,7 @@ class BlastSpec(Spec):
 
     blocks: int
     rank: int
-    structure: ClassVar[str] = "blast"
+    structure = "blast"
 
     def shapes(self) -> dict[str, Shape]:
         b, r = self.blocks, self.rank
@@ -156,7 +186,7 @@ class KroneckerSpec(Spec):
     """
 
     patterns: tuple[Pattern, ...]
-    structure: ClassVar[str] = "ks"
+    structure = "ks"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", tuple(tuple(p) for p in self.patterns))
@@ -170,15 +200,185 @@ class KroneckerSpec(Spec):
         return "".join("(" + ",".join(map(str, p)) + ")" for p in self.patterns)
 
 
+@dataclass(frozen=True)
+class DenseSpec(Spec):
+    """The weight itself, to be stored in fewer bits: o·i parameters."""
+
+    structure = "dense"
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"weight": (self.out_features, self.in_features)}
+
+    def describe(self) -> str:
+        return ""
+
+
 SPECS: dict[str, type[Spec]] = {
     spec.structure: spec for spec in (LowRankSpec, MonarchSpec, BlastSpec, KroneckerSpec)
 }
+KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
+
+
+@dataclass(frozen=True)
+class QuantizedSpec(Spec):
+    """`of` with its factors packed to `bits` in groups of `group` (`blr.kernels.quantized`).
+
+    A factor becomes a matrix [..., R, K] along its contracted axis, and ``U`` is stored as ``U_q`` and
+    ``U_scale``, ``factors.0`` as ``factors_q.0`` and ``factors_scale.0``. BLAST's couplings keep their
+    dtype unless `kept_bits` is 8. With `tiled`, rows of U shorter than half a group share one: as many
+    as fit, each padded to a power of two.
+    """
+
+    in_features: int = field(init=False)
+    out_features: int = field(init=False)
+    of: Spec
+    bits: int
+    group: int = GROUP
+    kept_bits: int | None = None
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.of) not in (DenseSpec, *SPECS.values()):
+            raise ValueError(f"a quantized {type(self.of).__name__}: expected a plain structure")
+        check_format(self.bits, self.group)
+        if self.kept_bits is not None and not (type(self.kept_bits) is int and self.kept_bits == 8):
+            raise ValueError(f"kept_bits {self.kept_bits!r}: expected 8, or none")
+        if type(self.tiled) is not bool:
+            raise ValueError(f"tiled {self.tiled!r}: expected true or false")
+        for name in ("in_features", "out_features", "structure"):
+            object.__setattr__(self, name, getattr(self.of, name))
+
+    def shapes(self) -> dict[str, Shape]:
+        return self.of.shapes()
+
+    def format_of(self, name: str) -> tuple[int, int] | None:
+        """Bits and group of a factor; None for one that is not packed."""
+        if name != "S":
+            return self.bits, self.group
+        return (8, KEPT_GROUP) if self.kept_bits else None
+
+    def axes(self, name: str) -> Axes:
+        """The canonical axes behind each axis of the matrix [..., R, K] that a factor is packed as: in
+        kernel layout, but two made one where a product sums over both or one alone would leave most of
+        a group empty: Kronecker-sparse [a, d, b·c], and U of low rank in input groups [o, G·r]."""
+        if isinstance(self.of, LowRankSpec) and self.of.side == "in" and name == "U":
+            return (1,), (0, 2)
+        if name == "S":
+            return (0,), (1,), (2,)  # a row is as long as the rank
+        order = order_of(self.structure, name, len(self.shapes()[name]))
+        if isinstance(self.of, KroneckerSpec):
+            return order[:1], order[1:2], order[2:]
+        return tuple((axis,) for axis in order)
+
+    def matrix_shape(self, name: str) -> Shape:
+        """[..., R, K] of a factor."""
+        shape = self.shapes()[name]
+        return tuple(prod(shape[axis] for axis in joined) for joined in self.axes(name))
+
+    def tile(self, name: str) -> tuple[int, int] | None:
+        """Rows of a factor that share a group, and the width that each is padded to; None if none do."""
+        K = self.matrix_shape(name)[-1]
+        if not self.tiled or name != "U" or self.group < 2 * K:
+            return None
+        width = 1 << (K - 1).bit_length()
+        return self.group // width, width
+
+    def packed_shape(self, name: str) -> Shape:
+        """[..., R, K] of what is packed: `matrix_shape`, or its tiles [..., ⌈R/rows⌉, rows·width]."""
+        *outer, R, K = self.matrix_shape(name)
+        if tile := self.tile(name):
+            return (*outer, -(-R // tile[0]), tile[0] * tile[1])
+        return (*outer, R, K)
+
+    def stored(self) -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
+        for name in self.shapes():
+            found |= self.packed_parts(name)
+        return found
+
+    def packed_parts(self, name: str) -> dict[str, Stored]:
+        """What is stored of one factor."""
+        form = self.format_of(name)
+        if form is None:
+            return {name: Stored(self.shapes()[name])}
+        (*rows, K), (bits, group) = self.packed_shape(name), form
+        packed, scale = stored_names(name)
+        return {
+            scale: Stored((*rows, -(-K // group))),  # first: wider, and files are aligned
+            packed: Stored((*rows, packed_width(K, bits, group)), "I8" if bits == 8 else "U8"),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {"bits": self.bits, "group": self.group, "kept_bits": self.kept_bits, "tiled": self.tiled}
+        plain = {"group": GROUP, "kept_bits": None, "tiled": False}
+        return {**self.of.to_dict(), **{k: v for k, v in own.items() if k == "bits" or plain[k] != v}}
+
+    def describe(self) -> str:
+        group = f"/{self.group}" if self.group != GROUP else ""
+        return f"{self.of.describe()} int{self.bits}{group}".strip()
+
+
+@dataclass(frozen=True)
+class CorrectedSpec(Spec):
+    """``W = Q + S``: a dense weight in few bits, and a structure, packed or not, added to it."""
+
+    in_features: int = field(init=False)
+    out_features: int = field(init=False)
+    base: QuantizedSpec
+    correction: Spec
+    structure = "corrected"
+
+    def __post_init__(self) -> None:
+        base, correction = self.base, self.correction
+        if not isinstance(base, QuantizedSpec) or not isinstance(base.of, DenseSpec):
+            raise ValueError(f"base {base}: expected a quantized dense weight")
+        if (
+            isinstance(correction, CorrectedSpec | DenseSpec)
+            or correction.structure == DenseSpec.structure
+        ):
+            raise ValueError(f"correction {correction}: expected a structure")
+        for name in ("in_features", "out_features"):
+            if getattr(base, name) != getattr(correction, name):
+                raise ValueError(f"{name} of base and correction differ")
+            object.__setattr__(self, name, getattr(base, name))
+
+    def shapes(self) -> dict[str, Shape]:
+        return {f"{part}.{n}": s for part, spec in self.parts() for n, s in spec.shapes().items()}
+
+    def stored(self) -> dict[str, Stored]:
+        return {f"{part}.{n}": s for part, spec in self.parts() for n, s in spec.stored().items()}
+
+    def parts(self) -> tuple[tuple[str, Spec], ...]:
+        """Both by the name of their module."""
+        return ("base", self.base), ("correction", self.correction)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"structure": self.structure, **{name: spec.to_dict() for name, spec in self.parts()}}
+
+    def describe(self) -> str:
+        return f"{self.base.describe()} + {self.correction.structure} {self.correction.describe()}"
+
+
+def stored_names(name: str) -> tuple[str, str]:
+    """``V`` -> ``V_q``, ``V_scale``; ``factors.0`` -> ``factors_q.0``, ``factors_scale.0``."""
+    stem, dot, index = name.partition(".")
+    return f"{stem}{PACKED}{dot}{index}", f"{stem}{SCALE}{dot}{index}"
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
-    """The inverse of `Spec.to_dict`. Raises ValueError for an unknown structure."""
+    """The inverse of `Spec.to_dict`. Raises ValueError for an unknown structure, and as the specs."""
     fields = dict(fields)
     structure = fields.pop("structure", None)
-    if structure not in SPECS:
-        raise ValueError(f"unknown structure {structure!r}; known: {', '.join(SPECS)}")
-    return SPECS[structure](**fields)
+    if structure == CorrectedSpec.structure:
+        if fields.keys() != {"base", "correction"} or any(p.get("base") for p in fields.values()):
+            raise ValueError(
+                "a corrected layer of other parts: expected base and correction, plain ones"
+            )
+        return CorrectedSpec(**{n: spec_from_dict(p) for n, p in fields.items()})  # type: ignore[arg-type]
+    own = {name: fields.pop(name) for name in ("bits", "group", "kept_bits", "tiled") if name in fields}
+    known = {**SPECS, DenseSpec.structure: DenseSpec} if "bits" in own else SPECS
+    if structure not in known:
+        names = ", ".join((*SPECS, CorrectedSpec.structure))
+        raise ValueError(f"unknown structure {structure!r}; known: {names}, or dense in some bits")
+    spec = known[structure](**fields)
+    return QuantizedSpec(spec, **own) if own else spec

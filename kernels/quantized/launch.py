@@ -15,7 +15,7 @@ from blr.kernels.gemv.launch import (
     ready,
     run_stage,
 )
-from blr.kernels.quantized.reference import packed_width
+from blr.kernels.quantized.formats import packed_width
 from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.

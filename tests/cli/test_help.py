@@ -15,7 +15,18 @@ pytestmark = pytest.mark.fast
 
 # Options whose absence means that the thing is not done, or not bounded: there is no default to show
 WITHOUT_DEFAULT = {
-    *("rank", "include", "exclude", "recipe", "calibration", "text", "sts", "max_tokens", "top_k"),
+    *(
+        "rank",
+        "bpw",
+        "include",
+        "exclude",
+        "recipe",
+        "calibration",
+        "text",
+        "sts",
+        "max_tokens",
+        "top_k",
+    ),
     *(
         "top_p",
         "quantize",

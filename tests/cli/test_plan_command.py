@@ -66,7 +66,7 @@ def test_plan_loads_no_torch(tiny: Path) -> None:
         (["--cf", "5000"], 2, "reaches at most cf"),
         (["--cf", "0.5"], 2, "cf is 0.5"),
         (["--gpu", "abacus"], 2, "known: h200"),
-        (["--method", "dense"], 2, "method is 'dense'"),
+        (["--method", "dense"], 2, "give quantize, as int4"),
         (["--recipe", "gpt2-svd"], 2, "matches no compressible layer"),
         (["--recipe", "lama"], 3, "did you mean"),
         (["--heads", "some"], 2, "heads is 'some'"),

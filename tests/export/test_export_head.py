@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.export.pack import PRODUCT, quantize_head, quantize_model
+from blr.compressor.export.pack import quantize_head, quantize_model
+from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedLowRankLinear

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.export.pack import PRODUCT, quantize_model
+from blr.compressor.export.pack import quantize_model
+from blr.compressor.fitting.rounding import PRODUCT
 
 
 def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:

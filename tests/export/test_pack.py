@@ -16,31 +16,30 @@ from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.errors import NumericsError, UsageError
 from blr.compressor.export.pack import (
-    PRODUCT,
     parse_kind,
     quantizable,
-    quantize_dense,
-    quantize_factors,
     quantize_head,
     quantize_layer,
     quantize_model,
     table_entry,
 )
+from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import structured_linear
 from blr.compressor.modeling.quantized import (
     QuantizedLinear,
     QuantizedStructured,
-    matrix_shape,
     quantized_linear,
     replace_quantized,
-    to_matrix,
 )
+from blr.compressor.structures.packing import to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
     BlastSpec,
+    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    QuantizedSpec,
     Spec,
 )
 from blr.kernels.quantized.segments import QuantizedSegment, grouped
@@ -133,7 +132,7 @@ def test_terms_that_cancel_survive_int4() -> None:
     for name, sign in (("U", -1.0), ("V", 1.0), ("S", 1.0)):  # pairs of ranks of nearly one term
         noise = 0.3 * torch.randn_like(factors[name][..., :12])
         factors[name][..., 12:] = sign * factors[name][..., :12] + noise
-    solved = quantize_factors(spec, factors, 4).errors
+    solved = quantize_factors(QuantizedSpec(spec, 4), factors).errors
     plain = [name for name in solved if name != PRODUCT]
     back = {n: f + solved[n] * f.norm() / f.numel() ** 0.5 * torch.randn_like(f) if n in plain else f
             for n, f in factors.items()}  # fmt: skip
@@ -150,9 +149,9 @@ def test_packed_factors_are_what_the_kernels_read(spec: Spec) -> None:
     held = dict(layer.named_parameters())
     for name in spec.shapes():
         if name != "S":
-            packed, *_, K = found = new.packed(name)
-            assert (*packed.shape[:-1], K) == matrix_shape(spec, name)
-            near = to_matrix(spec, name, held[name].detach())
+            found, packing = new.packed(name), QuantizedSpec(spec, 8)
+            assert found.shape == packing.matrix_shape(name)
+            near = to_matrix(packing, name, held[name].detach())
             torch.testing.assert_close(
                 found.dequantized(), near, rtol=0, atol=float(near.abs().max()) / 100
             )
@@ -170,7 +169,7 @@ def test_stages_compute_the_layer(spec: Spec) -> None:
     expected = layer(x)
     for w, bias, mix, part in stages:
         y = torch.empty(3, w.shape[0] * w.shape[1])
-        grouped([QuantizedSegment(x, *w, y, bias, mix, part)])
+        grouped([QuantizedSegment(x, *w[:4], y, bias, mix, part)])
         x = y
     torch.testing.assert_close(x, expected)
 
@@ -291,7 +290,7 @@ def test_large_weights_in_turns_are_the_same(bits: int, monkeypatch: pytest.Monk
     whole, errors = quantize_layer(layer, bits)
     expected = whole(x)
     monkeypatch.setattr("blr.compressor.modeling.quantized.WHOLE", 150 * 7)
-    parts = quantize_dense(layer.weight.detach(), bits)
+    parts = quantize_dense(layer.weight.detach(), QuantizedSpec(DenseSpec(150, 41), bits))
     assert parts.tensors["weight_q"].equal(whole.weight_q)
     assert parts.tensors["weight_scale"].equal(whole.weight_scale)
     assert parts.errors[PRODUCT] == pytest.approx(errors[PRODUCT], rel=1e-6)

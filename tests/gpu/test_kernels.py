@@ -32,7 +32,8 @@ from blr.compressor.structures.specs import (
 )
 from blr.compressor.tune import variants_of
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.layout import in_order, order_of
+from blr.kernels.common.layout import in_order
+from blr.kernels.common.orders import order_of
 from blr.kernels.lowrank.op import lowrank_group
 
 pytestmark = pytest.mark.gpu

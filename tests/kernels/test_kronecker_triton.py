@@ -10,7 +10,8 @@ import torch
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.common.layout import order_of, relaid
+from blr.kernels.common.layout import relaid
+from blr.kernels.common.orders import order_of
 from blr.kernels.kronecker import densify as densifying
 from blr.kernels.kronecker import permute, products, variants
 from blr.kernels.kronecker.reference import kronecker_factor as reference

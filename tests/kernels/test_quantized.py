@@ -15,7 +15,13 @@ from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.quantized import reference, segments
-from blr.kernels.quantized.reference import dequantize, pack, packed_width, quantize, unpack
+from blr.kernels.quantized.formats import packed_width
+from blr.kernels.quantized.reference import (
+    dequantize,
+    pack,
+    quantize,
+    unpack,
+)
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 BITS = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
@@ -91,8 +97,9 @@ def test_empty_and_constant_weights(bits: int, shape: tuple[int, ...]) -> None:
 
 
 def test_other_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 4 or 8"):
-        quantize(torch.zeros(2, 2), 3)
+    for bits, group in ((5, 128), (4, 16)):
+        with pytest.raises(ValueError, match=r"expected (8, 4, 3 or 2|128, 64 or 32)"):
+            quantize(torch.zeros(2, 2), bits, group=group)
 
 
 def _stage(

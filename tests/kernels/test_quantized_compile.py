@@ -8,7 +8,7 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized.reference import packed_width
+from blr.kernels.quantized.formats import packed_width
 from blr.kernels.quantized.segments import QuantizedStage, QuantizedTile
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")

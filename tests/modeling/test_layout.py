@@ -32,14 +32,8 @@ from blr.compressor.structures.specs import (
     MonarchSpec,
     Spec,
 )
-from blr.kernels.common.layout import (
-    LAYOUTS,
-    canonical_view,
-    in_order,
-    order_of,
-    relaid,
-    to_physical,
-)
+from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
+from blr.kernels.common.orders import LAYOUTS, order_of
 
 pytestmark = pytest.mark.fast
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.architectures import find_family
 from blr.compressor.compress import Settings, compress
-from blr.compressor.modeling.layers import replace_layers
 from blr.compressor.modeling.shared_input import share_inputs
+from blr.compressor.modeling.table import replace_layers
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports

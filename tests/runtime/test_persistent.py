@@ -15,7 +15,8 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
-from blr.compressor.modeling.layers import StructuredLinear, replace_layers
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.table import replace_layers
 from blr.compressor.runtime import decoder as decoders
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import UnsupportedError

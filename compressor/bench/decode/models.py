@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.errors import UsageError
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, replace_layers
+from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
-from blr.kernels.common.layout import order_of
+from blr.kernels.common.orders import order_of
 
 STRUCTURES = {"lowrank": "svd", "monarch": "monarch", "blast": "blast"}
 OWN = "own"  # a checkpoint as it is

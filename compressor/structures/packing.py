@@ -1,0 +1,63 @@
+"""Factors as the matrices that are packed, and packed. Shipped in every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blr.compressor.structures.specs import QuantizedSpec, stored_names
+from blr.kernels.common.layout import canonical_view, to_physical
+from blr.kernels.quantized.reference import dequantize, quantize
+
+
+def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
+    """A canonical factor as it is packed [..., R, K]: its matrix, or tiles of it filled with zeros."""
+    matrix = to_physical(factor, sum(spec.axes(name), ())).reshape(spec.matrix_shape(name))
+    tile = spec.tile(name)
+    if tile is None:
+        return matrix
+    (rows, width), (R, K) = tile, matrix.shape[-2:]
+    filled = torch.nn.functional.pad(matrix, (0, width - K, 0, -R % rows))
+    return filled.reshape(spec.packed_shape(name))
+
+
+def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
+    """The inverse of `to_matrix`: a view in canonical shape."""
+    if tile := spec.tile(name):
+        R, K = spec.matrix_shape(name)[-2:]
+        matrix = matrix.unflatten(-1, tile).flatten(-3, -2)[..., :R, :K]
+    shape, order = spec.shapes()[name], sum(spec.axes(name), ())
+    return canonical_view(matrix.reshape([shape[axis] for axis in order]), order)
+
+
+def pack_factor(
+    spec: QuantizedSpec,
+    name: str,
+    factor: Tensor,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What is stored of a canonical factor, rounded to the nearest levels, by name.
+
+    Args:
+        importance: what errors cost, of a shape that broadcasts to the matrix that is packed.
+    """
+    form = spec.format_of(name)
+    if form is None:
+        return {name: factor.to(scale_dtype).contiguous()}
+    packed, scale = quantize(to_matrix(spec, name, factor), form[0], scale_dtype, form[1], importance)
+    return dict(zip(stored_names(name), (packed, scale), strict=True))
+
+
+def unpack_factor(
+    spec: QuantizedSpec, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """A canonical factor in `dtype` from what is stored of it."""
+    form = spec.format_of(name)
+    if form is None:
+        return tensors[name].to(dtype)
+    packed, scale = (tensors[stored] for stored in stored_names(name))
+    matrix = dequantize(packed, scale, form[0], spec.packed_shape(name)[-1], dtype, form[1])
+    return from_matrix(spec, name, matrix)

@@ -1,0 +1,44 @@
+"""The dense weight that stored tensors stand for, of plain, packed and corrected layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blr.compressor.structures.packing import unpack_factor
+from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
+
+
+def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The canonical factors of a plain or packed layer, by the names of ``spec.shapes()``."""
+    if isinstance(spec, QuantizedSpec):
+        return {name: unpack_factor(spec, name, tensors, dtype) for name in spec.shapes()}
+    return {name: tensors[name].to(dtype) for name in spec.shapes()}
+
+
+def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """W [o, i] in `dtype`, in which everything is computed.
+
+    Args:
+        tensors: by the names of ``spec.stored()``.
+    """
+    if isinstance(spec, CorrectedSpec):
+        parts = ((part, part_of(tensors, name)) for name, part in spec.parts())
+        base, correction = (restored(part, held, dtype) for part, held in parts)
+        return base + correction
+    factors, plain = (
+        factors_of(spec, tensors, dtype),
+        spec.of if isinstance(spec, QuantizedSpec) else spec,
+    )
+    if isinstance(plain, DenseSpec):
+        return factors["weight"]
+    return STRUCTURES[plain.structure].factorizer().reconstruct(factors, plain)
+
+
+def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors of one part of a corrected layer, by their names in it."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if k.startswith(prefix)}
