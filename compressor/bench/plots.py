@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.bench.results import DecodeRow, Report, Row, save_figure
+from blr.compressor.bench.results import DecodeRow, MemoryRow, Report, Row, save_figure
 from blr.compressor.bench.summary import cases, gain_of, wins_by_h
 
 HINT = "no plots: matplotlib is not installed; pip install 'blr-compress[plots]'"
@@ -61,6 +61,39 @@ def draw_decode(report: Report, folder: Path) -> Path | None:
     save_figure(figure, path)
     plt.close(figure)
     return path
+
+
+def draw_memory(report: Report, folder: Path) -> Path | None:
+    """memory.png: MiB beside the weights against tokens, a line an arm, a panel a model and share; None
+    if nothing was measured. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in report.rows if row.transient_bytes is not None]
+    panels = list(dict.fromkeys((row.model, row.keep) for row in rows))
+    if not panels:
+        return None
+    figure, held = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), squeeze=False)
+    for (model, keep), axes in zip(panels, held[0], strict=True):
+        _memory(axes, [row for row in rows if (row.model, row.keep) == (model, keep)])
+        axes.set_title(f"{model} at {keep:.0%}")
+    figure.tight_layout()
+    save_figure(figure, folder / "memory.png")
+    plt.close(figure)
+    return folder / "memory.png"
+
+
+def _memory(axes: Any, rows: list[MemoryRow]) -> None:
+    for arm in dict.fromkeys(row.arm for row in rows):
+        mine = sorted(
+            (r.batch * r.length, (r.transient_bytes or 0) / 2**20) for r in rows if r.arm == arm
+        )
+        axes.loglog([tokens for tokens, _ in mine], [size for _, size in mine], "o-", label=arm)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("MiB beside the weights")
+    axes.legend(fontsize=7)
 
 
 def _bars(axes: Any, rows: list[DecodeRow]) -> None:

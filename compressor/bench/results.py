@@ -19,7 +19,7 @@ from blr.compressor.errors import OutputError
 
 OK, WRONG, OOM, SKIPPED, FAILED = "ok", "wrong", "oom", "skipped", "failed"
 JSON_NAME, CSV_NAME = "results.json", "results.csv"
-PLOTS = ("roofline.png", "speedup.png", "wins.png", "decode.png")
+PLOTS = ("roofline.png", "speedup.png", "wins.png", "decode.png", "memory.png")
 
 
 @dataclass
@@ -107,6 +107,49 @@ class DecodeRow:
         """Take back the time, if any, and say why."""
         self.status, self.note = status, note
         self.ms = self.low = self.high = self.tokens_per_second = None
+
+
+@dataclass
+class MemoryRow:
+    """One arm of `blr bench memory` at one model, batch and length.
+
+    Attributes:
+        keep: share of the parameters of the replaced layers. arm: dense, naive (low rank, unfused),
+            ours, or ours-N for a bound of N MiB.
+        transient_bytes: the most that a forward pass allocates beside what was there, its result
+            included. peak_bytes: with the weights. predicted_bytes: by `bench/memory/predict.py`;
+            flashsvd_bytes: what FlashSVD's theorems give.
+        memory_of_naive, time_of_naive, memory_of_dense, time_of_dense: ratios to these arms.
+        rel_error: of ours against naive.
+    """
+
+    model: str
+    keep: float
+    batch: int
+    length: int
+    dtype: str
+    arm: str
+    status: str = OK
+    note: str | None = None
+    transient_bytes: int | None = None
+    peak_bytes: int | None = None
+    weights_bytes: int | None = None
+    predicted_bytes: int | None = None
+    flashsvd_bytes: int | None = None
+    memory_of_naive: float | None = None
+    memory_of_dense: float | None = None
+    ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rounds: int = 0
+    time_of_naive: float | None = None
+    time_of_dense: float | None = None
+    rel_error: float | None = None
+
+    def fail(self, status: str, note: str) -> None:
+        """Take back the time, if any, and say why."""
+        self.status, self.note = status, note
+        self.ms = self.low = self.high = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.bench_decode import decode
+from blr.compressor.cli.bench_memory import memory
 from blr.compressor.cli.bench_options import counts, finish, words
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
@@ -185,3 +186,4 @@ def kernels(
 
 
 bench_app.command("decode")(decode)
+bench_app.command("memory")(memory)

@@ -16,7 +16,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.chunked import by_tokens, has_tokens
+from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
+from blr.compressor.modeling.expressions import Chained
+from blr.compressor.modeling.products import LowRankProduct, Product
 from blr.compressor.modeling.stages import Stage
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -36,7 +40,12 @@ from blr.kernels.monarch.op import monarch_linear
 
 
 class StructuredLinear(nn.Module):
-    """Base of the structured layers: allocates the tensors that `spec` names."""
+    """Base of the structured layers: allocates the tensors that `spec` names.
+
+    defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
+    """
+
+    defers = False
 
     def __init__(self, spec: Spec, bias: bool) -> None:
         super().__init__()
@@ -51,7 +60,19 @@ class StructuredLinear(nn.Module):
         """``x Wᵀ + bias`` by the factors, [..., i] -> [..., o]."""
         raise NotImplementedError
 
+    def bound(self) -> Product:
+        """The product with the factors as they are now, for parts of an output that is deferred: a
+        layer whose weights are offloaded has none later."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Deferred):
+            if self.defers and has_tokens(x.node):
+                return Deferred(Chained(x.node, self.bound(), self.out_features))
+            y = by_tokens(x.node, self.out_features, lambda part: self.product(part, self.bias))
+            return self.product(x, self.bias) if y is NotImplemented else y
+        if self.defers and (later := deferred(x, self.out_features, self.bound)) is not None:
+            return later
         return self.product(x, self.bias)
 
     @property
@@ -127,7 +148,10 @@ class LowRankLinear(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.shared is not None and (y := self.shared.take(self, x)) is not None:
             return y
-        return self.product(x, self.bias)
+        return super().forward(x)
+
+    def bound(self) -> Product:
+        return LowRankProduct(self.U, self.V, self.bias, self.spec.side)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         U, V = self.U, self.V  # read once: packed ones are dequantized at each reading
@@ -158,6 +182,9 @@ class MonarchLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return monarch_linear(x, self.U, self.V, bias)
 
+    def bound(self) -> Product:
+        return Product(monarch_linear, self.U, self.V, self.bias)
+
     def stages(self) -> tuple[Stage, ...] | None:
         first = Stage(self.matrix("V"), part=self.spec.block_rank)
         return first, Stage(self.matrix("U"), self.bias)
@@ -172,6 +199,9 @@ class BlastLinear(StructuredLinear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return blast_linear(x, self.U, self.S, self.V, bias)
+
+    def bound(self) -> Product:
+        return Product(blast_linear, self.U, self.S, self.V, self.bias)
 
     def stages(self) -> tuple[Stage, ...] | None:
         return Stage(self.matrix("V"), mix=self.S), Stage(self.matrix("U"), self.bias)
@@ -202,7 +232,15 @@ class KroneckerLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kronecker_linear(x, self.ordered(), bias)
 
+    def bound(self) -> Product:
+        return Product(kronecker_linear, list(self.ordered()), self.bias)
 
+
+# What families of transformers call the layers that make queries, keys and values.
+PROJECTIONS = {
+    *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"),
+    *("c_attn", "qkv_proj", "qkv", "query_key_value"),
+}
 LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     LowRankSpec: LowRankLinear,
     MonarchSpec: MonarchLinear,
@@ -233,6 +271,23 @@ def replace_modules(
             new = make(fields, getattr(modules[name], "bias", None) is not None)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, new.to(old.dtype))
+
+
+def defer_large(model: nn.Module) -> None:
+    """Let the layers of blocks that make attention's inputs or an MLP's middle give tensors that are
+    made where they are used: those named as such projections, and those that widen. So do those that a
+    LayerNorm beside them takes the output of, with the residual added."""
+    modules = dict(model.named_modules())
+    for name, layer in modules.items():
+        parent, _, child = name.rpartition(".")
+        if not isinstance(layer, StructuredLinear) or hasattr(modules[parent], "spec"):
+            continue  # the latter is part of a layer
+        if any(part.isdecimal() for part in parent.split(".")):
+            wide = 2 * layer.out_features >= 3 * layer.in_features
+            normed = child == "dense" and isinstance(
+                getattr(modules[parent], "LayerNorm", None), nn.LayerNorm
+            )
+            layer.defers = child in PROJECTIONS or wide or normed
 
 
 def prepare_layers(model: nn.Module) -> None:

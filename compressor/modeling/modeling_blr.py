@@ -18,11 +18,14 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from blr.compressor.modeling.attention import register_attention
+from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
-from blr.compressor.modeling.layers import prepare_layers
+from blr.compressor.modeling.layers import defer_large, prepare_layers
 from blr.compressor.modeling.table import replace_layers
 
 _classes: dict[str, type[Any]] = {}
+register_attention()
 
 
 class StructuredModelMixin:
@@ -35,6 +38,8 @@ class StructuredModelMixin:
     def post_init(self: Any) -> None:
         native: Any = super()
         self._place_layers()
+        defer_large(self)
+        bound_norms(self)
         native.post_init()
 
     def _place_layers(self: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.tables import REFERENCE, Shape, bucket, choose, heuristic
 from blr.kernels.common.tables import forget as forget_tables
+from blr.kernels.common.transient import chunks, transient_bytes
+
+MIXED = ("monarch", "blast")  # structures whose products have intermediates of blocks x tokens x ranks
+WEIGHTS = ("materialize",)  # variants that have none, since they make the dense weight
+FEWEST = 2048  # tokens of a chunk at least
 
 Variant = Callable[..., Tensor]
 Variants = Callable[[], Mapping[str, Variant]]
@@ -51,7 +57,24 @@ def dispatch(
         return x.new_zeros(0, shape.outputs)
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
     run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, plain)
-    return run(x, *factors, bias=bias, **config).contiguous()
+    call = partial(run, **config)
+    bounded = run is not on_cpu and run.__name__ not in WEIGHTS and structure in MIXED
+    tokens = _tokens(shape, dtype) if bounded else n
+    if n <= tokens:
+        return call(x, *factors, bias=bias).contiguous()
+    y = x.new_empty(n, shape.outputs)
+    for start, stop in chunks(n, tokens):
+        y[start:stop] = call(x[start:stop], *factors, bias=bias)
+    return y
+
+
+def _tokens(shape: Shape, dtype: torch.dtype) -> int:
+    """How many tokens a product takes at a time: those whose two intermediates [blocks, n, rank] are
+    within BLR_TRANSIENT, and at least `FEWEST`, below which products of blocks are slower."""
+    bound = transient_bytes()
+    if bound is None:
+        return sys.maxsize
+    return max(FEWEST, bound // max(2 * shape.blocks * shape.rank * dtype.itemsize, 1))
 
 
 def forget() -> None:

@@ -1,0 +1,293 @@
+"""Runs the arms of `blr bench memory` in turn: results compared, memory, then times."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from blr.compressor.bench.memory.models import Subject, dense_model, find_subject, low_rank_model
+from blr.compressor.bench.memory.predict import DENSE, FLASHSVD, NAIVE, OURS, predicted
+from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, MemoryRow, Report
+from blr.compressor.bench.stopping import Stopped, stoppable
+from blr.compressor.bench.timing import spread
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.machine.device import pick_device
+from blr.compressor.progress import Progress
+from blr.kernels.common.transient import DEFAULT, VARIABLE
+
+# Relative error of our results against the unbounded ones on the same weights: both round every
+# intermediate of a dozen layers in the same places, sums may differ in their order.
+LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+CPU_WIDTH = 512
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What to measure.
+
+    Attributes:
+        models: of configs/bench-memory.yaml. keeps: shares of parameters of the replaced layers.
+        arms: dense, naive, ours, or ours-N for a bound of N MiB. pairs: (batch, length) of every
+            case. per_head: q, k and v factorized head by head. padding: share of the longest
+            length that a batch's shortest row is padded by.
+    """
+
+    models: Sequence[str]
+    arms: Sequence[str] = (DENSE, NAIVE, OURS)
+    keeps: Sequence[float] = (0.5, 0.75)
+    pairs: Sequence[tuple[int, int]] = ((64, 512),)
+    per_head: bool = False
+    padding: float = 0.0
+    rounds: int = 5
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    seconds: float | None = None
+
+
+@dataclass
+class MemoryBench:
+    """One run; `report` has the rows so far."""
+
+    options: MemoryOptions
+    report: Report
+    progress: Progress
+    device: torch.device = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.options.device)
+        dtype = getattr(torch, self.options.dtype, None)
+        if dtype not in LIMITS:
+            raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
+        self.dtype = dtype
+        self.subjects = [find_subject(name) for name in self.options.models]
+        for arm in self.options.arms:
+            bound_of(arm)
+        large = [subject.name for subject in self.subjects if subject.width > CPU_WIDTH]
+        if self.device.type == "cpu" and large:
+            raise CapabilityError(
+                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
+                "measure --models pico-bert,pico-llama here"
+            )
+
+    def run(self) -> int:
+        """Measure everything. Returns 0, or 128 + N if signal N ended the run early."""
+        begun = perf_counter()
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else "cpu"
+        self.report.machine = {"device": str(self.device), "name": name}
+        try:
+            with stoppable(), torch.no_grad():
+                self._run_all(begun)
+        except Stopped as stop:
+            self.report.stopped = stop.name
+            return 128 + stop.number
+        finally:
+            self.report.seconds = perf_counter() - begun
+        return 0
+
+    def _run_all(self, begun: float) -> None:
+        cases = [(s, keep) for s in self.subjects for keep in self.options.keeps]
+        with self.progress.layers(len(cases) * len(self.options.pairs), "measuring") as starting:
+            for subject, keep in cases:
+                models = Arms(subject, keep, self.options.per_head, self.device, self.dtype)
+                for batch, length in self.options.pairs:
+                    title = f"{subject.name} at {keep:.0%}, {batch} x {length}"
+                    limit = self.options.seconds
+                    if limit is not None and perf_counter() - begun > limit:
+                        self.report.stopped = f"the seconds were spent before {title}"
+                        return
+                    starting(title)
+                    self.report.rows += self._case(models, batch, length)
+                del models
+                self._release()
+
+    def _case(self, models: Arms, batch: int, length: int) -> list[MemoryRow]:
+        rows = {arm: self._row(models, arm, batch, length) for arm in self.options.arms}
+        inputs = inputs_of(models.subject, batch, length, self.options.padding, self.device)
+        expected: Any = None
+        for arm, row in rows.items():
+            with guard(row):
+                found = self._measure(models, arm, row, inputs)
+                if arm == NAIVE:
+                    expected = found
+                elif expected is not None and arm != DENSE:
+                    compare(row, found, expected, LIMITS[self.dtype])
+                del found
+            self._release()
+        del expected
+        self._time(models, rows, inputs)
+        ratios(list(rows.values()))
+        return list(rows.values())
+
+    def _row(self, models: Arms, arm: str, batch: int, length: int) -> MemoryRow:
+        subject, keep = models.subject, models.keep
+        row = MemoryRow(subject.name, keep, batch, length, self.options.dtype, arm)
+        bound = int((bound_of(arm) or 0) * MIB)
+        fixed = (batch, length, keep, self.dtype.itemsize, bound)
+        row.predicted_bytes = predicted(subject, OURS if bound else arm, *fixed)
+        row.flashsvd_bytes = predicted(subject, FLASHSVD, *fixed)
+        return row
+
+    def _measure(self, models: Arms, arm: str, row: MemoryRow, inputs: dict[str, Any]) -> Any:
+        """Fill in the memory; the result [B, M, D]."""
+        model = models.get(arm)
+        row.weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        with bounded(arm):
+            found = model(**inputs).last_hidden_state  # and libraries allocate what they keep
+            row.transient_bytes = transient_bytes(lambda: model(**inputs), self.device)
+        row.peak_bytes = row.weights_bytes + row.transient_bytes
+        return found
+
+    def _time(self, models: Arms, rows: dict[str, MemoryRow], inputs: dict[str, Any]) -> None:
+        """Rounds in which every arm runs once, in turn."""
+        times: dict[str, list[float]] = {arm: [] for arm, row in rows.items() if row.status == OK}
+        for _ in range(self.options.rounds):
+            for arm, samples in times.items():
+                with guard(rows[arm]), bounded(arm):
+                    run = partial(models.get(arm), **inputs)
+                    samples.append(milliseconds(run, self.device))
+        for arm, samples in times.items():
+            if rows[arm].status == OK:
+                found = spread(samples)
+                rows[arm].ms, rows[arm].low, rows[arm].high = found.ms, found.low, found.high
+                rows[arm].rounds = found.rounds
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class Arms:
+    """The models of one subject: the dense one and the low-rank one, made when asked for."""
+
+    subject: Subject
+    keep: float
+    per_head: bool
+    device: torch.device
+    dtype: torch.dtype
+    built: dict[bool, Any] = field(default_factory=dict)
+
+    def get(self, arm: str) -> Any:
+        """The model of an arm."""
+        dense = arm == DENSE
+        if dense not in self.built:
+            place = (self.device, self.dtype)
+            make = (self.subject, self.keep, self.per_head)
+            self.built[dense] = (
+                dense_model(self.subject, *place) if dense else low_rank_model(*make, *place)
+            )
+        return self.built[dense]
+
+
+def bound_of(arm: str) -> float | None:
+    """MiB of a bounded arm, None of the others. Raises UsageError for what is no arm."""
+    if arm in (DENSE, NAIVE):
+        return None
+    name, _, number = arm.partition("-")
+    if name == OURS and (not number or (number.isdecimal() and int(number))):
+        return int(number or DEFAULT)
+    raise UsageError(f"arm {arm!r}: expected dense, naive, ours or ours-N for a bound of N MiB")
+
+
+@contextmanager
+def bounded(arm: str) -> Iterator[None]:
+    """BLR_TRANSIENT as the arm has it."""
+    before = os.environ.get(VARIABLE)
+    bound = bound_of(arm)
+    os.environ[VARIABLE] = "off" if bound is None else f"{bound:g}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def inputs_of(
+    subject: Subject, batch: int, length: int, padding: float, device: torch.device
+) -> dict[str, Any]:
+    """Random tokens; with `padding`, rows are the shorter the later, padded on the right."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, subject.settings["vocab_size"], (batch, length), generator=generator)
+    given: dict[str, Any] = {"input_ids": ids.to(device)}
+    if subject.gated:
+        given["use_cache"] = False
+    if padding:
+        kept = length - (torch.linspace(0, padding, batch) * length).long()
+        given["attention_mask"] = (torch.arange(length) < kept[:, None]).long().to(device)
+    return given
+
+
+def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one call: on a GPU between two events, else by the clock."""
+    if device.type != "cuda":
+        start = perf_counter()
+        run()
+        return (perf_counter() - start) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def compare(row: MemoryRow, found: Any, expected: Any, limit: float) -> None:
+    """Fill in the error against the unbounded model; over `limit` the row is wrong."""
+    row.rel_error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not row.rel_error <= limit:
+        row.fail(WRONG, f"results differ by {row.rel_error:.2g}")
+
+
+def ratios(rows: list[MemoryRow]) -> None:
+    """Fill in what the arms of one case are of the naive and of the dense one."""
+    by_arm = {row.arm: row for row in rows if row.status == OK}
+    for base in (NAIVE, DENSE):
+        other = by_arm.get(base)
+        for row in by_arm.values() if other is not None else ():
+            assert other is not None
+            setattr(row, f"memory_of_{base}", _ratio(row.transient_bytes, other.transient_bytes))
+            setattr(row, f"time_of_{base}", _ratio(row.ms, other.ms))
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+@contextmanager
+def guard(row: MemoryRow) -> Iterator[None]:
+    """Turns what an arm raises into the status of its row."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        row.fail(OOM, "out of memory")
+    except (UsageError, CapabilityError):
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        row.fail(FAILED, f"{type(error).__name__}: {line}"[:200])
+
+
+def run_memory(options: MemoryOptions, progress: Progress) -> tuple[Report, int]:
+    """Measure all that `options` name; the report, and the exit code.
+
+    Raises UsageError or CapabilityError before anything is measured.
+    """
+    settings = {k: v for k, v in asdict(options).items() if v is not None}
+    bench = MemoryBench(options, Report("bench memory", settings, kind=MemoryRow), progress)
+    return bench.report, bench.run()

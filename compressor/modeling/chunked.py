@@ -1,0 +1,173 @@
+"""Attention and products that take tensors without values a chunk at a time. Shipped inside every
+checkpoint.
+
+A chunk is as many whole sequences as the bound of memory holds; of one that is too long for it, a
+linear layer takes stretches of tokens and attention some heads, reconstructed from the space of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blr.compressor.modeling.expressions import HEADS, Memo, Node, Region, Repeated, sliced
+from blr.kernels.common.transient import chunks, tokens_within, transient_bytes
+
+
+def linear(node: Any, weight: Any, bias: Any = None) -> Any:
+    """`torch.nn.functional.linear` of a node."""
+    if isinstance(weight, Node) or isinstance(bias, Node):
+        return NotImplemented
+    return by_tokens(node, weight.shape[0], lambda x: functional.linear(x, weight, bias))
+
+
+def by_tokens(node: Node, outputs: int, product: Callable[[Tensor], Tensor]) -> Any:
+    """``product`` [..., outputs] of a node [..., i], as many tokens at a time as the bound holds.
+
+    NotImplemented for a node whose tokens are not the first dimensions.
+    """
+    if not has_tokens(node):
+        return NotImplemented
+    out: Tensor | None = None
+    for region in regions(node.shape[:-1], tokens_within(_bound(), _width(node))):
+        part = product(node.part(region, {}))
+        if part.shape[:-1] == node.shape[:-1]:
+            return part
+        if out is None:
+            out = part.new_empty((*node.shape[:-1], outputs))
+        sliced(out, out.shape, node.labels, region).copy_(part)
+        del part  # before the next one is made
+    assert out is not None
+    return out
+
+
+def layer_norm(node: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.layer_norm` of a node over its features."""
+    if not isinstance(node, Node) or node.labels[-1] != "o" or tuple(shape) != tuple(node.shape[-1:]):
+        return NotImplemented
+    norm = functional.layer_norm
+    return by_tokens(node, node.shape[-1], lambda x: norm(x, shape, weight, bias, eps))
+
+
+def has_tokens(node: Node) -> bool:
+    """Whether its first dimensions are the tokens of a layer's input, as they were."""
+    return node.labels[:-1] == tuple(range(len(node.shape) - 1))
+
+
+def regions(lead: tuple[int, ...], tokens: int) -> Iterator[Region]:
+    """Parts of about `tokens` tokens of the dimensions `lead`: whole entries of the first, else
+    stretches of the second."""
+    entry = 1
+    for size in lead[1:]:
+        entry *= size
+    if len(lead) == 1 or entry <= tokens:
+        for bounds in chunks(lead[0], tokens // max(entry, 1)):
+            yield {0: bounds}
+        return
+    rest = entry // max(lead[1], 1)
+    for row in range(lead[0]):
+        for bounds in chunks(lead[1], max(tokens // max(rest, 1), 1)):
+            yield {0: (row, row + 1), 1: bounds}
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` of [B, H, T, D], some of them nodes.
+
+    Gives [B, H, T, D] that lies as [B, T, H, D]; NotImplemented for other shapes.
+    """
+    given = (query, key, value)
+    nodes = [t for t in given if isinstance(t, Node)]
+    if any(node.labels != HEADS for node in nodes) or any(len(t.shape) != 4 for t in given):
+        return NotImplemented
+    if isinstance(attn_mask, Node) or (attn_mask is not None and attn_mask.dim() > 4):
+        return NotImplemented
+    options: Any = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
+    rows, heads, length, _ = query.shape
+    made = torch.empty(
+        (rows, length, heads, value.shape[-1]), dtype=query.dtype, device=query.device
+    ).transpose(1, 2)
+    group = heads // key.shape[1] if enable_gqa else _repeats(key)
+    attend: Any = functional.scaled_dot_product_attention
+    memos: dict[tuple[int, int], Memo] = {}
+    for region in _heads(rows, heads, group, _row_bytes(nodes)):
+        if region[0] not in memos:
+            memos = {region[0]: {}}
+        tensors = [_part(t, region, heads, memos[region[0]]) for t in given]
+        mask = None if attn_mask is None else sliced(attn_mask, made.shape, HEADS, region)
+        part = attend(*tensors, attn_mask=mask, **options)
+        sliced(made, made.shape, HEADS, region).copy_(part)
+        del tensors, part  # before the next ones are made
+    return made
+
+
+def _heads(rows: int, heads: int, group: int, row_bytes: int) -> Iterator[Region]:
+    """Sequences that fit the bound, or heads of one: whole groups that share a key."""
+    bound = _bound()
+    if row_bytes <= bound:
+        for bounds in chunks(rows, bound // max(row_bytes, 1)):
+            yield {0: bounds}
+        return
+    at_once = max(bound * heads // (row_bytes * group), 1)
+    for row in range(rows):
+        for start, stop in chunks(heads // group, at_once):
+            yield {0: (row, row + 1), "h": (start * group, stop * group)}
+
+
+def _part(tensor: Any, region: Region, heads: int, memo: Memo) -> Tensor:
+    """Of a query, key or value, which may have fewer heads than the query."""
+    if "h" in region and tensor.shape[1] != heads:
+        start, stop = region["h"]
+        times = heads // tensor.shape[1]
+        region = {**region, "h": (start // times, stop // times)}
+    if isinstance(tensor, Node):
+        return tensor.part(region, memo)
+    return sliced(tensor, tensor.shape, HEADS, region)
+
+
+def _repeats(key: Any) -> int:
+    return key.times if isinstance(key, Repeated) else 1
+
+
+def _row_bytes(nodes: list[Node]) -> int:
+    """Bytes of one sequence's q, k and v, and of what rotates one of them."""
+    return sum(_bytes(node) for node in nodes) + max(map(_bytes, nodes))
+
+
+def _bytes(node: Node) -> int:
+    return node.shape[1:].numel() * node.dtype.itemsize
+
+
+def _width(node: Node) -> int:
+    """Bytes of one token of a node and of what it is made from at one time."""
+    return int(node.widest * node.dtype.itemsize * (len(node.sources) + 1))
+
+
+def _bound() -> int:
+    """In bytes; where the bound was taken away in between, all at once."""
+    bound = transient_bytes()
+    return 1 << 62 if bound is None else bound
+
+
+CONSUMERS: dict[str, Callable[..., Any]] = {
+    "linear": linear,
+    "layer_norm": layer_norm,
+    "scaled_dot_product_attention": attention,
+}

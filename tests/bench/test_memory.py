@@ -1,0 +1,87 @@
+"""`blr bench memory` on a CPU: rows, ratios, files and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from running import Run
+
+from blr.compressor.bench.memory.models import find_subject, rank_spec
+from blr.compressor.bench.memory.predict import predicted
+from blr.compressor.bench.memory.track import transient_bytes
+
+SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds", "1", "--keep", "0.5")
+
+
+def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
+    done = blr(
+        *(*SMALL, "--models", "pico-bert,pico-llama", "--arms", "dense,naive,ours-1"),
+        *("--format", "json", "--output", str(tmp_path / "out")),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [row["status"] for row in report["rows"]] == ["ok"] * 6, report["rows"]
+    for dense, naive, ours in (report["rows"][:3], report["rows"][3:]):
+        assert ours["rel_error"] <= 1e-5 and dense["rel_error"] is None
+        assert (
+            ours["transient_bytes"]
+            < 0.65 * naive["transient_bytes"]
+            <= 0.65 * 1.1 * dense["transient_bytes"]
+        )
+        assert ours["memory_of_naive"] == ours["transient_bytes"] / naive["transient_bytes"]
+        assert ours["peak_bytes"] == ours["transient_bytes"] + ours["weights_bytes"]
+        for row in (dense, naive, ours):
+            assert 0.7 < row["transient_bytes"] / row["predicted_bytes"] < 1.6, row
+            assert row["ms"] > 0
+    assert report["summary"]["not_ok"] == 0 and len(report["summary"]["cases"]) == 2
+    with (tmp_path / "out" / "results.csv").open() as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == ["dense", "naive", "ours-1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--models", "bert-large"], "'bert-large' is not known; expected one of bert-base"),
+        (["--arms", "ours-x"], "arm 'ours-x': expected dense, naive, ours or ours-N"),
+        (["--pairs", "4"], "--pairs is '4': expected batch x length"),
+        (["--keep", "2"], "--keep is '2': expected shares"),
+        (["--heads", "few"], "--heads is 'few': expected whole or per-head"),
+        (["--dtype", "int4"], "dtype 'int4': expected float32"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_one_line(blr: Run, options: list[str], message: str) -> None:
+    done = blr("bench", "memory", "--device", "cpu", *options)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("blr: error: ") and message in line
+
+
+def test_tracking_counts_what_lives_at_one_time() -> None:
+    x = torch.zeros(256, 256)  # 1 MiB in four bytes each: 256 KiB
+
+    def run() -> None:
+        y = x + 1
+        z = y.view(-1) * 2
+        del y
+        z.add_(1)
+        torch.empty(1 << 20, device="meta")
+        assert (z + 1).shape == (65536,)
+
+    assert transient_bytes(run, torch.device("cpu")) == 2 * x.nbytes
+
+
+def test_predictions_of_the_paper() -> None:
+    """FlashSVD's FFN holds r(BM + D_F) in the place of BM·D_F, its attention r(BM + D) thrice."""
+    bert = find_subject("bert-base")
+    tokens, rank = 64 * 512, rank_spec(768, 3072, 0.5, 1).rank
+    held = 4 * 768 * tokens * 2
+    ffn = predicted(bert, "flashsvd", 64, 512, 0.5, 2, 0) - held
+    assert ffn == 2 * max(rank * (tokens + 3072), 3 * 192 * (tokens + 768))
+    naive = predicted(bert, "naive", 64, 512, 0.5, 2, 0)
+    assert naive == (3 * 768 + 2 * 3072) * tokens * 2
+    assert predicted(bert, "ours", 64, 512, 0.5, 2, 64 << 20) <= 0.5 * naive
