@@ -19,6 +19,7 @@ from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.rounding import round_layer
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
@@ -33,11 +34,13 @@ Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suff
 
 @dataclass(frozen=True)
 class Job:
-    """One layer to factorize and everything that determines its factors."""
+    """One layer to factorize and everything that determines its factors. `processes` are those that fit
+    it together, if not one alone."""
 
     planned: PlannedLayer
     recipe: Recipe
     device: torch.device
+    processes: Processes | None = None
 
     @property
     def layer(self) -> Layer:
@@ -46,7 +49,7 @@ class Job:
     @property
     def options(self) -> FitOptions:
         seed = layer_seed(self.recipe.seed, self.layer.module)
-        return FitOptions(self.planned.solver, self.planned.rounds, seed)
+        return FitOptions(self.planned.solver, self.planned.rounds, seed, self.processes)
 
     def stored_dtype(self, weight: Tensor) -> torch.dtype:
         """Of what is stored and not packed: the recipe's, or the weight's own."""

@@ -12,7 +12,7 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from blr.compressor.fitting.factorize import Job, Result, keep_factors, layer_se
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import Sensitivity
-from blr.compressor.fitting.weighted import fit_weighted, metric_for
+from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
 from blr.compressor.fitting.work import Work
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.table import layer_of
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import rounds
 from blr.compressor.planning.plan import Plan
 from blr.compressor.rounding.latent import Plain, Trained
@@ -123,12 +124,20 @@ class BlockFit:
         moments, work = self._moments(group), self.run.work
         metrics = {module: self._metric(module) for module in modules.values()}
 
-        def fit(key: str) -> None:
-            job, module = self.run.job(modules[key]), modules[key]
-            work.journal.store(key, *fit_weighted(job, self._weight(module), moments, metrics[module]))
+        def fit(key: str, processes: Processes | None = None) -> None:
+            module = modules[key]
+            job = replace(self.run.job(module), processes=processes)
+            found = fit_weighted(job, self._weight(module), moments, metrics[module])
+            if processes is None or processes.first:
+                work.journal.store(key, *found)
 
-        specs = {key: self.run.planned[module].spec for key, module in modules.items()}
-        work.share({key: predicted_cost(spec, calibrated=True) for key, spec in specs.items()}, fit)
+        jobs = {key: self.run.job(module) for key, module in modules.items()}
+        together = [key for key, job in jobs.items() if fitted_together(job)]
+        for key in together:
+            fit(key, work.processes)
+        rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
+        work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
+        work.journal.await_all(together)
 
     def _weight(self, module: str) -> Tensor:
         return self.run.model.source.load_tensor(self.run.planned[module].layer.entry)

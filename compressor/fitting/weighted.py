@@ -12,6 +12,7 @@ from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import round_layer
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
+from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import cholesky, recorded_fallbacks, solve_upper
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
@@ -92,7 +93,15 @@ def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
     """What a fit takes of the Fisher information [o, o] of its outputs (mean diagonal 1): all, or the
     diagonal [o]."""
-    return information if takes_whole_metric(spec) else information.diagonal()
+    return information if takes_whole_metric(_plain(spec)) else information.diagonal()
+
+
+def fitted_together(job: Job) -> bool:
+    """Whether the layer is so large that processes share its fit rather than the layers of a group."""
+    spec = _plain(job.planned.spec)
+    if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
+        return False
+    return is_shared(spec, fitting_dtype(job.device).itemsize)
 
 
 def takes_whole_metric(spec: Spec) -> bool:

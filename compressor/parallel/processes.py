@@ -7,7 +7,7 @@ for finished layers, which each puts into the journal: on several hosts it lies 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -28,14 +28,16 @@ class Processes:
 
     Args:
         device: as on the command line; a GPU's number is this process's on its host.
+        alone: for work that this process does by itself, whatever others there are.
 
     Raises:
         UsageError: a GPU of a number for several processes. CapabilityError: no such device, or devices
             of several kinds, whose results would differ.
     """
 
-    def __init__(self, device: str) -> None:
-        self.rank, self.count = environment.rank(), environment.count()
+    def __init__(self, device: str, alone: bool = False) -> None:
+        self.rank = 0 if alone else environment.rank()
+        self.count = 1 if alone else environment.count()
         self.device = pick_device(device)
         self.wire = torch.device("cpu")  # what messages travel from
         self.notes: list[str] = []
@@ -126,14 +128,20 @@ class Processes:
 
     def shared(self, tensor: Tensor | None, source: int = 0) -> Tensor:
         """The `tensor` of process `source`, on this process's device; the others give None."""
+        found = None if tensor is None else (tensor.shape, tensor.dtype)
+        return self.spread(tensor, source, *self.told(found, source))
+
+    def spread(
+        self, tensor: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """As `shared`, of a tensor whose shape and dtype all know."""
         if self.count == 1:
             assert tensor is not None
             return tensor.to(self.device)
-        described = self.told(None if tensor is None else (tuple(tensor.shape), tensor.dtype), source)
         if self.rank == source and tensor is not None:
-            held = tensor.to(self.wire).contiguous()
+            held = tensor.detach().to(self.wire).contiguous()
         else:
-            held = torch.empty(described[0], dtype=described[1], device=self.wire)
+            held = torch.empty(shape, dtype=dtype, device=self.wire)
         with _lost():
             dist.broadcast(held, source)
         return held.to(self.device)

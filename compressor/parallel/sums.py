@@ -15,14 +15,21 @@ class OrderedSum:
     process gives its next one; slab s of the rows of all goes to process s, which adds them in order.
 
     Args:
-        number: of parts in all. dtype: to add in (None: that of the parts).
+        number: of parts in all. dtype: to add in (None: that of the parts). like: a tensor of the parts'
+            shape and dtype; without one the first process tells the others.
     """
 
-    def __init__(self, processes: Processes, number: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        number: int,
+        dtype: torch.dtype | None = None,
+        like: Tensor | None = None,
+    ) -> None:
         self.processes, self.number, self.dtype = processes, number, dtype
         self.done = 0  # parts added so far
         self.slab: Tensor | None = None
-        self.like: tuple[torch.Size, torch.dtype] | None = None
+        self.like = None if like is None else (like.shape, like.dtype)
 
     def add(self, part: Tensor | None) -> None:
         """One round, of all processes: this one's next part, None if it has no more."""
@@ -35,12 +42,18 @@ class OrderedSum:
 
     def total(self) -> Tensor:
         """The sum, in every process."""
-        processes = self.processes
-        slabs = [
-            processes.shared(self.slab if processes.rank == n else None, n)
-            for n in range(processes.count)
-        ]
-        return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
+        assert self.like is not None
+        shape, kind = self.like
+        count, rank = self.processes.count, self.processes.rank
+        if count == 1:
+            assert self.slab is not None
+            return self.slab
+        heights = [len(rows) for rows in torch.empty(shape[0]).tensor_split(count)]
+        described = [((height, *shape[1:]), self.dtype or kind) for height in heights]
+        spread = self.processes.spread
+        return torch.cat(
+            [spread(self.slab if rank == n else None, n, *described[n]) for n in range(count)]
+        )
 
     def _cut(self, part: Tensor | None) -> list[Tensor]:
         """The slabs of `part`, or of zeros like the others', which are not added."""

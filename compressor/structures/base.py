@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from blr.compressor.parallel.processes import Processes
+
 
 @dataclass(frozen=True)
 class FitOptions:
     """How to fit: `solver` names one of the family's solvers, None takes its default.
 
     `rounds` counts alternations (or gradient steps of a gradient solver); None takes the
-    solver's default. `seed` feeds the solvers that start from random numbers.
+    solver's default. `seed` feeds the solvers that start from random numbers. `processes` are those
+    that fit this layer together, all calling the same; None: this one alone.
     """
 
     solver: str | None = None
     rounds: int | None = None
     seed: int = 0
+    processes: Processes | None = None
 
 
 @dataclass

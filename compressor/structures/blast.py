@@ -10,9 +10,14 @@ Models", section 2.
 
 from __future__ import annotations
 
+from math import isnan
+
 import torch
 from torch import Tensor
 
+from blr.compressor.errors import NumericsError
+from blr.compressor.parallel.processes import Processes
+from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
@@ -22,6 +27,7 @@ from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
+SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer of so many operations for its Z_k H
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
 
@@ -45,10 +51,10 @@ def fit(
     rounds = ROUNDS if options.rounds is None else options.rounds
     if gram is not None:
         gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
-    problem = BlastProblem(weight, gram, spec)
+    problem = BlastProblem(weight, gram, spec, options.processes)
     theta, losses = descend(problem, problem.start(), rounds)
     problem.evaluate(theta)
-    return _named(_balance(problem.U, *problem.split(theta)), losses)
+    return _named(_balance(problem.left(), *problem.split(theta)), losses)
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
@@ -93,18 +99,41 @@ def _balance(U: Tensor, S: Tensor, V: Tensor) -> Factors:
     return U / u * even, S / s * even, V / v * even
 
 
+def rows_at_once(spec: BlastSpec, item_bytes: int, calibrated: bool) -> int:
+    """Block rows that are treated together: as many as memory allows, but an eighth of them where that
+    is work enough, so that eight processes may share them. The same for any number of processes."""
+    width = 3 * spec.in_features * spec.rank * item_bytes
+    most = max(1, min(spec.blocks, CHUNK_BYTES // width))
+    if not calibrated or 2 * spec.blocks * spec.in_features**2 * spec.rank < LARGE:
+        return most
+    return min(most, max(1, spec.blocks // SHARES))
+
+
+def is_shared(spec: BlastSpec, item_bytes: int) -> bool:
+    """Whether several processes fit a calibrated layer faster than one."""
+    return spec.blocks >= SHARES * rows_at_once(spec, item_bytes, True)
+
+
 class BlastProblem:
     """tr((W−W')H(W−W')ᵀ) as a function of theta = (S, V), U eliminated.
 
-    With H = None (identity) the normal matrices need only V_lᵀV_l and no product with H.
+    With H = None (identity) the normal matrices need only V_lᵀV_l and no product with H. Block rows are
+    taken some at a time, by `processes` in turn; what these add up is added in the rows' order.
     """
 
-    def __init__(self, weight: Tensor, gram: Tensor | None, spec: BlastSpec) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        gram: Tensor | None,
+        spec: BlastSpec,
+        processes: Processes | None = None,
+    ) -> None:
         self.spec, self.weight, self.gram = spec, weight, gram
+        self.processes = processes or Processes(str(weight.device), alone=True)
         b, self.p = spec.blocks, spec.in_features // spec.blocks
         self.rows = weight.unflatten(0, (b, -1))  # [k, q, i]
-        width = 3 * spec.in_features * spec.rank * weight.element_size()
-        self.chunk = max(1, min(b, CHUNK_BYTES // width))
+        self.chunk = rows_at_once(spec, weight.element_size(), gram is not None)
+        self.starts = range(0, b, self.chunk)
         if gram is not None:
             at = torch.arange(b, device=weight.device)
             self.gram_blocks = gram.view(b, self.p, b, self.p)[at, :, at].contiguous()
@@ -130,19 +159,49 @@ class BlastProblem:
         return torch.cat([S.reshape(-1), V.reshape(-1)])
 
     def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
-        """The loss and half its negative gradient; leaves the exact U in `self.U`."""
-        S, V = self.split(theta)
+        """The loss and half its negative gradient. Raises NumericsError where there is no exact U."""
+        processes, number = self.processes, len(self.starts)
+        S, V = self.split(processes.spread(theta, 0, theta.shape, theta.dtype))
         overlap = V.mT @ V if self.gram is None else None
-        loss, found, gradient_s, gradient_v = 0.0, [], [], torch.zeros_like(V)
-        for k in range(0, self.spec.blocks, self.chunk):
-            at = slice(k, k + self.chunk)
-            U, part, pull = self._rows(self.rows[at], S[at], V, overlap)
-            loss += part
-            gradient_v += (S[at, :, None] * pull).sum(0)
-            gradient_s.append((V[None] * pull).sum(2))
-            found.append(U)
-        self.U = torch.cat(found)
-        return loss, self.join(torch.cat(gradient_s), gradient_v)
+        self.found: dict[int, Tensor] = {}
+        failure = NumericsError("the error of the fit is not finite")
+        losses = torch.zeros(number, dtype=torch.float64, device=theta.device)
+        pulled, gradients = OrderedSum(processes, number, like=V), dict[int, Tensor]()
+        for turn in rounds(processes, number):
+            n = turn * processes.count + processes.rank
+            part = torch.zeros_like(V) if n < number else None
+            try:
+                if n < number:
+                    losses[n], gradients[n], part = self._part(n, S, V, overlap)
+            except NumericsError as error:  # the others wait for what these rows would add
+                losses[n], failure = torch.nan, error
+            pulled.add(part)
+        loss = float(sum(processes.sum(losses).tolist()))
+        if isnan(loss):
+            raise failure
+        return loss, self.join(torch.cat(self._all(gradients, S.shape[1:])), pulled.total())
+
+    def left(self) -> Tensor:
+        """The exact U [b, q, r] at the point evaluated last."""
+        return torch.cat(self._all(self.found, (self.rows.shape[1], self.spec.rank)))
+
+    def _part(
+        self, n: int, S: Tensor, V: Tensor, overlap: Tensor | None
+    ) -> tuple[float, Tensor, Tensor]:
+        """What some rows add to the loss, their gradient of S, and what they add to that of V."""
+        at = slice(self.starts[n], self.starts[n] + self.chunk)
+        self.found[n], loss, pull = self._rows(self.rows[at], S[at], V, overlap)
+        return loss, (V[None] * pull).sum(2), (S[at, :, None] * pull).sum(0)
+
+    def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
+        """What all processes have of the rows, in their order, each row of `shape`."""
+        heights = [len(self.rows[k : k + self.chunk]) for k in self.starts]
+        return [
+            self.processes.spread(
+                mine.get(n), self.processes.owner(n), (height, *shape), self.weight.dtype
+            )
+            for n, height in enumerate(heights)
+        ]
 
     def _rows(
         self, rows: Tensor, S: Tensor, V: Tensor, overlap: Tensor | None
@@ -161,7 +220,8 @@ class BlastProblem:
         """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl the diagonal of
         (U_kᵀU_k) ∘ (V_lᵀ H_ll V_l): its full blocks gain 2% a round and take b²r² of memory."""
         S, V = self.split(theta)
-        left = self.U.mT @ self.U
+        U = self.left()
+        left = U.mT @ U
         weighted = V if self.gram is None else self.gram_blocks @ V
         inverse_v = inverse_spd(mixed_gram(S.transpose(0, 1), left))
         scale_s = left.diagonal(dim1=1, dim2=2)[:, None] * (V * weighted).sum(1)[None]
