@@ -86,11 +86,14 @@ def heal(
         ),
     ] = None,
     hidden: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.0, callback=values.number, help="Weight of the distance between the blocks' outputs."
+            min=0.0,
+            callback=values.number,
+            help="Weight of the distance between the blocks' outputs.",
+            show_default="0; 1 for encoders",
         ),
-    ] = 0.0,
+    ] = None,
     train: Annotated[str, typer.Option(help=f"Some of {', '.join(KINDS)}.")] = ",".join(KINDS[:3]),
     warmup: Annotated[
         float,

@@ -165,6 +165,13 @@ def healed_text(summary: dict[str, Any]) -> list[str]:
     ]
     for name, before in summary["before"].items():
         after = summary["after"][name]
+        if "distance" in before:
+            lines.append(
+                f"held-back {name}: 1 - cosine of the embeddings {before['distance']:.4f} -> "
+                f"{after['distance']:.4f}, error of the hidden states {before['states']:.4f} -> "
+                f"{after['states']:.4f}"
+            )
+            continue
         lines.append(
             f"held-back {'own text' if name == 'self' else name}: KL {before['kl']:.4f} -> "
             f"{after['kl']:.4f}, loss {before['student']:.4f} -> {after['student']:.4f} "

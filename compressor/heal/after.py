@@ -40,22 +40,11 @@ class Healing:
     """
 
     def __init__(self, source: Source, settings: Any) -> None:
-        from blr.compressor.heal.pair import check_generates
+        from blr.compressor.heal.data import reading_of
 
         self.teacher = Checkpoint(source, {}, compressed=False)
         self.options = options_of(settings)
-        check_generates(self.teacher)
-        self._check_texts()
-
-    def _check_texts(self) -> None:
-        from blr.compressor.heal.data import read_texts
-        from blr.compressor.loading.load import load_tokenizer
-
-        source = self.teacher.source
-        context = source.config.get("max_position_embeddings") or self.options.window
-        if self.options.files:
-            window = min(context, self.options.window)
-            read_texts(self.options, load_tokenizer(source.folder), window)
+        reading_of(self.teacher, self.options).texts(self.options)
 
     def run(
         self,

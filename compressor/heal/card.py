@@ -10,34 +10,51 @@ SECTION = """
 Trained for {steps:,} steps ({tokens:,} tokens of {texts}, {minutes:.1f} minutes on {device}) to answer
 as `{teacher}` does: {loss}, {parameters:,} parameters ({kinds}) at {rate:g} of their root mean square a
 step, seed {seed}. The state after step {best_step:,} was kept, the best by windows of the same texts
-that were not trained on; in nats a token there:
-
-| held-back text | {measure} before | after | loss before | after | of the dense model |
-|---|---|---|---|---|---|
-{rows}
+that were not trained on; {table}
 
 The errors of the weights above are those before healing; `blr inspect` gives the present ones, and
 `metrics.jsonl` the course of the training.
 """
-LOSSES = {"kl": "divergence of the next token's distribution", "lm": "loss on the text"}
+LOSSES = {
+    "kl": "divergence of the next token's distribution",
+    "lm": "loss on the text",
+    "distance": "1 − cosine of the sentence embeddings, and errors of the hidden states",
+}
+NATS = """in nats a token there:
+
+| held-back text | KL before | after | loss before | after | of the dense model |
+|---|---|---|---|---|---|
+"""
+COSINES = """there:
+
+| held-back text | 1 − cosine of embeddings before | after | error of hidden states before | after |
+|---|---|---|---|---|
+"""
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:
     """`card` with a section on a run of which `facts` are told (`Job.facts`)."""
-    rows = [_row(name, facts["before"][name], facts["after"][name]) for name in facts["before"]]
-    texts = " and ".join("its own text" if name == "self" else name for name in facts["before"])
+    texts = " and ".join(_label(name, "its own text") for name in facts["before"])
     return card + SECTION.format(
         **{key: facts[key] for key in ("steps", "tokens", "minutes", "device", "teacher", "rate")},
         **{key: facts[key] for key in ("parameters", "seed", "best_step")},
         kinds=", ".join(facts["train"]),
         loss=LOSSES[facts["loss"]],
         texts=texts,
-        measure="KL",
-        rows="\n".join(rows),
+        table=_table(facts["before"], facts["after"]),
     )
 
 
-def _row(name: str, before: dict[str, float], after: dict[str, float]) -> str:
-    label = "own text" if name == "self" else name
-    numbers = (before["kl"], after["kl"], before["student"], after["student"], before["teacher"])
-    return f"| {label} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
+def _table(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> str:
+    encoder = "distance" in next(iter(before.values()))
+    columns = ("distance", "states") if encoder else ("kl", "student")
+    rows = []
+    for name, was in before.items():
+        numbers = [x for column in columns for x in (was[column], after[name][column])]
+        numbers += [] if encoder else [was["teacher"]]
+        rows.append(f"| {_label(name)} | " + " | ".join(f"{x:.4f}" for x in numbers) + " |")
+    return (COSINES if encoder else NATS) + "\n".join(rows)
+
+
+def _label(name: str, own: str = "own text") -> str:
+    return own if name == "self" else name

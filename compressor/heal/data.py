@@ -12,12 +12,18 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.heal.embedding import sentence_stream
+from blr.compressor.heal.pair import EMBEDS, task_of
 from blr.compressor.heal.settings import SELF, HealOptions
+from blr.compressor.loading.load import load_tokenizer
+from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import read_documents
 from blr.compressor.text.windows import Stream, digest, interleaved, text_stream, tokenize
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
+SHORTER = 4  # times as many sentences
 CPU_OWN, GPU_OWN = 1 << 16, 1 << 22  # own tokens written
 
 Writer = Callable[[OwnText], Tensor]
@@ -45,6 +51,11 @@ class Data:
         return sum(part.windows for part in self.parts)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a batch, padding left out; their mean where sentences differ in length."""
+        return round(sum(p.windows * p.stream.row_tokens for p in self.parts))
+
+    @property
     def window(self) -> int:
         """Tokens a window."""
         return self.parts[0].stream.window
@@ -61,39 +72,84 @@ class Data:
         return interleaved(rows)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model reads: windows of at most `window` of the `context` tokens that it has, or, where
+    there are `sentences`, one of these a line."""
+
+    tokenizer: Any
+    window: int
+    context: int
+    sentences: Sentences | None = None
+
+    def texts(self, options: HealOptions) -> dict[str, Stream]:
+        """The user's texts by the names that they are called by.
+
+        Raises InputError, HubError for one that is missing, malformed or too short.
+        """
+        found: dict[str, Stream] = {}
+        for name in options.files:
+            found[_label(name, found)] = self._stream(name, options)
+        return found
+
+    def _stream(self, name: str, options: HealOptions) -> Stream:
+        documents = read_documents(name, options.offline)
+        if self.sentences is None:
+            return text_stream(tokenize(documents, self.tokenizer), self.window, options.seed, name)
+        place = self.window, options.seed, name
+        return sentence_stream(documents, self.tokenizer, self.sentences, *place)
+
+
+def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
+    """How the model in `checkpoint` reads texts.
+
+    Raises CapabilityError for a model that is not healed, UsageError for what encoders do not do.
+    """
+    source = checkpoint.source
+    encodes = task_of(checkpoint) == EMBEDS
+    if encodes:
+        _check_encoder(options)
+    tokenizer = load_tokenizer(source.folder)
+    sizes = [source.config.get(key) for key in ("max_position_embeddings", "n_positions")]
+    context = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 30)
+    if not encodes:
+        return Reading(tokenizer, min(options.window, context), context)
+    sentences = read_sentences(source.folder)
+    context = min(max(context - 2, 1), sentences.length or context)  # RoBERTa's positions start at 2
+    return Reading(tokenizer, min(options.window, context), context, sentences)
+
+
+def _check_encoder(options: HealOptions) -> None:
+    if not options.files:
+        raise UsageError("an encoder writes no text of its own; add --data FILE, a sentence a line")
+    if options.loss != "kl" or options.top_k is not None:
+        raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
+
+
 def make_data(
-    options: HealOptions, tokenizer: Any, context: int, gpu: bool, author: str, write: Writer
+    reading: Reading, options: HealOptions, gpu: bool, author: Callable[[], str], write: Writer
 ) -> Data:
     """Read the user's texts, have the own text written, and mix them.
 
     Args:
-        context: tokens at most of a window. author: digest of the teacher's weights.
+        author: digest of the teacher's weights.
 
     Raises:
         InputError, HubError: a text that is missing, malformed or too short.
         UsageError: a batch of less than one window of each.
     """
-    window, length = (min(size, context) for size in (options.window, options.window + ROOM))
-    streams = read_texts(options, tokenizer, window)
-    share = options.mix or 0.0
+    streams = reading.texts(options)
+    share = (options.mix or 0.0) if reading.sentences is None else 0.0
     if share > 0:
-        count = options.own_tokens or (GPU_OWN if gpu else CPU_OWN)
-        rows = write(OwnText(max(count, 3 * length), length, options.seed, author))
-        streams[SELF] = Stream(rows, window, options.seed)
-    batch = _windows(options, window, gpu)
+        length = min(options.window + ROOM, reading.context)
+        count = max(options.own_tokens or (GPU_OWN if gpu else CPU_OWN), 3 * length)
+        rows = write(OwnText(count, length, options.seed, author()))
+        streams[SELF] = Stream(rows, reading.window, options.seed)
+    batch = _windows(options, reading, gpu)
     counts = _shares(streams, share, batch)
     parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True) if c]
     found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
-
-
-def read_texts(options: HealOptions, tokenizer: Any, window: int) -> dict[str, Stream]:
-    """The user's texts by the names that they are called by. Raises as `make_data`."""
-    streams: dict[str, Stream] = {}
-    for name in options.files:
-        tokens = tokenize(read_documents(name, options.offline), tokenizer)
-        streams[_label(name, streams)] = text_stream(tokens, window, options.seed, name)
-    return streams
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
@@ -106,9 +162,11 @@ def _label(name: str, taken: dict[str, Stream]) -> str:
     return label
 
 
-def _windows(options: HealOptions, window: int, gpu: bool) -> int:
+def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
+    window = reading.window
     if options.batch is None:
-        return GPU_BATCH if gpu else CPU_BATCH
+        several = 1 if reading.sentences is None else SHORTER
+        return several * (GPU_BATCH if gpu else CPU_BATCH)
     if options.batch < window:
         raise UsageError(
             f"--batch {options.batch}: less than a window of {window} tokens; raise it or lower --window"

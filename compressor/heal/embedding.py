@@ -14,6 +14,7 @@ from blr.compressor.heal.pair import Pair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
 
+WEIGHT = 1.0  # of the hidden states, where none is asked for
 HELD_BATCH = 32  # sentences at once
 LEAST = 20  # sentences of a text
 PADDING = -1  # in rows of tokens, behind the end of a sentence
@@ -36,11 +37,13 @@ class Embedding:
     """Σ over sentences of 1 − cosine of the embeddings and the relative error of the blocks' outputs.
 
     Args:
-        head: makes an embedding of hidden states. weight: of the error of the blocks' outputs.
+        head: makes an embedding of hidden states. weight: of the error of the blocks' outputs,
+            None for `WEIGHT`.
     """
 
-    def __init__(self, pair: Pair, head: Sentences, weight: float) -> None:
-        self.pair, self.head, self.weight = pair, head, weight
+    def __init__(self, pair: Pair, head: Sentences, weight: float | None) -> None:
+        self.pair, self.head = pair, head
+        self.weight = WEIGHT if weight is None else weight
 
     @staticmethod
     def scored(window: int) -> int:

@@ -49,15 +49,21 @@ class Objective:
             self.measure = torch.compile(self.measure, dynamic=False)
         self._kept: dict[tuple[int, int], Tensor] = {}
 
+    @staticmethod
+    def scored(window: int) -> int:
+        """Tokens of a window that the loss sums over."""
+        return window - 1
+
     def __call__(self, windows: Tensor) -> Tensor:
         """Differentiable; every token but the first of a window is predicted."""
         windows = windows.to(self.device, non_blocking=True)
-        states = self.options.hidden > 0
+        weight = self.options.hidden or 0.0
+        states = weight > 0
         hidden, ours = self.student.run(windows, states)
         teacher, theirs = self._teach(windows, states)
         loss = summed(_all_but_last(hidden), self.student.head, teacher, _targets(windows), self.measure)
         if states:
-            loss = loss + self.options.hidden * missed_states(ours, theirs)
+            loss = loss + weight * missed_states(ours, theirs)
         return loss
 
     def _teach(

@@ -16,11 +16,12 @@ from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.norms import fuse_norms
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
+from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.quoting import quote
 from blr.compressor.text.own import working_dtype
 
-TASK = "AutoModelForCausalLM"
+GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
 @dataclass
@@ -28,12 +29,14 @@ class Pair:
     """Both models in evaluation mode on one device and in one dtype to compute in.
 
     `masters` are what the optimizer moves, by parameter name: the student's own parameters where
-    the computation is in float32, else float32 copies of them.
+    the computation is in float32, else float32 copies of them. `sentences` says how an encoder's hidden
+    states become an embedding; None for decoders.
     """
 
     teacher: Any
     student: Any
     masters: dict[str, Tensor]
+    sentences: Sentences | None = None
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.student.named_parameters())
@@ -113,32 +116,43 @@ def _refuse_vocabulary(teacher: Checkpoint, found: str) -> None:
     )
 
 
-def check_generates(checkpoint: Checkpoint) -> None:
-    """Raise CapabilityError for a model that is no causal language model."""
-    names = checkpoint.source.config.get("architectures") or [""]
-    if not names[0].endswith(("ForCausalLM", "LMHeadModel")):
-        raise CapabilityError(
-            f"{checkpoint.source.folder}: {names[0] or 'no architecture'} is no causal language model; "
-            "only those can be healed"
-        )
+def task_of(checkpoint: Checkpoint) -> str:
+    """The Auto class of a causal language model or of an encoder of text.
+
+    Raises CapabilityError for any other model.
+    """
+    config = checkpoint.source.config
+    name = (config.get("architectures") or [""])[0]
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return GENERATES
+    reads = "vocab_size" in config and not config.get("is_encoder_decoder")
+    if name.endswith("Model") and "Encoder" not in name and reads:
+        return EMBEDS
+    raise CapabilityError(
+        f"{checkpoint.source.folder}: {name or 'no architecture'} is neither a causal language model "
+        "nor a plain encoder of text (BertModel, …); only those can be healed"
+    )
 
 
-def load_teacher(folder: Path, device: torch.device) -> Any:
+def load_teacher(folder: Path, device: torch.device, task: str = GENERATES) -> Any:
     """The dense model, frozen, in the dtype to compute in."""
-    model = load_model(folder, TASK, dtype=working_dtype(device), device=str(device))
+    model = load_model(folder, task, dtype=working_dtype(device), device=str(device))
     fuse_norms(model)
     return model.requires_grad_(False)
 
 
-def load_pair(folder: Path, teacher: Any, kinds: tuple[str, ...]) -> Pair:
+def load_pair(
+    folder: Path, teacher: Any, kinds: tuple[str, ...], sentences: Sentences | None = None
+) -> Pair:
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
 
     Args:
-        kinds: what is trained, of `settings.KINDS`.
+        kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
 
     Raises UsageError when there is nothing of these kinds.
     """
-    student = load_model(folder, TASK, dtype="float32", device=str(teacher.device))
+    task = GENERATES if sentences is None else EMBEDS
+    student = load_model(folder, task, dtype="float32", device=str(teacher.device))
     _balance(student)
     student.requires_grad_(False)
     chosen = {n: p for n, p in student.named_parameters() if kind_of(student, n) in kinds}
@@ -154,7 +168,7 @@ def load_pair(folder: Path, teacher: Any, kinds: tuple[str, ...]) -> Pair:
     _share(student, teacher)
     compose_layers(student)
     fuse_norms(student)
-    return Pair(teacher, student, masters)
+    return Pair(teacher, student, masters, sentences)
 
 
 def kind_of(model: Any, name: str) -> str:

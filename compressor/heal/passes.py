@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.errors import CapabilityError
+from blr.compressor.heal.embedding import Embedding
 from blr.compressor.heal.objective import Objective
 from blr.compressor.heal.pair import Pair
 from blr.compressor.progress import Progress
@@ -14,16 +15,17 @@ WARMUP = 2  # eager passes before a capture: libraries set themselves up in the 
 
 
 class Passes:
-    """Leaves the gradients of the mean loss a token in the masters of `pair`.
+    """Leaves the gradients of the mean loss in the masters of `pair`.
 
     Args:
-        tokens: predicted by the whole batch, of all processes. micro: windows a pass, to begin with.
+        scored: tokens (or sentences) that the loss of a whole batch sums over, of all processes.
+        micro: windows a pass, to begin with.
     """
 
     def __init__(
-        self, pair: Pair, objective: Objective, tokens: int, micro: int, progress: Progress
+        self, pair: Pair, objective: Objective | Embedding, scored: int, micro: int, progress: Progress
     ) -> None:
-        self.pair, self.objective, self.tokens = pair, objective, tokens
+        self.pair, self.objective, self.scored = pair, objective, scored
         self.micro, self.progress = micro, progress
         self.graphs: dict[torch.Size, Captured] = {}
         self.captures = pair.device.type == "cuda"
@@ -55,7 +57,7 @@ class Passes:
         return self.graphs[part.shape].replay(part)
 
     def _eager(self, part: Tensor) -> Tensor:
-        loss = self.objective(part.to(self.pair.device)) / self.tokens
+        loss = self.objective(part.to(self.pair.device)) / self.scored
         loss.backward()
         return loss.detach()
 

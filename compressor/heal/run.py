@@ -27,7 +27,7 @@ from blr.compressor.progress import Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blr.compressor.heal.data import Data
+    from blr.compressor.heal.data import Data, Reading
     from blr.compressor.heal.pair import Pair
     from blr.compressor.heal.state import State
     from blr.compressor.output.check import Check
@@ -119,10 +119,11 @@ class Job:
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
-        from blr.compressor.heal.pair import check_generates, check_same_vocabulary
+        from blr.compressor.heal.data import reading_of
+        from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
-        check_generates(self.checkpoint)
+        reading_of(self.teacher, self.options)
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
@@ -161,36 +162,37 @@ class Job:
         return bool(self.processes.agreed(done)[0])
 
     def _train(self, read: str) -> tuple[Pair, Data]:
-        from blr.compressor.heal.pair import load_pair, load_teacher
+        from blr.compressor.heal.data import reading_of
+        from blr.compressor.heal.pair import load_pair, load_teacher, task_of
         from blr.compressor.heal.trainer import Place, Trainer
 
-        teacher = load_teacher(self.teacher.source.folder, self.processes.device)
-        data = self._data(teacher, read)
-        pair = load_pair(self.checkpoint.source.folder, teacher, self.options.train)
+        reading = reading_of(self.teacher, self.options)
+        teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
+        data = self._data(teacher, reading)
+        folder, kinds = self.checkpoint.source.folder, self.options.train
+        pair = load_pair(folder, teacher, kinds, reading.sentences)
         place = Place(self.workspace.journal, layer_key(state=[read, data.digest]), self._tell)
         trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
         self.state = trainer.run()
         self.facts = self._facts(pair, data)
         return pair, data
 
-    def _data(self, teacher: Any, read: str) -> Data:
+    def _data(self, teacher: Any, reading: Reading) -> Data:
         from blr.compressor.heal.data import make_data
-        from blr.compressor.loading.load import load_tokenizer
         from blr.compressor.text.own import write_own_text
 
-        tokenizer = load_tokenizer(self.checkpoint.source.folder)
-        context = getattr(teacher.config, "max_position_embeddings", None) or 1 << 30
-        if context < self.options.window:
-            self.progress.notes([f"windows of {context} tokens, the model's context"])
+        if reading.window < self.options.window:
+            self.progress.notes([f"windows of {reading.window} tokens, the model's most"])
         share = self.processes.rank, self.processes.count
 
         def write(wanted: OwnText) -> Tensor:
             journal, wait = self.workspace.journal, self.processes.wait
-            return write_own_text(teacher, tokenizer, wanted, journal, self.progress, share, wait)
+            return write_own_text(
+                teacher, reading.tokenizer, wanted, journal, self.progress, share, wait
+            )
 
         gpu = self.processes.device.type == "cuda"
-        author = self._scan(self.teacher.source)
-        return make_data(self.options, tokenizer, context, gpu, author, write)
+        return make_data(reading, self.options, gpu, lambda: self._scan(self.teacher.source), write)
 
     def _tell(self, line: dict[str, Any]) -> None:
         """Append to metrics.jsonl in the partial folder, for whoever watches."""
@@ -222,15 +224,16 @@ class Job:
             "teacher": options.teacher_name,
             "device": _device_name(pair.device),
             "steps": state.step,
-            "tokens": state.step * data.batch * data.window,
+            "tokens": state.step * data.tokens,
             "minutes": state.seconds / 60,
             "parameters": sum(master.numel() for master in pair.masters.values()),
             "best_step": state.best_step,
             "before": state.before,
             "after": state.best_merits,
             "shares": {part.name: part.windows / data.batch for part in data.parts},
-            **{"train": list(options.train), "rate": options.rate, "loss": options.loss},
-            **{"seed": options.seed, "batch": data.batch * data.window, "window": data.window},
+            **{"train": list(options.train), "rate": options.rate},
+            "loss": options.loss if pair.sentences is None else "distance",
+            **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 
     def _origin(self) -> dict[str, Any]:

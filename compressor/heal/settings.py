@@ -28,7 +28,8 @@ class HealOptions:
     `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
     share of every batch is `mix`. `rate` is relative to a tensor's root mean square; `batch` and
     `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and `hidden` shape the
-    loss; `patience` counts evaluations on held-back windows without a new best.
+    loss (None: hidden states count for encoders alone); `patience` counts evaluations on held-back
+    windows without a new best.
     """
 
     source_name: str
@@ -39,7 +40,7 @@ class HealOptions:
     own_tokens: int | None = None
     loss: str = "kl"
     top_k: int | None = None
-    hidden: float = 0.0
+    hidden: float | None = None
     train: tuple[str, ...] = KINDS[:3]
     minutes: float | None = None
     epochs: float | None = None

@@ -15,6 +15,7 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.errors import NumericsError
 from blr.compressor.heal.compose import checkpoint_blocks, compile_blocks
 from blr.compressor.heal.data import Data
+from blr.compressor.heal.embedding import Embedding, Nearness
 from blr.compressor.heal.objective import Merit, Objective
 from blr.compressor.heal.optimizer import load_moments, make_optimizer, schedule, set_rates
 from blr.compressor.heal.pair import Pair
@@ -50,13 +51,13 @@ class Trainer:
         self.optimizer = make_optimizer(self.masters, options.rate)
         if options.checkpointing:
             checkpoint_blocks(pair.student)
-        self.objective = Objective(pair, options, data.parts[0].stream.held[:1, :64].to(pair.device))
+        self.objective = _objective(pair, data, options)
         if options.compile:
             compile_blocks(pair.student)
             compile_blocks(pair.teacher)
         micro = -(-data.batch // processes.count)
-        tokens = data.batch * (data.window - 1)
-        self.passes = Passes(pair, self.objective, tokens, micro, progress)
+        scored = data.batch * self.objective.scored(data.window)
+        self.passes = Passes(pair, self.objective, scored, micro, progress)
         self.total = options.steps or (options.epochs and data.steps(options.epochs)) or 0
         self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
         self.since = _Since(pair.device)
@@ -110,7 +111,7 @@ class Trainer:
         self.state.step += 1
         self._check()
         self.figures.put(torch.stack([loss, norm.detach().float()]))
-        self.since.add(loss, self.data.batch * self.data.window)
+        self.since.add(loss, self.data.tokens)
         self.state.seconds = self.earlier + monotonic() - self.started
 
     def _check(self) -> None:
@@ -142,10 +143,10 @@ class Trainer:
         last = self.state.log[-1]
         return f"loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} tokens/s"
 
-    def _merits(self) -> dict[str, Merit]:
+    def _merits(self) -> dict[str, Any]:
         return {part.name: self.objective.merit(part.stream.held) for part in self.data.parts}
 
-    def _judged(self, merits: dict[str, Merit]) -> float:
+    def _judged(self, merits: dict[str, Any]) -> float:
         """The figure to lower, each part with its share of a batch. Raises NumericsError."""
         parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
         found = sum(parts) / self.data.batch
@@ -183,7 +184,7 @@ class Trainer:
 
     def _log(self, found: dict[str, Any]) -> None:
         seconds = round(self.state.seconds, 2)
-        tokens = self.state.step * self.data.batch * self.data.window
+        tokens = self.state.step * self.data.tokens
         line = {"step": self.state.step, "tokens": tokens, "seconds": seconds, **found}
         self.state.log.append(line)
         self.place.tell(line)
@@ -200,6 +201,12 @@ class Trainer:
         """Put the best masters back: those at the start, if nothing was better."""
         assert self.state.values is not None
         self.pair.restore(self.state.values)
+
+
+def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
+    if pair.sentences is not None:
+        return Embedding(pair, pair.sentences, options.hidden)
+    return Objective(pair, options, data.parts[0].stream.held[:1, :64].to(pair.device))
 
 
 class Figures:
@@ -249,5 +256,5 @@ class _Since:
         return found
 
 
-def _plain(merits: dict[str, Merit]) -> dict[str, dict[str, float]]:
+def _plain(merits: dict[str, Merit | Nearness]) -> dict[str, dict[str, float]]:
     return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}

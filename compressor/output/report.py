@@ -182,13 +182,15 @@ def _healing(found: Any) -> str:
         return ""
     held = [line for line in found["log"] if "held" in line]
     names = list(held[0]["held"])
+    key = "kl" if "kl" in held[0]["held"][names[0]] else "distance"
     series = [
         Series(
-            name, [(float(x["step"]), x["held"][name]["kl"]) for x in held], joined=True, colour=colour
+            name, [(float(x["step"]), x["held"][name][key]) for x in held], joined=True, colour=colour
         )
         for colour, name in enumerate(names)
     ]
-    text = chart(series, "step", "KL from the dense model, nats a token")
+    measures = {"kl": "KL from the dense model, nats a token", "distance": "1 − cosine of embeddings"}
+    text = chart(series, "step", measures[key])
     labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
     rows = [(k, _words(_plain(v))) for k, v in found["facts"].items() if k not in ("before", "after")]
     return f"<h2>Healing</h2>{legend(labels)}{text}{_table(('', ''), rows, header=False)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ class Stream:
             self.held = tail.view(held, window).long()
         else:
             self.rows, self.held = rows[:-held], rows[-held:, :window].long()
+
+    @cached_property
+    def row_tokens(self) -> float:
+        """Tokens of a window, in the mean; padding is negative."""
+        if self.one_text:
+            return self.window
+        return float((self.rows[:, : self.window] >= 0).sum(1).double().mean())
 
     def __len__(self) -> int:
         """Windows in an epoch."""
