@@ -41,6 +41,7 @@ ROOMS = (
         "heal",
         "compress",
         "evaluate",
+        "harness",
         "generate",
         "inspect",
         "bench",

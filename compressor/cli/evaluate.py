@@ -22,14 +22,32 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.errors import UsageError
+from blr.compressor.tables import aligned
 
 
 def evaluate(
     checkpoint: Checkpoint,
-    text: Annotated[Path | None, typer.Option(help="Text file: perplexity of a decoder on it.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text file: perplexity of a decoder on it; repeatable."),
+    ] = None,
     sts: Annotated[
         Path | None,
         typer.Option(help="CSV of sentence pairs and scores: Spearman of an encoder on it."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval)."),
+    ] = None,
+    tasks_path: Annotated[Path | None, typer.Option(help="Folder of more task files (YAML).")] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=1024, help="Examples in a task's prompt.", show_default="as the task says"
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, callback=values.count, help="Documents a task at most.")
     ] = None,
     window: Annotated[int, typer.Option(min=2, callback=values.count, help="Tokens a window.")] = 512,
     stride: Annotated[
@@ -53,34 +71,64 @@ def evaluate(
     quiet: Quiet = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Perplexity of a decoder (--text) or STS Spearman of an encoder (--sts)."""
+    """Perplexity of a decoder (--text) and its score in tasks (--tasks), or STS Spearman of an encoder
+    (--sts)."""
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
-    data = text or sts
-    if data is None or (text and sts):
-        raise UsageError("eval needs either --text FILE (decoders) or --sts FILE (encoders)")
+    if not (text or tasks or sts) or (sts and (text or tasks)):
+        raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
     from blr.compressor import evaluate as library
+    from blr.compressor import harness
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
     from blr.compressor.progress import Progress
 
-    task = "AutoModelForCausalLM" if text else "AutoModel"
-    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=read_start(data))
+    if tasks:
+        harness.check_installed()
+    data = [*(text or ()), *([sts] if sts else ())]
+    start = read_start(data[0]) if data else ""
+    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
+    task = "AutoModel" if sts else "AutoModelForCausalLM"
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, **options)
-    progress = Progress(quiet)
-    result: library.Perplexity | library.Spearman
-    if text is not None:
-        ids = library.read_tokens(text, tokenizer, max_tokens)
-        result = library.perplexity(model, ids, window, stride or window, batch, progress)
-    else:
+    progress, result = Progress(quiet), dict[str, Any]()
+    if sts is not None:
         head = read_sentences(folder)
-        result = library.sts_spearman(model, tokenizer, data, batch, progress, head)
-    print_result(asdict(result), lambda r: "\n".join(f"{k}: {_number(v)}" for k, v in r.items()), format)
+        result = asdict(library.sts_spearman(model, tokenizer, sts, batch, progress, head))
+    texts = []
+    for path in text or ():
+        ids = library.read_tokens(path, tokenizer, max_tokens)
+        found = library.perplexity(model, ids, window, stride or window, batch, progress)
+        texts.append({"text": str(path), **asdict(found)})
+    if len(texts) == 1:
+        result = {key: value for key, value in texts[0].items() if key != "text"}
+    elif texts:
+        result = {"texts": texts}
+    if tasks:
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        asked = {"path": tasks_path, "shots": shots, "limit": limit, "batch": batch}
+        result |= asdict(harness.run_tasks(model, tokenizer, names, **asked))
+    print_result(result, _text, format)
+
+
+def _text(result: dict[str, Any]) -> str:
+    """A line a number; a table a list of texts, and of tasks."""
+    lines = [f"{k}: {_number(v)}" for k, v in result.items() if not isinstance(v, dict | list)]
+    if texts := result.get("texts"):
+        rows = [(r["text"], _number(r["perplexity"]), str(r["tokens"])) for r in texts]
+        lines.append(aligned([("text", "perplexity", "tokens"), *rows], {1, 2}))
+    if scores := result.get("tasks"):
+        scored = [
+            (task, metric, _number(value), str(result["samples"].get(task, "")))
+            for task, metrics in scores.items()
+            for metric, value in metrics.items()
+        ]
+        lines.append(aligned([("task", "metric", "value", "documents"), *scored], {2, 3}))
+    return "\n".join(lines)
 
 
 def _number(value: Any) -> str:

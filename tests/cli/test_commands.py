@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,24 @@ def test_eval_gives_perplexity_near_the_dense_one(
     assert dense["tokens"] == structured["tokens"] == 16 * 255
     assert dense["window"] == 256
     assert 5 < dense["perplexity"] < structured["perplexity"] < 1000
+
+
+def test_several_texts_are_a_row_each(tiny: Path, sample: Path, blr: Run) -> None:
+    options = ["--text", sample, "--max-tokens", "512", "--window", "256"]
+    alone = result(blr("eval", tiny, *options, "--format", "json"))
+    both = [*options, "--text", tiny / "tokenizer_config.json"]
+    first, second = result(blr("eval", tiny, *both, "--format", "json"))["texts"]
+    assert first == {"text": str(sample), **alone} and second["perplexity"] > alone["perplexity"]
+    rows = blr("eval", tiny, *both).stdout.splitlines()
+    assert rows[0].split() == ["text", "perplexity", "tokens"] and len(rows) == 3
+
+
+def test_tasks_without_their_package_name_the_extra(tiny: Path, blr: Run) -> None:
+    if find_spec("lm_eval") is not None:
+        pytest.skip("lm_eval is installed")
+    done = blr("eval", tiny, "--tasks", "hellaswag")
+    assert (done.returncode, done.stdout) == (9, "")
+    assert done.stderr.splitlines()[-1].endswith("pip install 'blr-compress[eval]'")
 
 
 def test_stride_scores_every_token_with_more_context(tiny: Path, sample: Path, blr: Run) -> None:

@@ -1,13 +1,14 @@
-"""lm-eval's three types of requests on a compressed decoder, by its own model class."""
+"""lm-eval's three types of requests on a compressed decoder by its own model class, and `blr eval --tasks`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exporting import compress_to, export_to
+from exporting import Invoke, compress_to, export_to
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,3 +55,63 @@ def test_rolling_and_generated(harness: Any) -> None:
     texts = harness.generate_until(asked, disable_tqdm=True)
     assert len(texts) == len(PAIRS) and all(isinstance(text, str) for text in texts)
     assert texts == harness.generate_until(asked, disable_tqdm=True)
+
+
+TASK = """
+task: networks
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FILE}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+DOCUMENTS = [
+    {"question": "The protocol is", "choices": ["a set of rules", "zq xv jk"], "answer": 0},
+    {"question": "A computer", "choices": ["qqq zzz", "network"], "answer": 1},
+    {"question": "The file is", "choices": ["xjw", "stored on the disk"], "answer": 1},
+]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with one task whose data lies beside it."""
+    (tmp_path / "tasks").mkdir()
+    rows = tmp_path / "tasks" / "documents.jsonl"
+    rows.write_text("".join(f"{json.dumps(document)}\n" for document in DOCUMENTS))
+    (tmp_path / "tasks" / "networks.yaml").write_text(TASK.replace("FILE", str(rows)))
+    return tmp_path / "tasks"
+
+
+def best(model: Any, tokenizer: Any, document: dict[str, Any]) -> int:
+    """The choice that a model gives the most probability behind the question."""
+    start, totals = len(tokenizer(document["question"])["input_ids"]), []
+    for choice in document["choices"]:
+        ids = torch.tensor(tokenizer(f"{document['question']} {choice}")["input_ids"])
+        with torch.no_grad():
+            scores = model(ids[None]).logits[0].log_softmax(-1)
+        totals.append(float(scores[start - 1 : -1].gather(1, ids[start:, None]).sum()))
+    return max(range(len(totals)), key=totals.__getitem__)
+
+
+def test_eval_of_a_task_of_ones_own(folder: Path, tasks: Path, sample: Path, invoke: Invoke) -> None:
+    options = ("--tasks", "networks", "--tasks-path", tasks, "--format", "json", "-q")
+    text = ("--text", sample, "--max-tokens", "256", "--window", "128")
+    code, out, err = invoke("eval", folder, *options, *text)
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    right = [best(model, tokenizer, document) == document["answer"] for document in DOCUMENTS]
+    assert found["tasks"]["networks"]["acc"] == pytest.approx(sum(right) / len(right))
+    assert found["samples"] == {"networks": len(DOCUMENTS)} and found["perplexity"] > 1
+    code, out, err = invoke("eval", folder, *options[:4], "--limit", "2", "-q")
+    row = next(line for line in out.splitlines() if line.startswith("networks"))
+    assert code == 0 and row.split()[1] == "acc" and row.split()[-1] == "2"
+
+
+def test_a_task_that_does_not_exist_is_named(tiny: Path, tasks: Path, invoke: Invoke) -> None:
+    code, out, err = invoke("eval", tiny, "--tasks", "no-such", "--tasks-path", tasks, "-q")
+    assert (code, out) == (4, "") and "'no-such'" in err.splitlines()[-1]
