@@ -15,9 +15,20 @@ from blr.compressor.quoting import quote
 
 
 @dataclass(frozen=True)
+class Asked:
+    """`names` of tasks or groups, those in `path` too, a folder of task files (YAML); `shots` examples
+    in a prompt (None as the task says); `limit` documents of each task at most."""
+
+    names: list[str]
+    path: Path | None = None
+    shots: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
 class Scores:
-    """`tasks` maps a task to its metrics (a standard error as ``<metric>_stderr``), `samples` to how many
-    documents it was asked; `harness` is the version of lm_eval."""
+    """`tasks` maps a task to its metrics, `samples` to how many documents it was asked and `shots` to
+    the examples in its prompts; `harness` is the version of lm_eval."""
 
     tasks: dict[str, dict[str, float]]
     samples: dict[str, int]
@@ -31,21 +42,8 @@ def check_installed() -> None:
         raise CapabilityError("--tasks: lm_eval is not installed; pip install 'blr-compress[eval]'")
 
 
-def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    names: list[str],
-    *,
-    path: Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch: int = 8,
-) -> Scores:
-    """Score a causal model of transformers.
-
-    Args:
-        names: tasks or groups. path: a folder of task files (YAML) beside those of the harness.
-        shots: examples in a prompt; None as the task says. limit: documents of each task at most.
+def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
+    """Score a causal model of transformers, `batch` requests at once.
 
     Raises:
         CapabilityError: no lm_eval. InputError: unknown or broken tasks. HubError: no data.
@@ -55,9 +53,14 @@ def run_tasks(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    manager = _manager(names, path)
+    names, manager = asked.names, _manager(asked.names, asked.path)
     subject: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-    options = {"num_fewshot": shots, "limit": limit, "bootstrap_iters": 0, "log_samples": False}
+    options = {
+        "num_fewshot": asked.shots,
+        "limit": asked.limit,
+        "bootstrap_iters": 0,
+        "log_samples": False,
+    }
     try:
         found: Any = lm_eval.simple_evaluate(subject, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of the hub and of datasets too
@@ -93,7 +96,7 @@ def _scores(found: dict[str, Any], version: str) -> Scores:
         task: {
             key.removesuffix(",none").replace(",", "_"): float(value)
             for key, value in row.items()
-            if isinstance(value, int | float) and "," in key
+            if isinstance(value, int | float) and "," in key and "_stderr" not in key
         }
         for task, row in found["results"].items()
     }

@@ -33,7 +33,8 @@ def verify_text(result: dict[str, Any]) -> str:
             f"{result['output']}: {result['saved']}, which leaves no digests to compare: "
             f"{result['files']} files, whose tensors fit the configuration"
         )
-    return f"{result['output']}: {result['files']} files match the manifest"
+    signed = f", signed by {result['signed']}" if "signed" in result else ""
+    return f"{result['output']}: {result['files']} files match the manifest{signed}"
 
 
 def _saved(folder: Path) -> str | None:

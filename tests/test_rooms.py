@@ -37,7 +37,9 @@ ROOMS = (
     ),
     "serving",
     *(
+        "signature",
         "verify",
+        "push",
         "heal",
         "compress",
         "evaluate",

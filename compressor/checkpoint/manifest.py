@@ -27,6 +27,8 @@ WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of hea
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
 _UNSET = "0" * 64
+# What the hub puts beside files that it gives, none of which a model is read from
+HUBS_OWN = (".gitattributes", f".cache{os.sep}huggingface{os.sep}")
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
@@ -39,6 +41,18 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any
     table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
     text = json.dumps(table, indent=2).encode() + b"\n"
     return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
+
+
+def with_file(folder: Path, name: str, data: bytes) -> bytes:
+    """The manifest of `folder` with other contents for a listed file, which need not lie there yet.
+
+    Raises as `read_manifest`.
+    """
+    manifest = read_manifest(folder)
+    files = {listed: (found["size"], found["sha256"]) for listed, found in manifest["files"].items()}
+    files[name] = (len(data), hashlib.sha256(data).hexdigest())
+    facts = {key: manifest[key] for key in manifest if key not in ("format", "files", DIGEST)}
+    return build_manifest(folder, files, **facts)
 
 
 def _listing(path: Path, size: int, sha256: str) -> dict[str, Any]:
@@ -154,6 +168,7 @@ def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What differs between the folder and its manifest, one line a file; empty when nothing."""
     present, unread = _walk(folder)
     extra = sorted(present - set(manifest["files"]) - {MANIFEST})
+    extra = [name for name in extra if not name.startswith(HUBS_OWN)]
     unlisted = [f"{quote(name)[1:-1]}: not listed in the manifest" for name in extra]
     return verify_listed(folder, manifest) + unlisted + unread
 

@@ -23,6 +23,7 @@ from blr.compressor.cli import (
     heal,
     inspect,
     plan,
+    push,
     recipes,
     streams,
     tune,
@@ -53,6 +54,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
+app.command("push")(push.push)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.add_typer(recipes.recipes_app, name="recipes")

@@ -110,8 +110,8 @@ def evaluate(
         result = {"texts": texts}
     if tasks:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        asked = {"path": tasks_path, "shots": shots, "limit": limit, "batch": batch}
-        result |= asdict(harness.run_tasks(model, tokenizer, names, **asked))
+        asked = harness.Asked(names, tasks_path, shots, limit)
+        result |= asdict(harness.run_tasks(model, tokenizer, asked, batch))
     print_result(result, _text, format)
 
 

@@ -1,14 +1,37 @@
-"""`blr verify`: an output against its manifest."""
+"""`blr verify`: an output against its manifest, and against a signature."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from blr.compressor.cli.options import Checkpoint, Format, FormatOption, print_result
 
 
-def verify(output: Checkpoint, format: FormatOption = Format.text) -> None:
+def verify(
+    output: Checkpoint,
+    signature: Annotated[
+        Path | None, typer.Option(help="Signature of the folder by model_signing (extra sign).")
+    ] = None,
+    public_key: Annotated[Path | None, typer.Option(help="Its signer's key, PEM.")] = None,
+    identity: Annotated[
+        str | None, typer.Option(help="Or its signer's name, as sigstore knows it.")
+    ] = None,
+    issuer: Annotated[str | None, typer.Option(help="Who vouched for the name: a URL.")] = None,
+    format: FormatOption = Format.text,
+) -> None:
     """Check every file of an output against its manifest; exit code 10 on a mismatch."""
+    from blr.compressor.errors import UsageError
+    from blr.compressor.signature import Signer, verify_signature
     from blr.compressor.verify import verify_output, verify_text
 
-    print_result(verify_output(Path(output)), verify_text, format)
+    signer = Signer(public_key, identity, issuer) if signature else None
+    if signer is None and (public_key or identity or issuer):
+        raise UsageError("--public-key, --identity and --issuer say who signed: give --signature FILE")
+    result = verify_output(Path(output))
+    if signature is not None and signer is not None:
+        verify_signature(Path(output), signature, signer)
+        result["signed"] = str(public_key or identity)
+    print_result(result, verify_text, format)

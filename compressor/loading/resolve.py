@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 
 from blr.compressor.architectures import short_names
 from blr.compressor.checkpoint.remedies import FULL
@@ -14,6 +15,7 @@ from blr.compressor.errors import HubError, InputError, StorageError, UsageError
 from blr.compressor.quoting import is_text, printable, quote
 from blr.compressor.recipe.schema import Recipe
 
+SILENT = 10_000_000  # bytes of a download that nobody needs to be told of
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 PATTERNS = [
     *("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.bin"),
@@ -57,7 +59,7 @@ def resolve_model(
             f"(owner/name) or one of the short names {', '.join(sorted(short_names()))}"
         )
     patterns = PATTERNS if weights else ["config.json"]
-    return _download(repository, revision, offline or _offline(), patterns)
+    return _download(repository, revision, offline or is_offline(), patterns)
 
 
 def _folder(model: str) -> Path:
@@ -81,7 +83,8 @@ def default_output(model: str, recipe: Recipe) -> Path:
     return Path(f"{name}{base}-{own.method}{size}{kind}")
 
 
-def _offline() -> bool:
+def is_offline() -> bool:
+    """Whether the environment forbids the hub's libraries to open a socket."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
@@ -89,9 +92,13 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
     from huggingface_hub import snapshot_download
 
     try:
+        if not offline:
+            _check_room(repository, revision, patterns)
         folder = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=offline
         )
+    except StorageError:
+        raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if getattr(error, "errno", None) in FULL:
@@ -104,3 +111,25 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
         )
         raise HubError(f"{repository}: {type(error).__name__}: {reason}; {remedy}") from error
     return Found(Path(folder), repository, Path(folder).name)
+
+
+def _check_room(repository: str, revision: str | None, patterns: list[str]) -> None:
+    """Say what a download takes, ahead of it. Raises StorageError where the hub's cache has no room."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    files = snapshot_download(repository, revision=revision, allow_patterns=patterns, dry_run=True)
+    needed = sum(file.file_size or 0 for file in files if file.will_download)
+    if needed <= SILENT:
+        return
+    place = Path(HF_HUB_CACHE).absolute()
+    while not place.exists():
+        place = place.parent
+    free = disk_usage(place).free
+    found = (
+        f"{repository}: {needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}, {free / 1e9:.1f} GB free"
+    )
+    if needed > free:
+        remedy = "free that disk or set HF_HOME to another (nothing is deleted for you)"
+        raise StorageError(f"{found}; {remedy}")
+    print(f"blr: {found}", file=sys.stderr)

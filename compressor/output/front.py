@@ -37,16 +37,30 @@ def card_front(folder: Path, name: str, tags: tuple[str, ...] = TAGS) -> str:
         "library_name": kept.get("library_name", "transformers"),
         "tags": list(dict.fromkeys([*_texts(kept.get("tags")), *tags])),
     }
+    return write_front(front)
+
+
+def write_front(front: dict[str, Any]) -> str:
+    """The head of a card, fences and all."""
     return f"{FENCE}{_yaml(front)}{FENCE}"
+
+
+def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
+    """The head of a card as plain YAML, empty if it has none, and the rest of its text.
+
+    Raises RecipeError for a head that is no plain YAML; `path` names it.
+    """
+    head, fence, body = text.removeprefix(FENCE).partition(f"\n{FENCE}")
+    if not (fence and text.startswith(FENCE)):
+        return {}, text
+    return parse_mapping(path, head), body
 
 
 def source_front(folder: Path) -> dict[str, Any]:
     """What the head of the source's card says under `KEPT`: texts and lists of texts; nothing of a card
     that has no head, or one that is no plain YAML."""
     try:
-        text = read_text(inside(folder, CARD), MAX_BYTES)
-        head, fence, _ = text.removeprefix(FENCE).partition(f"\n{FENCE}")
-        found = parse_mapping(folder / CARD, head) if fence and text.startswith(FENCE) else {}
+        found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     except BlrError:
         return {}
     return {key: found[key] for key in KEPT if key in found and _is_plain(found[key])}

@@ -37,6 +37,7 @@ WITHOUT_DEFAULT = {
         "epochs",
         "steps",
         "patience",
+        *("tasks", "tasks_path", "limit", "metrics", "signature", "public_key", "identity", "issuer"),
     ),
 }
 

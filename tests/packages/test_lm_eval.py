@@ -1,4 +1,4 @@
-"""lm-eval's three types of requests on a compressed decoder by its own model class, and `blr eval --tasks`."""
+"""lm-eval's three types of requests on a compressed decoder, by its own class and by `blr eval`."""
 
 from __future__ import annotations
 

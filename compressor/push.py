@@ -1,0 +1,165 @@
+"""Puts an output on the hub: verified first, with a card whose head the hub understands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from blr.compressor.checkpoint.extras import CARD
+from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_manifest, with_file
+from blr.compressor.checkpoint.regular import inside, parse_json, read_text, read_whole
+from blr.compressor.errors import HubError, InputError, UsageError
+from blr.compressor.loading.resolve import REPOSITORY, is_offline
+from blr.compressor.output.front import read_front, write_front
+from blr.compressor.quoting import quote
+
+MAX_BYTES = 16 * 2**20  # of a card and of metrics
+MADE = "\n## Made by\n"
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is put where. `files` are names in the repository to contents, or to the file that has them;
+    `front` is the head of the card."""
+
+    folder: Path
+    repository: str
+    files: dict[str, bytes | Path]
+    front: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
+        return sum(sizes)
+
+
+def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
+    """Verify `folder` and make its card and manifest; nothing of it is changed, no socket is opened.
+
+    Args:
+        repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
+
+    Raises:
+        UsageError: no name of a repository.
+        OutputError, VerifyError: no output of blr, or one that has changed.
+        InputError: metrics that cannot be read.
+    """
+    if not REPOSITORY.fullmatch(repository):
+        raise UsageError(f"{quote(repository, 120)}: expected owner/name")
+    verify_manifest(folder)
+    manifest = read_manifest(folder)
+    front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
+    if metrics is not None:
+        front["model-index"] = _index(repository, metrics)
+    card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest)}".encode()
+    files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
+    files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
+    return Push(folder, repository, files, front, tuple(_lacks(front)))
+
+
+def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
+    """Make the repository if there is none and commit all files at once; the commit's address.
+
+    Raises HubError: offline, no token, refused, or not reached.
+    """
+    if is_offline():
+        remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
+        raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    operations = [
+        CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
+        for name, data in push.files.items()
+    ]
+    try:
+        api.create_repo(push.repository, private=private, exist_ok=True)
+        done: Any = api.create_commit(
+            push.repository, operations, commit_message=message, revision=revision
+        )
+    except Exception as error:  # the hub client raises its own, httpx's and the system's errors
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        remedy = "check the name, the network and that `hf auth login` gave a token that may write"
+        raise HubError(f"{push.repository}: {type(error).__name__}: {reason}; {remedy}") from error
+    return str(done.commit_url)
+
+
+def _made(manifest: dict[str, Any]) -> str:
+    """The command that makes the folder again, and with what; of exports and healed ones the latter."""
+    run, source = manifest.get("run") or {}, manifest.get("source") or {}
+    lines = "\n".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
+    command = f"blr compress {_arguments(run, source)}\n" if "recipe_sha256" in manifest else ""
+    read = f"\nInput: SHA-256 {manifest['input_sha256']}.\n" if "input_sha256" in manifest else ""
+    where = "`recipe.yaml` is that of this folder.\n" if command else ""
+    return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
+
+
+def _arguments(run: dict[str, Any], source: dict[str, Any]) -> str:
+    words = [str(source.get("name")), "--recipe", "recipe.yaml"]
+    if source.get("revision"):
+        words += ["--revision", str(source["revision"])]
+    if run.get("calibration"):
+        words += ["--calibration", f"TEXT-{str(run['calibration'])[:16]}"]
+    for option in ("max_shard_size", "threads", "device"):
+        if run.get(option) not in (None, "auto"):
+            words += [f"--{option.replace('_', '-')}", str(run[option])]
+    return join(words)
+
+
+def _index(repository: str, path: Path) -> list[dict[str, Any]]:
+    """The `model-index` of a card: what `blr eval` measured, in the hub's terms."""
+    from huggingface_hub import EvalResult
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    found = parse_json(read_whole(path, MAX_BYTES), path)
+    rows = list(_measured(found))
+    if not rows:
+        raise InputError(f"{path}: no metrics; expected what `blr eval --format json` prints")
+    results = [
+        EvalResult(
+            task_type=kind,
+            dataset_type=data,
+            dataset_name=data,
+            metric_type=metric,
+            metric_value=value,
+        )
+        for kind, data, metric, value in rows
+    ]
+    return eval_results_to_model_index(repository.partition("/")[2], results)
+
+
+def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    """Task, data, metric and value of everything in a result of `blr eval`."""
+    texts = found.get("texts") or ([{"text": "text", **found}] if "perplexity" in found else [])
+    for row in texts:
+        yield "text-generation", Path(row["text"]).name, "perplexity", row["perplexity"]
+    for task, metrics in (found.get("tasks") or {}).items():
+        for metric, value in metrics.items():
+            yield "text-generation", task, metric, value
+    if "spearman" in found:
+        yield "sentence-similarity", "sts", "spearman", found["spearman"]
+
+
+def _lacks(front: dict[str, Any]) -> Iterator[str]:
+    """What the hub, or a licence, wants said and the card does not say."""
+    for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
+        if not front.get(key):
+            yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
+
+
+def printed(push: Push) -> dict[str, Any]:
+    """For the command's result."""
+    return {
+        "repository": push.repository,
+        "files": len(push.files),
+        "bytes": push.bytes,
+        "card": json.loads(json.dumps(push.front, default=os.fspath)),
+        "notes": list(push.notes),
+    }

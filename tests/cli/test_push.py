@@ -1,0 +1,130 @@
+"""`blr push`: what reaches the hub verifies, loads and says how it was made.
+
+The hub is replaced at the boundary of huggingface_hub: `HfApi.create_repo` and `HfApi.create_commit`
+keep what they are given. Refusals come from its own client against a dead address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from exporting import compress_to
+from huggingface_hub import ModelCard
+from pico import save_pico
+from running import Run
+
+from blr.compressor.checkpoint.manifest import verify_manifest
+from blr.compressor.errors import VerifyError
+from blr.compressor.push import prepare_push, send
+
+CARD = "---\nlicense: mit\nbase_model: owner/base\nlanguage: en\n---\n# A dense model\n"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_pico("llama", tmp_path_factory.mktemp("push") / "dense")
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output(dense: Path) -> Path:
+    return compress_to(dense, dense.parent / "out", method="blast", cf=1.5, blocks=4, rounds=2)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the client was asked: arguments of the repository and of the commit."""
+    asked: dict[str, Any] = {}
+
+    def create_repo(self: Any, repository: str, **options: Any) -> None:
+        asked["repository"] = (repository, options)
+
+    def create_commit(self: Any, repository: str, operations: Any, **options: Any) -> Any:
+        asked["commit"] = (repository, operations, options)
+        return SimpleNamespace(commit_url=f"hub:{repository}/commit/1")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    return asked
+
+
+def test_what_arrives_verifies_and_its_card_is_valid(
+    output: Path, hub: dict[str, Any], tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({"perplexity": 14.65, "tasks": {"arc_easy": {"acc": 0.5}}}))
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    prepared = prepare_push(output, "me/small", metrics)
+    url = send(prepared, private=True, revision=None, message="m")
+    assert (url, hub["repository"]) == (
+        "hub:me/small/commit/1",
+        ("me/small", {"private": True, "exist_ok": True}),
+    )
+    arrived = tmp_path / "arrived"
+    arrived.mkdir()
+    for operation in hub["commit"][1]:
+        with operation.as_file() as file:
+            (arrived / operation.path_in_repo).write_bytes(file.read())
+    (arrived / ".gitattributes").write_text("*.safetensors filter=lfs\n")  # as the hub adds
+    assert verify_manifest(arrived) == len(before) - 1
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    data = ModelCard((arrived / "README.md").read_text()).data
+    assert (data.license, data.base_model, data.language) == ("mit", ["owner/base"], "en")
+    assert {"blr", "structured-compression", "blast"} <= set(data.tags)
+    assert data.model_name == "small"
+    found = {(r.metric_type, r.dataset_name, r.metric_value) for r in data.eval_results}
+    assert found == {("perplexity", "text", 14.65), ("acc", "arc_easy", 0.5)}
+
+
+def test_the_command_on_the_card_makes_the_same_bytes(
+    dense: Path, output: Path, blr: Run, tmp_path: Path
+) -> None:
+    card = prepare_push(output, "me/small").files["README.md"]
+    assert isinstance(card, bytes)
+    lines = card.decode().partition("## Made by")[2].splitlines()
+    command = next(line for line in lines if line.startswith("blr compress"))
+    assert {line.partition(" ")[0] for line in lines} >= {"torch", "transformers", "python", "blr"}
+    shutil.copytree(dense, tmp_path / "dense")
+    shutil.copy(output / "recipe.yaml", tmp_path)
+    done = blr(*shlex.split(command)[1:], "-o", "again", "-q")
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in output.iterdir()}
+    assert names == {path.name for path in (tmp_path / "again").iterdir()}
+    for name in names - {"blr_manifest.json"}:
+        assert (tmp_path / "again" / name).read_bytes() == (output / name).read_bytes(), name
+
+
+def test_a_dry_run_sends_nothing_and_a_changed_folder_is_refused(
+    output: Path, blr: Run, tmp_path: Path
+) -> None:
+    done = blr("push", output, "me/small", "--dry-run", "--format", "json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and "commit" not in found and found["card"]["license"] == "mit"
+    changed = shutil.copytree(output, tmp_path / "changed")
+    (changed / "config.json").write_text("{}")
+    with pytest.raises(VerifyError, match=r"config\.json"):
+        prepare_push(changed, "me/small")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [({"HF_HUB_OFFLINE": "1"}, "offline"), ({"HF_HUB_OFFLINE": "0"}, "hf auth login")],
+)
+def test_refusals_are_a_line(environment: dict[str, str], said: str, output: Path, blr: Run) -> None:
+    dead = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent", "HF_TOKEN": ""}
+    done: subprocess.CompletedProcess[str] = blr(
+        "push", output, "me/small", env={**os.environ, **dead, **environment}
+    )
+    assert (done.returncode, done.stdout) == (8, "")
+    assert said in done.stderr.splitlines()[-1] and "me/small" in done.stderr.splitlines()[-1]
