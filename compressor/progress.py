@@ -94,7 +94,7 @@ class Lines:
         if now - self.last < EVERY:
             return
         self.last, passed = now, now - self.started
-        left = f", about {duration(passed / share - passed)} left" if share > 0 else ""
+        left = f", about {duration(max(passed / share - passed, 0.0))} left" if share > 0 else ""
         self.say(f"{self.what}: {text}, {duration(passed)}{left}")
 
 

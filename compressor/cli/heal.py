@@ -109,8 +109,13 @@ def heal(
         ),
     ] = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Less memory: keep only the inputs of the blocks.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Less memory: keep only the inputs of the blocks.",
+            show_default="where it would not fit a GPU",
+        ),
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile blocks and loss.")] = False,
     save_minutes: Annotated[
         float, typer.Option(min=0.0, callback=values.number, help="Minutes between saved states.")

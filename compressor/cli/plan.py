@@ -54,6 +54,9 @@ def plan(
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Plan for fits weighted by activations.")
     ] = False,
+    heal: Annotated[
+        bool, typer.Option("--heal", help="Also what blr heal would take of that GPU.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
     offline: Offline = False,
     format: FormatOption = Format.text,
@@ -78,4 +81,8 @@ def plan(
     source, outlined = open_or_outline(found.folder)
     made = make_plan(source, resolved, calibrated=calibrated)
     result = plan_result(made, resolved, card, found.name, outlined)
+    if heal:
+        from blr.compressor.heal.forecast import planned
+
+        result["heal"] = planned(source, made, card)
     print_result(result, lambda r: plan_text(r, every), format)

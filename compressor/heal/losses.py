@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 from transformers import masking_utils
 
-CHUNK = 1 << 26  # logits made at once
+from blr.compressor.heal.settings import CHUNK
+
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -18,10 +18,11 @@ from blr.compressor.checkpoint.journal import canonical_json, layer_key
 from blr.compressor.checkpoint.manifest import read_manifest
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import OutputError, UsageError
+from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.heal.settings import HealOptions, check_options, check_trains
 from blr.compressor.parallel import environment
+from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import Progress
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Job:
         from blr.compressor.heal.trainer import Place, Trainer
 
         reading = reading_of(self.teacher, self.options)
+        self._plan_memory()
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
         data = self._data(teacher, reading)
         folder, kinds = self.checkpoint.source.folder, self.options.train
@@ -176,6 +178,27 @@ class Job:
         self.state = trainer.run()
         self.facts = self._facts(pair, data)
         return pair, data
+
+    def _plan_memory(self) -> None:
+        """Say what a GPU will hold, and decide on checkpointing where that is open.
+
+        Raises CapabilityError if it cannot hold it.
+        """
+        device = self.processes.device
+        if device.type != "cuda":
+            return
+        import torch
+
+        from blr.compressor.heal.forecast import predicted, words
+
+        room = torch.cuda.mem_get_info(device)[0]
+        card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
+        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, room)
+        said = words(found, _device_name(device), None).partition(", at most")[0]
+        if not found.fits:
+            raise CapabilityError(said)
+        self.progress.notes([said])
+        self.options = replace(self.options, checkpointing=found.checkpointing)
 
     def _data(self, teacher: Any, reading: Reading) -> Data:
         from blr.compressor.heal.data import make_data

@@ -27,6 +27,7 @@ from blr.compressor.progress import Progress
 
 EVALUATIONS = 10  # in a run, besides the one before it
 LOGGED = 100  # lines of metrics in a run
+HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 take as long as ten steps
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Trainer:
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         self.objective = _objective(pair, data, options)
+        most = HELD_ON_CPU if pair.device.type == "cpu" and pair.sentences is None else None
+        self.held = {part.name: part.stream.held[:most] for part in data.parts}
         if options.compile:
             compile_blocks(pair.student)
             compile_blocks(pair.teacher)
@@ -144,7 +147,7 @@ class Trainer:
         return f"loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} tokens/s"
 
     def _merits(self) -> dict[str, Any]:
-        return {part.name: self.objective.merit(part.stream.held) for part in self.data.parts}
+        return {name: self.objective.merit(held) for name, held in self.held.items()}
 
     def _judged(self, merits: dict[str, Any]) -> float:
         """The figure to lower, each part with its share of a batch. Raises NumericsError."""

@@ -39,6 +39,7 @@ class Gpu:
     copy_tbps: float
     bf16_tflops: float
     launch_us: float
+    memory_gb: float
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,14 @@ def test_plan_of_a_checkpoint_groups_blocks(tiny: Path, blr: Run) -> None:
     assert len(every.stdout.splitlines()) == 1 + 28 + 3
 
 
+def test_plan_says_what_healing_would_take(tiny: Path, blr: Run) -> None:
+    done = blr("plan", tiny, "--heal")
+    assert done.stdout.splitlines()[-1].startswith("healing: ") and " of h200, " in done.stdout
+    done = blr("plan", tiny, "--heal", "--gpu", "a40", "--format", "json")
+    found = json.loads(done.stdout)["heal"]
+    assert found["fits"] and found["room"] == 48e9 and found["said"].startswith("healing: ")
+
+
 def test_plan_as_json_has_every_layer(tiny: Path, blr: Run) -> None:
     done = blr("plan", tiny, "-m", "ks", "--gpu", "l4", "--format", "json")
     found = json.loads(done.stdout)

@@ -1,0 +1,191 @@
+"""What a healing run takes, predicted from headers alone: memory and time on one GPU.
+
+A trained parameter takes 20 bytes: its bf16 copy and gradient, and in float32 master, gradient and two
+moments. The rest is the teacher, what the backward pass needs of the tokens at once (`micro`
+windows), dense weights composed of factors (`compose.py`), and a chunk of logits (`losses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.heal.settings import CHUNK, HealOptions
+from blr.compressor.planning.plan import Plan
+from blr.compressor.planning.roofline import Gpu
+from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
+
+HALF, SINGLE = 2, 4  # bytes of a number
+TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
+LOGIT = 20  # bytes of one, of both models, with what its gradient takes
+WIDE, MIDDLE = 14, 6  # numbers of a token kept in a block: times its width, times the MLP's
+RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
+EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
+FEW = 4  # windows, too few for products to run well
+WINDOWS = 64  # a step on a GPU
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: blocks, their width and MLP's, tokens known, and parameters in all and trained."""
+
+    blocks: int
+    width: int
+    middle: int
+    vocabulary: int
+    parameters: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes on the device by what they are for, with `micro` windows a pass; `fits` says whether they do
+    in `room`. `tokens_per_second` is what products alone would allow at `EFFICIENCY`."""
+
+    teacher: float
+    trained: float
+    composed: float
+    activations: float
+    logits: float
+    micro: int
+    checkpointing: bool
+    room: float
+    tokens_per_second: float
+
+    @property
+    def total(self) -> float:
+        parts = self.teacher + self.trained + self.composed + self.activations + self.logits
+        return parts + RESERVED
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+
+def sizes_of(
+    config: Mapping[str, Any], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
+) -> Sizes:
+    """Of the dense model with `config`, whose layers `specs` replace.
+
+    Args:
+        stored: dense parameters in the files, 0 or less than there are where they are not known.
+    """
+
+    def number(*names: str) -> int:
+        found = (config.get(name) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), 0)
+
+    width = number("hidden_size", "n_embd", "dim") or 1
+    blocks = number("num_hidden_layers", "n_layer", "n_layers") or 1
+    middle = number("intermediate_size", "n_inner", "ffn_dim", "hidden_dim") or 4 * width
+    table = number("vocab_size") * width
+    tied = config.get("tie_word_embeddings", True)
+    dense = sum(spec.dense_parameters for spec in specs.values())
+    trained = sum(spec.parameters for spec in specs.values()) if "factors" in train else 0
+    trained += table * (("embeddings" in train) + ("head" in train and not tied))
+    least = dense + table * (1 if tied else 2)
+    return Sizes(blocks, width, middle, number("vocab_size"), max(stored, least), trained)
+
+
+def forecast(
+    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, room: float | None = None
+) -> Forecast:
+    """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
+    where it is asked for, or where otherwise fewer than `FEW` would fit.
+
+    Args:
+        room: bytes of the device, by default those of `gpu`.
+    """
+    window = options.window
+    windows = max(1, options.batch // window) if options.batch else WINDOWS
+    found = None
+    for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
+        micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
+        while micro >= least:
+            found = _forecast(
+                sizes, specs, micro * window, micro, kept, gpu, room or gpu.memory_gb * 1e9
+            )
+            if found.fits:
+                return found
+            micro //= 2
+    assert found is not None
+    return found
+
+
+def _forecast(
+    sizes: Sizes, specs: Mapping[str, Spec], tokens: int, micro: int, kept: bool, gpu: Gpu, room: float
+) -> Forecast:
+    composed = sum(_composed(spec) for spec in specs.values()) * HALF
+    block = tokens * (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
+    inputs = tokens * sizes.width * HALF * sizes.blocks
+    shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
+    flops = _flops(sizes, specs, kept)
+    return Forecast(
+        teacher=sizes.parameters * HALF,
+        trained=sizes.trained * TRAINED,
+        composed=composed / sizes.blocks * shared,
+        activations=block * shared + inputs * kept + 2 * tokens * sizes.width * SINGLE,
+        logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
+        micro=micro,
+        checkpointing=kept,
+        room=room,
+        tokens_per_second=EFFICIENCY * gpu.bf16_tflops * 1e12 / flops,
+    )
+
+
+def _composed(spec: Spec) -> int:
+    """Numbers that the backward pass of one layer's weight keeps."""
+    if isinstance(spec, LowRankSpec):
+        return 0
+    mixed = spec.blocks * spec.in_features * spec.rank if isinstance(spec, BlastSpec) else 0
+    return spec.dense_parameters + mixed
+
+
+def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
+    """Multiplications and additions a token: the teacher forward, the student forward and twice that
+    backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
+    saved = sum(s.dense_parameters - s.parameters for s in specs.values() if isinstance(s, LowRankSpec))
+    return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
+
+
+def planned(source: Source, plan: Plan, gpu: Gpu) -> dict[str, Any]:
+    """What healing by default the output of `plan` would take, JSON-ready; `said` is one line."""
+    specs = {layer.layer.module: layer.spec for layer in plan.layers}
+    found = predicted(source, specs, HealOptions(""), gpu)
+    said = words(found, gpu.name, None)
+    return {**asdict(found), "total": found.total, "fits": found.fits, "said": said}
+
+
+def predicted(
+    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, room: float | None = None
+) -> Forecast:
+    """As `forecast`, for the dense model in `source` with `specs` in it."""
+    stored = sum(entry.parameters for entry in source.entries.values())
+    sizes = sizes_of(source.config, specs, stored, options.train)
+    return forecast(sizes, specs, options, gpu, room)
+
+
+def words(found: Forecast, gpu: str, minutes: float | None) -> str:
+    """One line that says it."""
+    parts = ", ".join(
+        f"{name} {value / 1e9:,.1f}"
+        for name, value in (
+            ("teacher", found.teacher),
+            ("trained parameters with their optimizer", found.trained),
+            ("composed weights", found.composed),
+            ("activations", found.activations),
+            ("logits", found.logits),
+        )
+    )
+    need = f"{found.total / 1e9:,.1f} GB ({parts}) of the {found.room / 1e9:,.0f} of {gpu}"
+    if not found.fits:
+        return f"healing does not fit: {need}; {REMEDY}"
+    how = " with --checkpointing" if found.checkpointing else ""
+    text = f"healing{how}: {need}, {found.micro} windows a pass, "
+    text += f"at most about {found.tokens_per_second:,.0f} tokens/s (predicted)"
+    return text if minutes is None else text + f", {found.tokens_per_second * 60 * minutes:,.0f} in all"
+
+
+REMEDY = "take shorter windows, a higher --cf, --train norms,biases or a larger GPU"

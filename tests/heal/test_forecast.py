@@ -1,0 +1,94 @@
+"""What healing is predicted to take, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from heal_models import QUIET
+
+from blr.compressor.errors import CapabilityError
+from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.heal.forecast import TRAINED, forecast, predicted, sizes_of, words
+from blr.compressor.heal.run import Job
+from blr.compressor.heal.settings import HealOptions
+from blr.compressor.planning.outline import open_or_outline
+from blr.compressor.planning.plan import make_plan
+from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.recipe.schema import Recipe
+
+H200 = find_gpu("h200")
+LARGE = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096},
+    **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128},
+    **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
+}
+
+
+def large(folder: Path, method: str = "svd", cf: float = 2.0) -> Any:
+    """An 8B shape's outline and the specs of its layers."""
+    (folder / "config.json").write_text(json.dumps(LARGE))
+    source, _ = open_or_outline(folder)
+    plan = make_plan(source, Recipe(method=method, cf=cf))
+    return source, {planned.layer.module: planned.spec for planned in plan.layers}
+
+
+def test_an_8b_shape_fits_an_h200_and_no_smaller_gpu(tmp_path: Path) -> None:
+    source, specs = large(tmp_path)
+    found = predicted(source, specs, HealOptions(""), H200)
+    assert found.fits and found.teacher == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert found.trained == TRAINED * sum(spec.parameters for spec in specs.values())
+    for name in ("a40", "h100"):
+        small = predicted(source, specs, HealOptions(""), find_gpu(name))
+        assert not small.fits and small.micro == 1 and small.checkpointing
+        assert words(small, name, None).startswith("healing does not fit")
+
+
+def test_inputs_alone_are_kept_where_all_would_not_fit(tmp_path: Path) -> None:
+    source, specs = large(tmp_path, "blast")
+    found = predicted(source, specs, HealOptions(""), H200)
+    assert found.fits and found.checkpointing
+    asked = predicted(source, specs, HealOptions("", checkpointing=False), H200)
+    assert not asked.checkpointing and asked.total > found.total and not asked.fits
+    roomy = predicted(source, specs, HealOptions(""), replace(H200, memory_gb=500))
+    assert roomy.fits and not roomy.checkpointing and roomy.micro > 1
+
+
+def test_more_room_gives_more_windows_a_pass(tmp_path: Path) -> None:
+    source, specs = large(tmp_path)
+    sizes = sizes_of(source.config, specs, 0, ("factors",))
+    rooms = [1.3e11, 2e11, 4e11]
+    found = [forecast(sizes, specs, HealOptions(""), H200, room) for room in rooms]
+    assert [f.fits for f in found] == [True] * 3
+    assert found[0].micro < found[1].micro < found[2].micro <= 64
+
+
+def test_the_embeddings_cost_when_they_are_trained(tmp_path: Path) -> None:
+    source, specs = large(tmp_path)
+    plain, more = (
+        sizes_of(source.config, specs, 0, kinds) for kinds in (("factors",), ("factors", "embeddings"))
+    )
+    assert more.trained - plain.trained == 128256 * 4096
+    assert sizes_of(source.config, specs, 0, ("norms",)).trained == 0
+
+
+def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
+    compressed: Path, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [10_000_000]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room[0], room[0]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    processes: Any = SimpleNamespace(device=torch.device("cuda"))
+    student, teacher = open_checkpoint(compressed), open_checkpoint(dense)
+    workspace: Any = None
+    job = Job(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)
+    with pytest.raises(CapabilityError, match=r"does not fit: .* of the 0 of a card"):
+        job._plan_memory()
+    room[0] = 140_000_000_000
+    job._plan_memory()
+    assert job.options.checkpointing is False
