@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError, NumericsError
 from blr.compressor.fitting.cost import predicted_cost
-from blr.compressor.fitting.rounding import round_layer
+from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
 from blr.compressor.parallel.processes import Processes
@@ -143,7 +143,7 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
     spec, notes = job.planned.spec, list[str]()
     with recorded_fallbacks() as fallbacks:
         if spec.quantized:
-            found = round_layer(work, spec, None, job.stored_dtype(weight), job.options)
+            found = round_layer(work, spec, None, job.stored_dtype(weight), plain_fit(job.options))
         else:
             fit = STRUCTURES[spec.structure].factorizer().fit(work, spec, None, job.options)
             found, notes = fit.tensors, fit.notes

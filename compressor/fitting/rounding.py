@@ -1,21 +1,28 @@
 """From a weight to what is stored of it in few bits: dense, structured, and dense with a correction.
 
-Rounding here is to the nearest level of scales that are searched, weighted by the diagonal of the
-inputs' Gram matrix where that is known. Of 4 bits and fewer, which round coarsely, factors that follow
-from the others by least squares are solved again behind those that are rounded.
+Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
+factors weighted by its diagonal; else each to the nearest level of scales that are searched. Of 4 bits
+and fewer, which round coarsely, factors that follow from the others by least squares are solved again
+behind those that are rounded. A correction starts from Q and S in turn, each what the other leaves:
+LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
+
+Beside what is stored stand the numbers that were rounded (`latent_name`), from which training goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
+from blr.compressor.rounding.gptq import compensation, gptq
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
+from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
@@ -27,12 +34,14 @@ from blr.compressor.structures.specs import (
     MonarchSpec,
     QuantizedSpec,
     Spec,
+    stored_names,
 )
+from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
 SOLVED = (4, 3, 2)  # bits for which factors are solved again: 8 have nothing to make good
+LATENT = "_latent"
 ROUNDS = 4  # of rounding and correcting in turn
-CORRECTION_ROUNDS = 10  # of an iterative solver in each of them, unless the recipe says
 
 
 @dataclass(frozen=True)
@@ -44,38 +53,88 @@ class Quantized:
     errors: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Metric:
+    """What errors of a layer cost: H [i, i] of its inputs, float64."""
+
+    gram: Tensor
+
+    @property
+    def costs(self) -> Tensor:
+        """By input, [i]."""
+        return self.gram.diagonal()
+
+    @cached_property
+    def root(self) -> Tensor:
+        """As of `compensation`."""
+        return compensation(self.gram)
+
+
+FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
+
+
+def latent_name(name: str) -> str:
+    """``base.weight`` -> ``base.weight_latent``: a factor before it was rounded."""
+    return name + LATENT
+
+
+def is_latent(name: str) -> bool:
+    """Whether a tensor is one that is trained, not stored."""
+    return name.endswith(LATENT)
+
+
+def plain_fit(options: FitOptions | None = None, gram: Tensor | None = None) -> FitFactors:
+    """The fit of a structure to a matrix, as its own solver does it."""
+
+    def fit(weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
+        metric = None if gram is None else gram.to(weight)
+        solver = STRUCTURES[spec.structure].factorizer()
+        return solver.fit(weight, spec, metric, options or FitOptions()).tensors
+
+    return fit
+
+
 def round_layer(
-    weight: Tensor,
-    spec: Spec,
-    gram: Tensor | None,
-    dtype: torch.dtype,
-    options: FitOptions | None = None,
-    factors: Mapping[str, Tensor] | None = None,
+    weight: Tensor, spec: Spec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """What is stored of one layer, by the names of ``spec.stored()``, on the weight's device.
+    """What is stored of one layer, by the names of ``spec.stored()``, and what was rounded, on the
+    weight's device.
 
     Args:
         weight: W [o, i], float32 or float64, or the target in its place.
-        gram: H [i, i] of the inputs, None for errors that all cost the same.
+        metric: None for errors that all cost the same.
         dtype: of scales and of what is not packed.
-        options: of the fit of a structure; `factors`: canonical ones that are fitted already.
+        fit: canonical factors of a plain structure.
 
     Raises:
         NumericsError: scales that are not finite in `dtype`.
     """
-    options = options or FitOptions()
     if isinstance(spec, CorrectedSpec):
-        return _corrected(weight, spec, gram, dtype, options)
+        return _corrected(weight, spec, metric, dtype, fit)
     plain = spec.of if isinstance(spec, QuantizedSpec) else spec
-    costs = None if gram is None else gram.diagonal()
+    costs = None if metric is None else metric.costs
     if isinstance(spec, QuantizedSpec) and isinstance(plain, DenseSpec):
+        if metric is not None:
+            return _compensated(weight, spec, metric, dtype)
         return quantize_dense(weight, spec, dtype, costs).tensors
-    if factors is None:
-        metric = None if gram is None else gram.to(weight)
-        factors = STRUCTURES[plain.structure].factorizer().fit(weight, plain, metric, options).tensors
+    factors = fit(weight, plain)
     if isinstance(spec, QuantizedSpec):
-        return quantize_factors(spec, dict(factors), dtype, costs).tensors
+        stored = quantize_factors(spec, dict(factors), dtype, costs).tensors
+        return stored | {latent_name(name): factor for name, factor in factors.items()}
     return {name: factor.to(dtype).contiguous() for name, factor in factors.items()}
+
+
+def _compensated(
+    weight: Tensor, spec: QuantizedSpec, metric: Metric, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A dense weight by GPTQ."""
+    found = gptq(weight, metric.root.to(weight), spec.bits, spec.group, dtype)
+    padded = torch.nn.functional.pad(found.levels, (0, -weight.shape[1] % spec.group))
+    packed = pack(padded, spec.bits, spec.group)
+    names = stored_names("weight")
+    stored = dict(zip(names, (packed, found.scale.to(dtype)), strict=True))
+    check_scales("weight", stored)
+    return stored | {latent_name("weight"): found.latent}
 
 
 def quantize_dense(
@@ -134,23 +193,35 @@ def quantize_factors(
 
 
 def _corrected(
-    weight: Tensor, spec: CorrectedSpec, gram: Tensor | None, dtype: torch.dtype, options: FitOptions
+    weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
     """Q and S in turn, each of what the other leaves; the best of `ROUNDS`."""
     best, kept = float("inf"), dict[str, Tensor]()
-    if options.rounds is None:
-        options = replace(options, rounds=CORRECTION_ROUNDS)
-    added, metric = torch.zeros_like(weight), None if gram is None else gram.to(weight)
+    added, gram = torch.zeros_like(weight), None if metric is None else metric.gram.to(weight)
     for _ in range(ROUNDS):
-        base = round_layer(weight - added, spec.base, gram, dtype)
+        base = round_layer(weight - added, spec.base, metric, dtype, fit)
         left = weight - restored(spec.base, base, weight.dtype)
-        correction = round_layer(left, spec.correction, gram, dtype, options)
+        correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
         added = restored(spec.correction, correction, weight.dtype)
-        missed = weighted_norm_squared(left - added, metric)
+        missed = weighted_norm_squared(left - added, gram)
         if missed < best:
             named = {f"base.{n}": t for n, t in base.items()}
             best, kept = missed, named | {f"correction.{n}": t for n, t in correction.items()}
     return kept
+
+
+def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
+    """Factors of a correction: of BLAST those of low rank in blocks, whose terms do not cancel each
+    other and so can be rounded."""
+    if not isinstance(spec, BlastSpec):
+        return fit(weight, spec)
+    found = fit(weight, start_of(spec))
+    return from_low_rank(found["U"], found["V"], spec)
+
+
+def start_of(spec: BlastSpec) -> LowRankSpec:
+    """The low rank from which a correction by BLAST starts."""
+    return LowRankSpec(spec.in_features, spec.out_features, spec.rank)
 
 
 def _turns(spec: QuantizedSpec) -> list[str]:
@@ -219,15 +290,20 @@ def _size(factor: Tensor, axis: int) -> Tensor:
 def _pack(
     spec: QuantizedSpec, name: str, factor: Tensor, dtype: torch.dtype, costs: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`pack_factor`. Raises NumericsError for scales that are not finite."""
+    """`pack_factor`, checked."""
     stored = pack_factor(spec, name, factor, dtype, costs)
+    check_scales(name, stored)
+    return stored
+
+
+def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
+    """Raise NumericsError for scales of a factor that are not finite."""
     for tensor in stored.values():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(
                 f"scales of {name} are not finite in {tensor.dtype}; take a model in bfloat16 or "
                 "float32, or leave the layer out"
             )
-    return stored
 
 
 def _square(tensor: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
-from blr.compressor.fitting.rounding import round_layer
+from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import cholesky, recorded_fallbacks, solve_upper
@@ -19,7 +19,6 @@ from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
-    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     QuantizedSpec,
@@ -40,8 +39,8 @@ def fit_weighted(
             of the output, or None.
 
     Returns:
-        Factors in the stored dtype on the CPU and the layer's record, with `weighted_error`, the
-        relative error of the layer's output over the calibration inputs.
+        What is stored, on the CPU, with the latent numbers of what is packed, and the layer's record,
+        with `weighted_error`, the relative error of the layer's output over the calibration inputs.
     """
     work = weight.to(job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
@@ -51,30 +50,33 @@ def fit_weighted(
     with layer_errors(job), recorded_fallbacks() as fallbacks:
         found, notes = _found(job, weight, target, gram, metric)
     tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+    latents = {n: t.to("cpu", job.stored_dtype(weight)) for n, t in found.items() if is_latent(n)}
     back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
-    return tensors, {**record, "weighted_error": relative_error(target, back, gram)}
+    return tensors | latents, {**record, "weighted_error": relative_error(target, back, gram)}
 
 
 def _found(
     job: Job, weight: Tensor, target: Tensor, gram: Tensor, metric: Tensor | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
-    spec, dtype = job.planned.spec, job.stored_dtype(weight)
-    if isinstance(spec, CorrectedSpec) or spec.structure == DenseSpec.structure:
-        return round_layer(target, spec, gram, dtype, _options(job)), []
-    fit = _fit(job, target, gram, metric)
-    if not isinstance(spec, QuantizedSpec):
-        return fit.tensors, fit.notes
-    return round_layer(target, spec, gram, dtype, factors=fit.tensors), fit.notes
+    notes: list[str] = []
+
+    def fit(matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
+        found = _fit(job, spec, matrix, gram, metric)
+        notes.extend(found.notes)
+        return found.tensors
+
+    dtype = job.stored_dtype(weight)
+    return round_layer(target, job.planned.spec, Metric(gram), dtype, fit), list(dict.fromkeys(notes))
 
 
-def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
+def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
     """Fit the target with its outputs weighted, then take the weights out of the factors again.
 
     Low rank takes the whole metric in closed form; the others, and groups of its output rows, its
     diagonal, which scales rows.
     """
-    spec, dtype, options = _plain(job.planned.spec), fitting_dtype(job.device), _options(job)
+    dtype, options = fitting_dtype(job.device), _options(job, spec)
     structure = STRUCTURES[spec.structure].factorizer()
     if metric is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
@@ -93,12 +95,12 @@ def _fit(job: Job, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
     """What a fit takes of the Fisher information [o, o] of its outputs (mean diagonal 1): all, or the
     diagonal [o]."""
-    return information if takes_whole_metric(_plain(spec)) else information.diagonal()
+    return information if takes_whole_metric(_solved(spec)) else information.diagonal()
 
 
 def fitted_together(job: Job) -> bool:
     """Whether the layer is so large that processes share its fit rather than the layers of a group."""
-    spec = _plain(job.planned.spec)
+    spec = _solved(job.planned.spec)
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
     return is_shared(spec, fitting_dtype(job.device).itemsize)
@@ -109,15 +111,21 @@ def takes_whole_metric(spec: Spec) -> bool:
     return isinstance(spec, LowRankSpec) and (spec.groups == 1 or spec.side == "in")
 
 
-def _options(job: Job) -> FitOptions:
-    slow = isinstance(_plain(job.planned.spec), BlastSpec) and job.device.type == "cpu"
+def _solved(spec: Spec) -> Spec:
+    """The plain structure that is fitted: of a correction by BLAST its low-rank start."""
+    if isinstance(spec, QuantizedSpec):
+        return spec.of
+    if not isinstance(spec, CorrectedSpec):
+        return spec
+    found = _solved(spec.correction)
+    return start_of(found) if isinstance(found, BlastSpec) else found
+
+
+def _options(job: Job, spec: Spec) -> FitOptions:
+    slow = isinstance(spec, BlastSpec) and job.device.type == "cpu"
     if slow and job.options.rounds is None:
         return replace(job.options, rounds=CPU_ROUNDS)
     return job.options
-
-
-def _plain(spec: Spec) -> Spec:
-    return spec.of if isinstance(spec, QuantizedSpec) else spec
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:

@@ -1,2 +1,2 @@
-"""Weights on a grid: which levels (`grid`), which of them (`gptq`), beside what correction
-(`correction`), and how they are trained (`latent`)."""
+"""Weights in few bits: chosen by what the layer's output loses (`gptq`), and trained (`latent`). The
+grids are those of `blr.kernels.quantized.reference`."""

@@ -2,8 +2,7 @@
 
 Source: GPTQ (arXiv 2210.17323), with the inverse Cholesky factor of H in blocks of columns; scales
 are chosen group by group for the weights as they stand then, each column weighted by what an error
-there costs. Columns are taken by falling diagonal of H where that is asked for and groups are of
-one column each otherwise in stored order, so that groups stay contiguous in the file.
+there costs. Columns are taken as they are stored: taking the costly ones first would scatter groups.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr.compressor.rounding.grid import best_scale, nearest
 from blr.compressor.structures.linalg import cholesky, inverse_spd
+from blr.kernels.quantized.reference import levels_of, scales_of, values_of
 
 DAMP = 0.01  # of the mean diagonal, added to H
 
 
 class Rounded(NamedTuple):
-    """`value` [o, i] on the grid, `scale` [o, groups], and `latent` [o, i]: the compensated weights
-    that were rounded, from which training goes on."""
+    """`levels` [o, i], int8, and `scale` [o, groups], which make `value` [o, i]; `latent` [o, i] are
+    the compensated weights that were rounded, from which training goes on."""
 
-    value: Tensor
+    levels: Tensor
     scale: Tensor
+    value: Tensor
     latent: Tensor
 
 
@@ -40,9 +40,7 @@ def compensation(gram: Tensor) -> Tensor:
     return cholesky(inverse_spd(gram / scale + DAMP * identity)).mT.contiguous()
 
 
-def gptq(
-    weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype | None = None
-) -> Rounded:
+def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Rounded:
     """Round `weight` [o, i] to `bits`, column by column.
 
     Args:
@@ -50,27 +48,28 @@ def gptq(
         group: columns that share a scale, per row; the last group may be shorter.
         scale_dtype: what scales are stored in.
     """
-    left = weight.clone()
-    value, latent, scales = torch.empty_like(left), torch.empty_like(left), []
+    left, scales = weight.clone(), []
+    levels = torch.empty_like(weight, dtype=torch.int8)
+    value, latent = torch.empty_like(left), torch.empty_like(left)
     for start in range(0, weight.shape[1], group):
         columns = slice(start, min(start + group, weight.shape[1]))
         part, own = left[:, columns], root[columns, columns].contiguous()
-        scale = best_scale(part, bits, own.diagonal().pow(-2), scale_dtype)
-        missed = _round_group(part, own, scale, bits, value[:, columns], latent[:, columns])
+        scale = scales_of(part, bits, scale_dtype, own.diagonal().pow(-2))
+        levels[:, columns], latent[:, columns], missed = _round_group(part, own, scale, bits)
+        value[:, columns] = values_of(levels[:, columns], scale, bits)
         left[:, columns.stop :] -= missed @ root[columns, columns.stop :]
         scales.append(scale)
-    return Rounded(value, torch.cat(scales, -1), latent)
+    return Rounded(levels, torch.cat(scales, -1), value, latent)
 
 
-def _round_group(
-    part: Tensor, root: Tensor, scale: Tensor, bits: int, value: Tensor, latent: Tensor
-) -> Tensor:
-    """Round the columns of `part` [o, g] in turn into `value`; the errors [o, g] over the diagonal."""
+def _round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels of the columns of `part` [o, g] in turn, what was rounded, and the errors over the
+    diagonal of `root` [g, g]."""
     left, missed = part.clone(), torch.empty_like(part)
+    levels = torch.empty_like(part, dtype=torch.int8)
     for j in range(part.shape[1]):
         column = left[:, j : j + 1]
-        latent[:, j : j + 1] = column
-        value[:, j : j + 1] = found = nearest(column, scale, bits) * scale
-        missed[:, j : j + 1] = error = (column - found) / root[j, j]
+        levels[:, j : j + 1] = found = levels_of(column, scale, bits)
+        missed[:, j : j + 1] = error = (column - values_of(found, scale, bits)) / root[j, j]
         left[:, j + 1 :] -= error * root[j : j + 1, j + 1 :]
-    return missed
+    return levels, left, missed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.rounding.grid import best_scale, nearest, top
+from blr.kernels.quantized.reference import levels_of, scales_of, values_of
 
 SCALE_RATE = 0.3  # of the rate of weights
 Change = Callable[[Tensor], Tensor]
@@ -53,11 +53,11 @@ class Latent:
         scale_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.parameter, self.bits, self.group, self.place = parameter, bits, group, place
-        self.scale_dtype, self.top = scale_dtype, top(bits)
+        self.scale_dtype = scale_dtype
         start = parameter.detach() if latent is None else latent
         self.latent = self._groups(start.float()).clone()  # [..., R, groups, G]
         if scale is None:
-            found = best_scale(self.latent, bits, dtype=scale_dtype)
+            found = scales_of(self.latent, bits, scale_dtype).float()
         else:
             found = scale.float().to(start.device)[..., None]
         self.scale = found.clone()  # [..., R, groups, 1]
@@ -70,8 +70,8 @@ class Latent:
     @torch.no_grad()
     def publish(self) -> None:
         """Give the parameter the rounded value of the masters."""
-        scale = self._stored_scale()
-        value = nearest(self.latent, scale, self.bits) * scale
+        levels, scale = self._levels()
+        value = values_of(levels, scale, self.bits)
         self.parameter.copy_(self.place.back(value.flatten(-2)[..., : self.width]))
 
     @torch.no_grad()
@@ -79,22 +79,28 @@ class Latent:
         """Add the parameter's gradient to those of the masters, and drop it."""
         if self.parameter.grad is None:
             return
-        gradient, scale = self._groups(self.parameter.grad.float()), self._stored_scale()
+        gradient = self._groups(self.parameter.grad.float())
         self.parameter.grad = None
+        levels, scale = self._levels()
         unit = torch.where(scale == 0, 0.0, self.latent / scale)
-        within = unit.abs() <= self.top + 0.5
-        level = nearest(self.latent, scale, self.bits)
+        step = values_of(levels, torch.ones_like(scale), self.bits)
+        within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
         _add(self.latent, gradient * within)
-        _add(self.scale, (gradient * (level - unit * within)).sum(-1, keepdim=True))
+        _add(self.scale, (gradient * (step - unit * within)).sum(-1, keepdim=True))
 
     def rounded(self) -> tuple[Tensor, Tensor]:
-        """Levels [..., R, K] for a scale of one, and scales [..., R, groups] in the stored dtype."""
-        scale = self._stored_scale()
-        level = nearest(self.latent, scale, self.bits).flatten(-2)[..., : self.width]
-        return level, scale.squeeze(-1).to(self.scale_dtype)
+        """Levels int8 [..., R, K'] of whole groups, and scales [..., R, groups] as they are stored."""
+        levels, scale = self._levels()
+        return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
 
-    def _stored_scale(self) -> Tensor:
-        return self.scale.to(self.scale_dtype).float()
+    def numbers(self) -> Tensor:
+        """The latent weights, shaped as the parameter."""
+        return self.place.back(self.latent.flatten(-2)[..., : self.width])
+
+    def _levels(self) -> tuple[Tensor, Tensor]:
+        """Of the latent weights, with the scales as they are stored."""
+        scale = self.scale.to(self.scale_dtype).float()
+        return levels_of(self.latent, scale, self.bits), scale
 
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)

@@ -233,3 +233,9 @@ class BlastProblem:
             return self.join(gs / scale_s, gv @ inverse_v)
 
         return apply
+
+
+def from_low_rank(left: Tensor, right: Tensor, spec: BlastSpec) -> dict[str, Tensor]:
+    """The factors of ``left rightᵀ`` [o, r] and [i, r] in blocks, all couplings 1."""
+    U, V = (factor.unflatten(0, (spec.blocks, -1)) for factor in (left, right))
+    return {"U": U, "S": left.new_ones(spec.blocks, spec.blocks, spec.rank), "V": V}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from blr.compressor.rounding.grid import nearest
 from blr.compressor.rounding.latent import Latent, Place
+from blr.kernels.quantized.reference import levels_of, values_of
 
 TURNED = Place(lambda t: t.mT, lambda t: t.mT)
 
@@ -19,9 +19,9 @@ def test_the_parameter_is_on_the_stored_grid(bits: int, turned: bool) -> None:
     parameter = nn.Parameter(torch.randn(10, 7))
     found = Latent(parameter, bits, 4, TURNED if turned else Place(lambda t: t, lambda t: t))
     found.publish()
-    level, scale = found.rounded()
-    groups = nn.functional.pad(level, (0, -level.shape[-1] % 4)).unflatten(-1, (-1, 4))
-    value = (groups * scale.float()[..., None]).flatten(-2)[..., : level.shape[-1]]
+    levels, scale = found.rounded()
+    value = values_of(levels.unflatten(-1, (-1, 4)), scale.float()[..., None], bits).flatten(-2)
+    value = value[..., : 10 if turned else 7]
     assert torch.equal(value.mT if turned else value, parameter.detach())
 
 
@@ -36,10 +36,11 @@ def test_the_gradients_are_those_of_straight_through_rounding() -> None:
     parameter.grad = gradient.clone()
     found.collect()
     w, s = found.latent.clone().requires_grad_(), found.scale.clone().requires_grad_()
-    unit = (w / s).clamp(-2, 2)
-    level = unit + (nearest(w, s, 2) - unit).detach()
+    unit = (w / s).clamp(-2.5, 2.5)
+    step = values_of(levels_of(found.latent, found.scale, 2), torch.ones(()), 2)
+    level = unit + (step - unit).detach()
     (level * s).flatten(-2).backward(gradient)
-    within = (found.latent / found.scale).abs() < 2
+    within = (found.latent / found.scale).abs() < 2.5
     assert not bool(within.all())
     torch.testing.assert_close(found.latent.grad, w.grad)
     torch.testing.assert_close(found.scale.grad, s.grad)
