@@ -129,6 +129,16 @@ def compress(
     return job.summary(records, monotonic() - started) if first else None
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """Factors and record by module; what was `measured`: facts of the `calibration`, and the sensitivity
+    curve of each module under `curves`; and refitted norms by tensor."""
+
+    results: dict[str, Any]
+    measured: dict[str, Any] = field(default_factory=dict)
+    norms: dict[str, TensorEntry] = field(default_factory=dict)
+
+
 @dataclass
 class Job:
     """One compression. `plan` is that of the headers until calibration gives a better one."""
@@ -215,33 +225,32 @@ class Job:
         from blr.compressor.output.files import small_files
         from blr.compressor.output.produce import Contents, write_whole
 
-        source, results, measured = self.source, *self._fit()
+        source, fitted = self.source, self._fit()
+        results, measured = fitted.results, fitted.measured
         if not self.settings.heal:
             self.work.processes.leave()
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
         contents = Contents(
-            assign_shards(_slots(source, self.plan, results), self.settings.max_shard_size),
+            assign_shards(_slots(source, self.plan, fitted), self.settings.max_shard_size),
             _reader(source, self.workspace),
             small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
         )
         facts["input_sha256"] = read
         write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
 
-    def _fit(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Factors and record by module, and what was measured: facts of the `calibration`, and the
-        sensitivity curve of each module under `curves`."""
+    def _fit(self) -> Fitted:
         source, recipe, settings, work = self.source, self.recipe, self.settings, self.work
         if settings.calibration is None:
             from blr.compressor.fitting.factorize import factorize_layers
 
-            return factorize_layers(work, self.plan), {}
+            return Fitted(factorize_layers(work, self.plan))
         from blr.compressor.fitting.engine import compress_calibrated
 
         replan = partial(make_plan, source, recipe, calibrated=True)
         found = compress_calibrated(work, replan, settings.calibration)
         self.plan = found.plan
-        return found.results, {"calibration": found.facts, "curves": found.curves}
+        return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
 
     def _estimate(self) -> int:
         """Upper estimate of the disk a run needs: output, journal of factors and small files."""
@@ -251,6 +260,9 @@ class Job:
         factors = sum(p.bits for p in layers) // 8
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         needed = kept + 2 * factors + extra + (4 << 20)
+        if self.settings.calibration is not None:  # refitted ones, and the numbers behind packed ones
+            packed = [p for p in layers if p.spec.quantized]
+            needed += factors + sum(p.layer.entry.nbytes for p in packed)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
             needed += kept + factors + extra
             needed += STATE_BYTES * sum(p.spec.parameters for p in layers)
@@ -333,16 +345,16 @@ def _calibration(settings: Settings) -> str | None:
     return calibration_digest(settings.calibration)
 
 
-def _slots(source: Source, plan: Plan, results: dict[str, Any]) -> list[Slot]:
+def _slots(source: Source, plan: Plan, fitted: Fitted) -> list[Slot]:
     """The output's tensors in the source's order, factors in the place of their weight."""
     replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
     slots = []
     for entry in source.entries.values():
         module = replaced.get(entry.name)
         if module is None:
-            slots.append(Slot(entry.name, entry))
+            slots.append(Slot(entry.name, fitted.norms.get(entry.name, entry)))
         else:
-            factors, _ = results[module]
+            factors, _ = fitted.results[module]
             slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
     return slots
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.errors import CapabilityError
@@ -23,19 +26,22 @@ from blr.compressor.text.reading import Calibration, read_calibration
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 2  # raise it when the measured sensitivities change
-GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say; on the CPU there is none
+GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
+PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 
 
 @dataclass
 class Outcome:
-    """Factors by module, the plan they follow, and what to say about the calibration."""
+    """Factors by module, the plan they follow, what to say about the calibration, and norms that were
+    refitted, by tensor."""
 
     results: dict[str, Result]
     plan: Plan
     facts: dict[str, Any]
     curves: dict[str, list[float]]
+    norms: dict[str, TensorEntry]
 
 
 def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
@@ -65,15 +71,20 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     curves = _curves(sensitivity)
     plan = replan(curves)
     work.progress.notes(plan.notes)
-    epochs = recipe.refit if recipe.refit is not None else GPU_EPOCHS * (target.type == "cuda")
-    if epochs and any(planned.spec.quantized for planned in plan.layers):
-        work.progress.notes(["refit: of layers without packed weights only"])
+    epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)
-    results = fit_blocks(Run(work, model, plan, batches, sensitivity, epochs, prefix))
+    run = Run(work, model, plan, batches, sensitivity, epochs, prefix)
+    results = fit_blocks(run)
     results |= _outside(work, plan, results)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest, "refit_epochs": epochs}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
-    return Outcome(ordered, plan, facts, curves or {})
+    return Outcome(ordered, plan, facts, curves or {}, run.norms)
+
+
+def _epochs(plan: Plan, target: torch.device) -> int:
+    """Of the refit where the recipe does not say: on a CPU there is none."""
+    packed = any(planned.spec.quantized for planned in plan.layers)
+    return (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
 
 
 def _read(work: Work, text: str, model: BlockModel) -> Calibration:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from blr.compressor.fitting.blocks import Batch, run_block
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
-from blr.compressor.rounding.latent import Trained
+from blr.compressor.rounding.latent import Latent, Trained
 from blr.compressor.structures.linalg import cholesky
 
 RATE = 0.01  # of a tensor's root mean square, a step
+PACKED_RATE = 0.005  # where some of them are rounded
 WARM_UP = 0.05  # of all steps
 HELD_BACK = 16  # one batch in so many is not trained on
 RIDGE = 0.01  # of the mean diagonal of the output metric
@@ -183,7 +184,8 @@ def _optimizer(
     trained: list[Trained], steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     masters = [found for part in trained for found in part.masters]
-    groups = [{"params": [m], "lr": RATE * share * _size(m)} for m, share in masters]
+    rate = PACKED_RATE if any(isinstance(part, Latent) for part in trained) else RATE
+    groups = [{"params": [m], "lr": rate * share * _size(m)} for m, share in masters]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     warm = max(1, round(WARM_UP * steps))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(

@@ -2,8 +2,8 @@
 
 Inside a block the groups of layers that share an input are fitted in order of execution, so that
 every layer makes up for what the ones before it lost; its target also corrects the drift of the
-residual stream. Optionally all factors of the block are then refitted together. Every finished
-layer and refit is kept in the journal under a key that covers all before it.
+residual stream. Optionally all of the block is then refitted together: factors, packed weights, norms.
+Every finished layer and refit is kept in the journal under a key that covers all before it.
 
 Several processes run batches of their own through the blocks, share out the layers of a group, fit
 the largest together, and go on from what the journal then holds.
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.architectures import Group
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
+from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.blocks import (
     Batch,
     BlockModel,
@@ -28,20 +30,20 @@ from blr.compressor.fitting.blocks import (
     run_until,
 )
 from blr.compressor.fitting.cost import predicted_cost
-from blr.compressor.fitting.factorize import Job, Result, keep_factors, layer_seed
+from blr.compressor.fitting.factorize import Job, Result, check_range, keep_factors, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import Sensitivity
+from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
 from blr.compressor.fitting.work import Work
-from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.table import layer_of
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import rounds
 from blr.compressor.planning.plan import Plan
 from blr.compressor.rounding.latent import Plain, Trained
 
-REFIT = 2  # raise it when the refit's results change
+REFIT = 3  # raise it when the refit's results change
+NORM = "norm"  # prefix of theirs in the journal
 CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, they are recomputed
 
 
@@ -57,6 +59,7 @@ class Run:
     epochs: int
     prefix: str  # digest of the calibration and of every layer finished so far
     results: dict[str, Result] = field(default_factory=dict)
+    norms: dict[str, TensorEntry] = field(default_factory=dict)  # refitted ones, by tensor
 
     def __post_init__(self) -> None:
         self.planned = {planned.layer.module: planned for planned in self.plan.layers}
@@ -86,13 +89,23 @@ class BlockFit:
         self.dense = run.model.load_block(index)
         self.student = run.model.load_block(index)
         self.cache: dict[int, dict[str, Tensor]] | None = None
+        self.twins: dict[str, Twin] = {}
+        self.norms = self._norms()
+
+    def _norms(self) -> dict[str, nn.Parameter]:
+        """Parameters of the student's norms by the names of their tensors."""
+        path = f"{self.run.model.path}.{self.index}"
+        parts = {n: p for n, p in self.student.named_modules() if "Norm" in type(p).__name__}
+        named = {f"{path}.{n}.{k}": v for n, p in parts.items() for k, v in p.named_parameters()}
+        known = self.run.model.names
+        return {known[name]: value for name, value in named.items() if name in known}
 
     def fit(self, advance: Any) -> None:
         """Fit all groups, refit if asked, and move the hidden states behind this block."""
         for group in self.run.model.family.groups:
             self._fit_group(group, advance)
         targets = self._dense_outputs()
-        if self.run.epochs and self._structured():
+        if self.run.epochs and self.twins:
             self._refit(targets)
         self._advance(targets)
 
@@ -206,28 +219,21 @@ class BlockFit:
         return 4 * tokens * (2 * sum(widths) + wide) <= CACHE_BYTES
 
     def _install(self, name: str, module: str, key: str) -> None:
-        """Put the stored factors of `module` into the student, rounded as they are stored."""
+        """Put what is stored of `module` into the student."""
         entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
         assert entries is not None
+        self._place(name, found)
         spec = self.run.planned[module].spec
-        bias = getattr(self.student.get_submodule(name), "bias", None)
-        layer = layer_of(spec, bias is not None)
-        state = {suffix: found[suffix] for suffix in spec.stored()}  # numbers become float32
-        if bias is not None:
-            state["bias"] = bias.detach()
-        layer.load_state_dict(state)
-        parent, _, leaf = name.rpartition(".")
-        layer.to(self.run.model.device).requires_grad_(False)
-        setattr(self.student.get_submodule(parent), leaf, layer)
-        factors = {suffix: entries[0][suffix] for suffix in spec.stored()}
-        self.run.results[module] = (factors, entries[1])
+        self.run.results[module] = ({n: entries[0][n] for n in spec.stored()}, entries[1])
 
-    def _structured(self) -> dict[str, StructuredLinear]:
-        """What is refitted together: layers of which nothing is packed."""
-        planned, names = self.run.planned, [n for g in self.run.model.family.groups for n in g.modules]
-        modules = {name: self._stored(name) for name in names}
-        plain = [n for n, m in modules.items() if m in planned and not planned[m].spec.quantized]
-        return {name: self.student.get_submodule(name) for name in plain}  # type: ignore[misc]
+    def _place(self, name: str, tensors: dict[str, Tensor]) -> None:
+        old, device = self.student.get_submodule(name), self.run.model.device
+        held = {n: tensor.to(device) for n, tensor in tensors.items()}
+        spec = self.run.planned[self._stored(name)].spec
+        twin = make_twin(spec, held, getattr(old, "bias", None))
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.student.get_submodule(parent), leaf, twin.module.requires_grad_(False))
+        self.twins[name] = twin
 
     @torch.no_grad()
     def _dense_outputs(self) -> dict[int, Tensor]:
@@ -246,23 +252,24 @@ class BlockFit:
                 self._store_refit(key, found)
             work.processes.wait()
             work.journal.await_all([key])
-        for name in self._structured():
-            self._reload(name, key)
+        self._reload(key)
         self.run.prefix = key
 
     def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
+        """Train the block's layers, and its norms, which cost nothing to store."""
         self.cache = None
-        structured = self._structured().values()
-        parameters = [p for part in structured for n, p in part.named_parameters() if n != "bias"]
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        trained: list[Trained] = [part for twin in self.twins.values() for part in twin.parts.values()]
+        trained += [Plain(parameter) for parameter in self.norms.values()]
+        for part in trained:
+            part.parameter.requires_grad_(True)
+            part.publish()
         seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
         states = self.run.work.processes, self.run.batches, targets
-        trained: list[Trained] = [Plain(parameter) for parameter in parameters]
-        refitting = Refitting(self.student, trained, *states, self._block_metric())
-        found = refitting.run(self.run.epochs, seed)
-        for parameter in parameters:
-            parameter.requires_grad_(False)
+        found = Refitting(self.student, trained, *states, self._block_metric()).run(
+            self.run.epochs, seed
+        )
+        for part in trained:
+            part.parameter.requires_grad_(False)
         return found
 
     def _block_metric(self) -> Tensor | None:
@@ -274,25 +281,32 @@ class BlockFit:
     def _store_refit(self, key: str, found: Refit) -> None:
         tensors: dict[str, Tensor] = {}
         records: dict[str, Any] = {}
-        for name, part in self._structured().items():
+        for name, twin in self.twins.items():
             module = self._stored(name)
-            factors = {s: part.get_parameter(s) for s in self.run.planned[module].spec.shapes()}
+            job, weight = self.run.job(module), self._weight(module)
             old = self.run.results[module][1]
-            stored, record = keep_factors(self.run.job(module), self._weight(module), factors, old)
+            stored, record = keep_factors(job, weight, twin.stored(job.stored_dtype(weight)), old)
             tensors |= {f"{module}:{suffix}": tensor for suffix, tensor in stored.items()}
             records[module] = {**record, "refit": [found.before, found.after]}
+        for name, parameter in self.norms.items():
+            dtype = getattr(torch, TORCH_NAMES[self.run.model.source.entries[name].dtype])
+            tensors[f"{NORM}:{name}"] = parameter.detach().to("cpu", dtype)
+        check_range(tensors)
         self.run.work.journal.store(key, tensors, records)
 
-    def _reload(self, name: str, key: str) -> None:
+    def _reload(self, key: str) -> None:
+        """Give the student, and the results, what a refit has stored."""
         entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
         assert entries is not None
-        module = self._stored(name)
-        part, spec = self.student.get_submodule(name), self.run.planned[module].spec
-        with torch.no_grad():
-            for suffix in spec.shapes():
-                part.get_parameter(suffix).copy_(found[f"{module}:{suffix}"])
-        factors = {suffix: entries[0][f"{module}:{suffix}"] for suffix in spec.shapes()}
-        self.run.results[module] = (factors, entries[1][module])
+        for name in list(self.twins):
+            module = self._stored(name)
+            names = {suffix: f"{module}:{suffix}" for suffix in self.run.planned[module].spec.stored()}
+            self._place(name, {suffix: found[full] for suffix, full in names.items()})
+            factors = {suffix: entries[0][full] for suffix, full in names.items()}
+            self.run.results[module] = (factors, entries[1][module])
+        for name, parameter in self.norms.items():
+            parameter.data.copy_(found[f"{NORM}:{name}"])
+            self.run.norms[name] = entries[0][f"{NORM}:{name}"]
 
     @torch.no_grad()
     def _advance(self, targets: dict[int, Tensor]) -> None:
