@@ -50,7 +50,8 @@ def fit_weighted(
     with layer_errors(job), recorded_fallbacks() as fallbacks:
         found, notes = _found(job, weight, target, gram, metric)
     tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
-    latents = {n: t.to("cpu", job.stored_dtype(weight)) for n, t in found.items() if is_latent(n)}
+    dtype = job.stored_dtype(weight)
+    latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
     back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
     return tensors | latents, {**record, "weighted_error": relative_error(target, back, gram)}
 
