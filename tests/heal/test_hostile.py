@@ -1,0 +1,95 @@
+"""What goes wrong around a healing run, as a user meets it: one line, a code, and work that is kept."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from heal_models import QUIET
+from killer import Killer, Outcome
+
+from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+from blr.compressor.export.export import export
+from blr.compressor.export.options import ExportOptions
+
+OPTIONS = ("--quiet", "--window", 16, "--batch", 64, "--own-tokens", 400, "--lr", 0.01, "--steps", 6)
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    """A warm process that runs commands in forks."""
+    with Killer() as started:
+        yield started
+
+
+def heal(
+    killer: Killer, student: object, teacher: object, cwd: Path, *more: object, **fate: object
+) -> Outcome:
+    command = ("heal", student, "--teacher", teacher, *OPTIONS, "--save-minutes", 0, "-o", "out", *more)
+    return killer.run(*command, cwd=cwd, **fate)
+
+
+def one_line(done: Outcome, code: int, said: str) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert done.code == code, done.stderr
+    assert len(lines) == 1 and re.search(said, lines[0]), done.stderr
+
+
+def test_stopped_by_ctrl_c_it_tells_how_to_go_on(
+    killer: Killer, compressed: Path, dense: Path, tmp_path: Path
+) -> None:
+    whole = heal(killer, compressed, dense, tmp_path, "--overwrite")
+    stores = [n for n, event in enumerate(whole.events) if event == "store"]
+    (tmp_path / "second").mkdir()
+    done = heal(killer, compressed, dense, tmp_path / "second", stop_at=stores[3], stop=signal.SIGINT)
+    assert done.code == 130 and "Traceback" not in done.stderr
+    assert "the state that was saved last is" in done.stderr
+    assert heal(killer, compressed, dense, tmp_path / "second").code == 0
+
+
+def test_a_full_disk_ends_it_and_more_room_resumes_it(
+    killer: Killer, compressed: Path, dense: Path, tmp_path: Path
+) -> None:
+    done = heal(killer, compressed, dense, tmp_path, file_limit=40_000, blind=True)
+    one_line(done, 6, "out")
+    assert not (tmp_path / "out").exists()
+    assert heal(killer, compressed, dense, tmp_path).code == 0
+    assert verify_files(tmp_path / "out", read_manifest(tmp_path / "out")) == []
+
+
+def test_twice_into_one_output(killer: Killer, compressed: Path, dense: Path, tmp_path: Path) -> None:
+    assert heal(killer, compressed, dense, tmp_path).code == 0
+    one_line(heal(killer, compressed, dense, tmp_path), 5, "out: .*--overwrite")
+    assert heal(killer, compressed, dense, tmp_path, "--overwrite").code == 0
+
+
+def test_a_healed_checkpoint_heals_again(
+    killer: Killer, compressed: Path, dense: Path, tmp_path: Path
+) -> None:
+    assert heal(killer, compressed, dense, tmp_path).code == 0
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert heal(killer, "first", dense, tmp_path).code == 0
+    output = tmp_path / "out"
+    assert verify_files(output, read_manifest(output)) == []
+    assert (output / "README.md").read_text().count("## Healed") == 2
+
+
+def test_what_is_no_compressed_checkpoint(
+    killer: Killer, compressed: Path, dense: Path, tmp_path: Path
+) -> None:
+    export(compressed, tmp_path / "fast", ExportOptions("fast"), QUIET)
+    (tmp_path / "empty").mkdir()
+    for student, teacher, code, said in (
+        ("fast", dense, 4, "an export already"),
+        (dense, dense, 4, "nothing to heal"),
+        ("empty", dense, 4, "config.json"),
+        ("./nowhere", dense, 4, "nowhere"),
+        (compressed, "empty", 4, "config.json"),
+        (compressed, "fast", 4, "an export already"),
+        (compressed, compressed, 4, "compressed by blr; expected the dense checkpoint"),
+    ):
+        one_line(heal(killer, student, teacher, tmp_path), code, said)
+    assert not list(tmp_path.glob("out*"))
