@@ -162,11 +162,16 @@ def _summary(data: Mapping[str, Any]) -> str:
         ("kept dense on purpose", str(len(data["kept"]))),
         ("parameters of these", f"{totals['dense_parameters']:,} → {totals['parameters']:,}"),
         ("compression factor", f"{totals['cf']:.4g}"),
-        ("stored bits a weight", f"{totals['bits']:.4g}"),
+        ("stored bits a weight", _number(totals.get("bits"), ".4g")),
     ]
     skipped = ("name", "perplexity", "cf")
     rows += [(k, _words(v)) for k, v in data["facts"].items() if k not in skipped and v is not None]
     return _table(("", ""), rows, header=False)
+
+
+def _number(value: Any, form: str) -> str:
+    """As `form` says; a dash for what earlier versions did not record."""
+    return format(value, form) if _known(value) else "–"
 
 
 def _perplexity(found: Any) -> str:
@@ -279,7 +284,7 @@ def _rules(data: Mapping[str, Any]) -> str:
             layer["structure"],
             layer["rank"],
             f"{layer['parameters']:,}",
-            f"{layer['bits']:.3f}",
+            _number(layer.get("bits"), ".3f"),
             f"{layer['error']:.4f}" if _known(layer["error"]) else "",
             layer["rule"],
         )

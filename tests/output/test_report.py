@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.output.report import report_files, thin_curve
+from blr.compressor.output.report import report_files, report_html, thin_curve
 from blr.compressor.output.svg import Series, chart
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.schema import make_recipe
@@ -102,3 +103,14 @@ def test_long_curves_are_thinned_with_both_ends() -> None:
 @pytest.mark.parametrize("points", [[(0.0, 1.0)], [(1.0, 2.0), (1.0, 2.0)], [(0.0, 0.0), (5.0, 1e-9)]])
 def test_degenerate_charts_are_drawn(points: list[tuple[float, float]]) -> None:
     ElementTree.fromstring(chart([Series("s", points)], "x", "y"))
+
+
+def test_the_report_of_an_earlier_version_is_drawn_again() -> None:
+    """As healing its output does; it has no bits."""
+    with tarfile.open(Path(__file__).parents[1] / "data" / "outputs-0.1.0.tar.xz") as archive:
+        file = archive.extractfile("svd/report.json")
+        assert file is not None
+        data = json.load(file)
+    assert "bits" not in data["totals"]
+    page = report_html(data)
+    assert "–" in page and data["layers"][0]["module"] in page
