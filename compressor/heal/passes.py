@@ -102,7 +102,8 @@ class Captured:
             self.pair.forget_fresh()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # Threads of NCCL may ask for their events meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.loss = passes._eager(self.windows)
         self.gradients = [parameter.grad for _, parameter in self.pair.trained()]
         self.pair.forget_fresh()

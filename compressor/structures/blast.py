@@ -165,7 +165,7 @@ class BlastProblem:
         overlap = V.mT @ V if self.gram is None else None
         self.found: dict[int, Tensor] = {}
         failure = NumericsError("the error of the fit is not finite")
-        losses = torch.zeros(number, dtype=torch.float64, device=theta.device)
+        losses = torch.zeros(number, dtype=torch.float64)
         pulled, gradients = OrderedSum(processes, number, like=V), dict[int, Tensor]()
         for turn in rounds(processes, number):
             n = turn * processes.count + processes.rank
