@@ -95,6 +95,15 @@ def heal(
         ),
     ] = None,
     train: Annotated[str, typer.Option(help=f"Some of {', '.join(KINDS)}.")] = ",".join(KINDS[:3]),
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            callback=values.count,
+            help="Train additions of this rank to every layer, merged in the end, not factors.",
+            show_default="factors",
+        ),
+    ] = None,
     warmup: Annotated[
         float,
         typer.Option(
@@ -159,6 +168,7 @@ def heal(
             top_k=top_k,
             hidden=hidden,
             train=tuple(part.strip() for part in train.split(",") if part.strip()),
+            lora=lora,
             minutes=minutes,
             epochs=epochs,
             steps=steps,

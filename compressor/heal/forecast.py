@@ -8,7 +8,7 @@ windows), dense weights composed of factors (`compose.py`), and a chunk of logit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blr.compressor.checkpoint.source import Source
@@ -164,6 +164,9 @@ def predicted(
     """As `forecast`, for the dense model in `source` with `specs` in it."""
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)
+    if options.lora:
+        added = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
+        sizes = replace(sizes, trained=added)
     return forecast(sizes, specs, options, gpu, room)
 
 
@@ -188,4 +191,4 @@ def words(found: Forecast, gpu: str, minutes: float | None) -> str:
     return text if minutes is None else text + f", {found.tokens_per_second * 60 * minutes:,.0f} in all"
 
 
-REMEDY = "take shorter windows, a higher --cf, --train norms,biases or a larger GPU"
+REMEDY = "take shorter windows, a higher --cf, --lora 8 or a larger GPU"

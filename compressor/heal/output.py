@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.checkpoint.config import read_config
@@ -20,6 +21,7 @@ from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.heal.additions import extended, product_of, raised
 from blr.compressor.heal.card import healed_card
 from blr.compressor.heal.compose import dense_weight
 from blr.compressor.heal.pair import Pair, structured_layers
@@ -31,21 +33,27 @@ from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import LAYERS, carried_files
 from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
+from blr.compressor.structures.specs import Spec
 
 CARD, REPORT = "README.md", "report.json"
 KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
 
 
-def store_trained(pair: Pair, source: Source, journal: Journal, key: str) -> dict[str, TensorEntry]:
-    """Keep the trained tensors under their names on disk, in the dtypes that `source` has.
+def store_trained(
+    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str
+) -> dict[str, TensorEntry]:
+    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has; weights
+    and factors with what was added to them.
 
     Raises NumericsError for values that such a dtype does not hold.
     """
-    tensors = {}
+    tensors, source = {}, checkpoint.source
     for entry in source.entries.values():
         owner, _, leaf = entry.name.rpartition(".")
         master = pair.masters.get(f"{module_name(pair.student, owner)}.{leaf}")
+        if master is None:
+            master = _sum(pair, checkpoint, entry)
         if master is not None:
             stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
             tensors[entry.name] = stored.contiguous()
@@ -56,6 +64,29 @@ def store_trained(pair: Pair, source: Source, journal: Journal, key: str) -> dic
     found = journal.load(key)
     assert found is not None
     return found[0]
+
+
+def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
+    """The stored tensor with its layer's addition; None without one."""
+    owner, _, leaf = entry.name.rpartition(".")
+    product = product_of(pair.masters, module_name(pair.student, owner))
+    spec = checkpoint.specs.get(owner)
+    if product is None or leaf == "bias":
+        return None
+    stored = checkpoint.source.load_tensor(entry)
+    if spec is None:
+        return stored.double() + product[0] @ product[1] if leaf == "weight" else None
+    return extended(stored, spec, leaf, *product)
+
+
+def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
+    """Specs of the structured layers, by module, whose rank additions have raised."""
+    found = {}
+    for module, spec in checkpoint.specs.items():
+        product = product_of(pair.masters, module_name(pair.student, module))
+        if product is not None:
+            found[module] = raised(spec, product[1].shape[0])
+    return found
 
 
 def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
@@ -87,8 +118,11 @@ def new_errors(pair: Pair, records: dict[str, Any]) -> dict[str, Any]:
             and weight.numel() == layers[name].spec.dense_parameters
         ):
             weight = weight.mT if isinstance(theirs[name], Conv1D) else weight
-            ours = dense_weight(layers[name])
-            record = {**record, "error": relative_error(weight.double(), ours.double())}
+            ours = dense_weight(layers[name]).double()
+            product = product_of(pair.masters, name)
+            if product is not None:
+                ours = ours + (product[0] @ product[1]).to(ours)
+            record = {**record, "error": relative_error(weight.double(), ours)}
         found[stored] = record
     return found
 
@@ -101,24 +135,29 @@ def small_files(
     `facts` is what the card says of the training (`card.py`).
     """
     folder = checkpoint.source.folder
+    specs = new_specs(pair, checkpoint)
     records = new_errors(pair, _json(folder / LAYERS))
+    records |= {m: {**records[m], "spec": s.to_dict()} for m, s in specs.items() if m in records}
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}
     card = folder / CARD
     return {
         **carried_files(checkpoint.source),
         **held,
-        "config.json": json.dumps(_config(folder), indent=2).encode() + b"\n",
+        "config.json": json.dumps(_config(folder, specs), indent=2).encode() + b"\n",
         LAYERS: json.dumps(records, indent=2).encode() + b"\n",
         CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
         METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
-        **_report(folder, records, facts, log),
+        **_report(folder, records, specs, facts, log),
         **vendored_files(),
     }
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """config.json of a compressed checkpoint, whatever code it names replaced by ours."""
+def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
+    """config.json of a compressed checkpoint, whatever code it names replaced by ours, and its layers by
+    `specs` where these have changed."""
     config = read_config(folder)
+    layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
+    config = {**config, "blr": {**config["blr"], "layers": layers}}
     native = config["model_type"].removeprefix(f"{PREFIX.lower()}_")
     kept = inert(config, declared_keys(native) | {"blr"})
     ours = {**kept, "auto_map": auto_map(native)}
@@ -129,8 +168,25 @@ def _json(path: Path) -> dict[str, Any]:
     return parse_json(read_whole(path, MAX_BYTES), path) if path.is_file() else {}
 
 
+def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
+    """Give a layer of the report the size of `spec`, and the totals what it adds."""
+    more = spec.parameters - layer["parameters"]
+    layer |= {"rank": spec.describe(), "parameters": spec.parameters}
+    for bits in ("bits", "equal_rank"):
+        if layer.get(bits) is not None:
+            layer[bits] *= spec.parameters / (spec.parameters - more)
+    totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
+    for sums in (totals, *kinds):
+        sums["parameters"] += more
+    totals["cf"] = totals["dense_parameters"] / totals["parameters"]
+
+
 def _report(
-    folder: Path, records: dict[str, Any], facts: dict[str, Any], log: list[dict[str, Any]]
+    folder: Path,
+    records: dict[str, Any],
+    specs: dict[str, Spec],
+    facts: dict[str, Any],
+    log: list[dict[str, Any]],
 ) -> dict[str, bytes]:
     """The report of the compression, if there is one, with the new errors and the curve."""
     data = _json(folder / REPORT)
@@ -138,6 +194,8 @@ def _report(
         return {}
     for layer in data["layers"]:
         layer["error"] = records.get(layer["module"], layer)["error"]
+        if spec := specs.get(layer["module"]):
+            _grow(data, layer, spec)
     for kind in data["types"]:
         chosen = [layer["error"] for layer in data["layers"] if layer["type"] == kind["type"]]
         kind["error"] = sum(chosen) / len(chosen)

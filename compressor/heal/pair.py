@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.compose import compose_layers
 from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.norms import fuse_norms
@@ -142,20 +143,26 @@ def load_teacher(folder: Path, device: torch.device, task: str = GENERATES) -> A
 
 
 def load_pair(
-    folder: Path, teacher: Any, kinds: tuple[str, ...], sentences: Sentences | None = None
+    folder: Path,
+    teacher: Any,
+    kinds: tuple[str, ...],
+    sentences: Sentences | None = None,
+    additions: tuple[int, int] | None = None,
 ) -> Pair:
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
 
     Args:
         kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
+        additions: rank and seed of what is trained in place of factors (`additions.py`).
 
     Raises UsageError when there is nothing of these kinds.
     """
     task = GENERATES if sentences is None else EMBEDS
     student = load_model(folder, task, dtype="float32", device=str(teacher.device))
     _balance(student)
+    added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    chosen = {n: p for n, p in student.named_parameters() if kind_of(student, n) in kinds}
+    chosen = {n: p for n, p in student.named_parameters() if _is_trained(student, n, kinds, added)}
     if not chosen:
         raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
     if teacher.dtype == torch.float32:
@@ -167,8 +174,17 @@ def load_pair(
         parameter.requires_grad_()
     _share(student, teacher)
     compose_layers(student)
+    add_products(student, added)
     fuse_norms(student)
     return Pair(teacher, student, masters, sentences)
+
+
+def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
+    """Whether the parameter `name` is: of the kinds asked for; of layers with additions, only these."""
+    if is_addition(name):
+        return True
+    kind = kind_of(student, name)
+    return kind in kinds and not (kind in ("factors", "dense") and name.rpartition(".")[0] in added)
 
 
 def kind_of(model: Any, name: str) -> str:

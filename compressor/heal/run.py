@@ -172,7 +172,8 @@ class Job:
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
         data = self._data(teacher, reading)
         folder, kinds = self.checkpoint.source.folder, self.options.train
-        pair = load_pair(folder, teacher, kinds, reading.sentences)
+        added = (self.options.lora, self.options.seed) if self.options.lora else None
+        pair = load_pair(folder, teacher, kinds, reading.sentences, added)
         place = Place(self.workspace.journal, layer_key(state=[read, data.digest]), self._tell)
         trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
         self.state = trainer.run()
@@ -230,7 +231,7 @@ class Job:
 
         workspace, source = self.workspace, self.checkpoint.source
         key = layer_key(output=[read, data.digest])
-        trained = output.store_trained(pair, source, workspace.journal, key)
+        trained = output.store_trained(pair, self.checkpoint, workspace.journal, key)
         shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
         assert self.state is not None
         files = output.small_files(self.checkpoint, pair, self.facts, self.state.log)
@@ -254,7 +255,7 @@ class Job:
             "before": state.before,
             "after": state.best_merits,
             "shares": {part.name: part.windows / data.batch for part in data.parts},
-            **{"train": list(options.train), "rate": options.rate},
+            **{"train": options.trained(), "rate": options.rate},
             "loss": options.loss if pair.sentences is None else "distance",
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }

@@ -29,8 +29,8 @@ class HealOptions:
     `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
     share of every batch is `mix`. `rate` is relative to a tensor's root mean square; `batch` and
     `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and `hidden` shape the
-    loss (None: hidden states count for encoders alone); `patience` counts evaluations on held-back
-    windows without a new best.
+    loss (None: hidden states count for encoders alone); `lora` is the rank of additions that are
+    trained in place of factors; `patience` counts evaluations on held-back windows without a new best.
     """
 
     source_name: str
@@ -43,6 +43,7 @@ class HealOptions:
     top_k: int | None = None
     hidden: float | None = None
     train: tuple[str, ...] = KINDS[:3]
+    lora: int | None = None
     minutes: float | None = None
     epochs: float | None = None
     steps: int | None = None
@@ -68,6 +69,10 @@ class HealOptions:
     def files(self) -> list[str]:
         """The user's texts."""
         return [name for name in self.data if name != SELF]
+
+    def trained(self) -> list[str]:
+        """What is trained, in words; layers that hold no additions are trained themselves."""
+        return [*([f"additions of rank {self.lora}"] if self.lora else []), *self.train]
 
     def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
         """The same for checkpoints found under other names."""
