@@ -24,6 +24,9 @@ from blr.compressor.cli.options import (
     Group,
     Heads,
     Include,
+    KvCf,
+    KvQuantize,
+    KvRank,
     MaxShardSize,
     Method,
     Model,
@@ -58,6 +61,9 @@ def compress(
     blocks: Blocks = None,
     pattern: Pattern = None,
     heads: Heads = None,
+    kv_rank: KvRank = None,
+    kv_cf: KvCf = None,
+    kv_quantize: KvQuantize = None,
     quantize: Quantize = None,
     group: Group = None,
     base: Base = None,
@@ -133,10 +139,13 @@ def compress(
     given = {
         **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
+        **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
         **{"heads": heads, "solver": solver, "rounds": rounds, "include": include or None},
         **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation, "refit": refit},
     }
+    if (kv_rank or kv_cf) and not (method or recipe or cf or rank):
+        given["method"] = "dense"  # nothing else was asked for
     from blr.compressor.cli.crew import member_done, started
 
     with stop_on_signals() as running, started(gpus, running):

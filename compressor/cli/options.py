@@ -106,6 +106,17 @@ Heads = Annotated[
     str | None,
     typer.Option(help="Attention by svd: whole, grouped:G, per-head or auto.", show_default="whole"),
 ]
+KvRank = Annotated[
+    int | None,
+    typer.Option(help="k and v in this rank a head; the cache of keys and values then holds ranks."),
+]
+KvCf = Annotated[
+    float | None,
+    typer.Option(help="The same by how much smaller the cache becomes.", show_default="none"),
+]
+KvQuantize = Annotated[
+    str | None, typer.Option(help="int8: what such a cache holds its ranks in.", show_default="none")
+]
 Quantize = Annotated[
     str | None,
     typer.Option(

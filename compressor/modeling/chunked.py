@@ -14,8 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blr.compressor.modeling.expressions import HEADS, Memo, Node, Region, Repeated, sliced
+from blr.compressor.modeling.expressions import (
+    HEADS,
+    Heads,
+    Memo,
+    Node,
+    Permuted,
+    Region,
+    Repeated,
+    sliced,
+)
+from blr.compressor.modeling.rank_store import Held
 from blr.kernels.common.transient import chunks, tokens_within, transient_bytes
+
+FEW = 8  # queries up to which values stay in the space of ranks
 
 
 def linear(node: Any, weight: Any, bias: Any = None) -> Any:
@@ -88,6 +100,13 @@ def attention(
 
     Gives [B, H, T, D] that lies as [B, T, H, D]; NotImplemented for other shapes.
     """
+    if query.shape[2] <= FEW and isinstance(value, Repeated) and _repeats(key) == value.times:
+        key, value, enable_gqa = key.of[0], value.of[0], True
+    if (found := _ranked(query, value)) is not None:
+        ranks, product = found
+        options = (attn_mask, dropout_p, is_causal, _scale(query, scale), enable_gqa)
+        weighted = attention(query, key, ranks, *options)
+        return NotImplemented if weighted is NotImplemented else product.of_heads(weighted)
     given = (query, key, value)
     nodes = [t for t in given if isinstance(t, Node)]
     if any(node.labels != HEADS for node in nodes) or any(len(t.shape) != 4 for t in given):
@@ -116,6 +135,22 @@ def attention(
         sliced(made, made.shape, HEADS, region).copy_(part)
         del tensors, part  # before the next ones are made
     return made
+
+
+def _ranked(query: Any, value: Any) -> tuple[Tensor, Any] | None:
+    """Values that a cache holds head by head, [B, H, T, r], and their product: of few queries the
+    weighted sums are taken in the space of ranks. None for all others."""
+    pure = isinstance(value, Permuted) and value.labels == HEADS and isinstance(value.of[0], Heads)
+    held = value.of[0].of[0] if pure else None
+    if not isinstance(held, Held) or query.shape[2] > FEW or value.value is not None:
+        return None
+    ranks = held.inner({})
+    by_head = ranks.dim() == 4 and ranks.shape[2] == value.shape[1]
+    return (ranks.transpose(1, 2), held.product) if by_head else None
+
+
+def _scale(query: Any, scale: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
 def _heads(rows: int, heads: int, group: int, row_bytes: int) -> Iterator[Region]:
@@ -148,7 +183,7 @@ def _repeats(key: Any) -> int:
 
 def _row_bytes(nodes: list[Node]) -> int:
     """Bytes of one sequence's q, k and v, and of what rotates one of them."""
-    return sum(_bytes(node) for node in nodes) + max(map(_bytes, nodes))
+    return sum(_bytes(node) for node in nodes) + max(map(_bytes, nodes), default=0)
 
 
 def _bytes(node: Node) -> int:

@@ -71,7 +71,7 @@ class Deferred(Tensor):
         return func(*_whole(args), **_whole(kwargs or {}))
 
 
-def deferred(x: Tensor, outputs: int, bound: Any) -> Deferred | None:
+def deferred(x: Tensor, outputs: int, bound: Any, always: bool = False) -> Deferred | None:
     """The output of a layer for x [..., i] as a tensor without values, where it is worth that.
 
     It is not with gradients, under tracing or autocast, or if all that is made of `x` fits
@@ -79,12 +79,13 @@ def deferred(x: Tensor, outputs: int, bound: Any) -> Deferred | None:
 
     Args:
         bound: gives `StructuredLinear.bound`; called only if the result is a tensor.
+        always: of any size.
     """
     if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2:
         return None
     limit = transient_bytes()
     width = max(3 * x.shape[-1], 2 * outputs) * x.element_size()
-    if limit is None or x.numel() // x.shape[-1] * width <= limit:
+    if not always and (limit is None or x.numel() // x.shape[-1] * width <= limit):
         return None
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None

@@ -47,7 +47,7 @@ class Node:
     @property
     def device(self) -> torch.device:
         """That of the input."""
-        return next(iter(self.sources)).x.device
+        return self.of[0].device
 
     def part(self, region: Region, memo: Memo) -> Tensor:
         """The part that `region` names."""
@@ -76,6 +76,10 @@ class Source(Node):
         self.dependents: WeakSet[Node] = WeakSet()
         labels: tuple[Label, ...] = (*range(x.dim() - 1), "o")
         super().__init__((*x.shape[:-1], outputs), x.dtype, labels, ())
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
 
     @property
     def sources(self) -> frozenset[Source]:

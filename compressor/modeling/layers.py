@@ -43,9 +43,10 @@ class StructuredLinear(nn.Module):
     """Base of the structured layers: allocates the tensors that `spec` names.
 
     defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
+    always: whether every output is one, for a cache that holds the ranks of keys and values.
     """
 
-    defers = False
+    defers = always = False
 
     def __init__(self, spec: Spec, bias: bool) -> None:
         super().__init__()
@@ -71,9 +72,12 @@ class StructuredLinear(nn.Module):
                 return Deferred(Chained(x.node, self.bound(), self.out_features))
             y = by_tokens(x.node, self.out_features, lambda part: self.product(part, self.bias))
             return self.product(x, self.bias) if y is NotImplemented else y
-        if self.defers and (later := deferred(x, self.out_features, self.bound)) is not None:
+        if self.defers and (later := self._later(x)) is not None:
             return later
         return self.product(x, self.bias)
+
+    def _later(self, x: Tensor) -> Deferred | None:
+        return deferred(x, self.out_features, self.bound, self.always)
 
     @property
     def described(self) -> Spec:
@@ -146,7 +150,7 @@ class LowRankLinear(StructuredLinear):
     shared: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.shared is not None and (y := self.shared.take(self, x)) is not None:
+        if self.shared is not None and not self.always and (y := self.shared.take(self, x)) is not None:
             return y
         return super().forward(x)
 
@@ -241,6 +245,8 @@ PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"),
     *("c_attn", "qkv_proj", "qkv", "query_key_value"),
 }
+CACHED = {"k_proj", "v_proj", "key", "value", "c_attn"}
+KV_CACHES = ("ranks", "int8")
 LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     LowRankSpec: LowRankLinear,
     MonarchSpec: MonarchLinear,
@@ -287,7 +293,17 @@ def defer_large(model: nn.Module) -> None:
             normed = child == "dense" and isinstance(
                 getattr(modules[parent], "LayerNorm", None), nn.LayerNorm
             )
+            layer.always = child in CACHED and caches_ranks(getattr(model, "config", None)) is not None
             layer.defers = child in PROJECTIONS or wide or normed
+
+
+def caches_ranks(config: Any) -> str | None:
+    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: "ranks" in the model's dtype
+    or "int8"; None for whole ones."""
+    found = (getattr(config, "blr", None) or {}).get("kv_cache")
+    if found not in (None, *KV_CACHES):
+        raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")
+    return found if found is None else str(found)
 
 
 def prepare_layers(model: nn.Module) -> None:

@@ -21,7 +21,8 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
-from blr.compressor.modeling.layers import defer_large, prepare_layers
+from blr.compressor.modeling.layers import caches_ranks, defer_large, prepare_layers
+from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.table import replace_layers
 
 _classes: dict[str, type[Any]] = {}
@@ -54,6 +55,16 @@ class StructuredModelMixin:
             table[name] = layer.described.to_dict() if hasattr(layer, "described") else table[name]
         native: Any = super()
         return native.save_pretrained(*arguments, **options)
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
+    ) -> Any:
+        """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
+        native: Any = super()
+        native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
+        cache, kind = model_kwargs.get("past_key_values"), caches_ranks(self.config)
+        if kind is not None and cache is not None:
+            model_kwargs["past_key_values"] = rank_cache(cache, self.config, kind)
 
     @classmethod
     def from_pretrained(

@@ -31,6 +31,11 @@ class Product:
         """Outputs start…stop [..., stop - start]."""
         return inner[..., start:stop]
 
+    def window(self, start: int, stop: int) -> tuple[Product, bool]:
+        """A product of outputs start…stop, if there is one with fewer ranks, else this one; whether
+        there is."""
+        return self, False
+
 
 class LowRankProduct(Product):
     """``(x V) Uᵀ + bias``, whole or in groups: some outputs are some rows of U."""
@@ -53,7 +58,27 @@ class LowRankProduct(Product):
         ranks = linear(x, self.V.mT.flatten(0, 1))
         return ranks.unflatten(-1, (self.U.shape[0], self.U.shape[2]))
 
+    def window(self, start: int, stop: int) -> tuple[Product, bool]:
+        """Some of the groups of outputs."""
+        if self.U.dim() == 2 or self.side == "in":
+            return self, False
+        width = self.U.shape[1]
+        if start % width or stop % width:
+            return self, False
+        groups = slice(start // width, stop // width)
+        bias = None if self.bias is None else self.bias[start:stop]
+        return LowRankProduct(self.U[groups], self.V[groups], bias, self.side), True
+
+    def of_heads(self, ranks: Tensor) -> Tensor:
+        """[B, H, T, D] of ranks [B, H, T, r], where groups are heads, or each serves H/G in a row."""
+        times = ranks.shape[1] // self.U.shape[0]
+        y = ranks @ self.U.repeat_interleave(times, 0).mT
+        if self.bias is None:
+            return y
+        return y + self.bias.view(-1, 1, self.U.shape[1]).repeat_interleave(times, 0)
+
     def outer(self, inner: Tensor, start: int, stop: int) -> Tensor:
+        """Outputs start…stop by their rows of U."""
         bias = None if self.bias is None else self.bias[start:stop]
         if self.U.dim() == 2:
             return linear(inner, self.U[start:stop], bias)

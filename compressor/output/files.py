@@ -82,6 +82,7 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "blr": {
             "format": FORMAT,
             "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
+            **({"kv_cache": plan.kv_cache} if plan.kv_cache else {}),
         },
     }
 

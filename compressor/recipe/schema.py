@@ -109,6 +109,9 @@ class RecipeFields(_Settings):
     rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
     include: Globs = []
     exclude: Globs = []
+    kv_rank: Positive | None = None
+    kv_cf: Factor | None = None
+    kv_quantize: Couplings | None = None
     allocation: Allocation | None = None
     floor: Share = 0.3
     strength: Share = 0.7
@@ -143,6 +146,9 @@ class Recipe(RecipeFields):
             `bpw`: bits of all that is stored for each weight.
         rules: what differs by layer, the first match counting.
         include, exclude: globs over module names; include also admits heads.
+        kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank head by head, or in `heads`: of this
+            rank each, or of the width of the heads over this factor; the cache of keys and values then
+            holds the ranks, in int8 if `kv_quantize` says so.
         allocation: of the budget between layers; None is `sensitivity` when calibrated.
         floor: least share of its uniform rank that `sensitivity` leaves a layer.
         strength: weight of the sensitivities against uniform ranks.
@@ -166,6 +172,11 @@ class Recipe(RecipeFields):
         for layer in resolved:
             _refuse_unfit(layer)
         return self
+
+    @property
+    def caches_ranks(self) -> bool:
+        """Whether the cache of keys and values is to hold their ranks."""
+        return self.kv_rank is not None or self.kv_cf is not None
 
     @property
     def sized_by_cf(self) -> bool:
@@ -276,7 +287,11 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
 
 def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
     """Raise ValueError for sizes that belong to something else, or nothing to do."""
-    if all(layer.kept for layer in resolved):
+    if recipe.kv_rank is not None and recipe.kv_cf is not None:
+        raise ValueError("the cache is sized by kv_rank or kv_cf, not both")
+    if recipe.kv_quantize is not None and not recipe.caches_ranks:
+        raise ValueError("kv_quantize belongs to a cache of ranks; give kv_rank or kv_cf")
+    if all(layer.kept for layer in resolved) and not recipe.caches_ranks:
         raise ValueError("method dense keeps every layer as it is; give quantize, as int4")
     if recipe.method == DENSE and recipe.rank is not None:
         raise ValueError("rank does not belong to method dense; leave it out")

@@ -1,0 +1,143 @@
+"""The ranks of keys or values that a cache holds, and the nodes made of them. Shipped inside every
+checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from blr.compressor.modeling.expressions import (
+    Heads,
+    Memo,
+    Narrow,
+    Node,
+    Permuted,
+    Region,
+    Replayed,
+    Source,
+)
+
+Extend = Callable[[Tensor, int], Tensor]  # a tensor of new tokens and their dimension, to all tokens'
+
+
+class RankStore:
+    """Ranks [B, T, …, r] of all tokens so far, in their dtype or as int8 with a scale [B, T, …, 1]."""
+
+    def __init__(self, packed: bool) -> None:
+        self.packed = packed
+        self.held: tuple[Tensor, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.held[0].shape[1] if self.held else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is held."""
+        return sum(tensor.nbytes for tensor in self.held)
+
+    def append(self, ranks: Tensor) -> None:
+        """Ranks [B, t, …, r] of new tokens."""
+        new = _pack(ranks) if self.packed else (ranks,)
+        pairs = zip(self.held, new, strict=True)
+        self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Put ``function`` of what is held, whose first dimensions are B and T, in its place."""
+        self.held = tuple(function(tensor) for tensor in self.held)
+
+
+class Held(Node):
+    """Outputs [B, T, o] of a layer, whose ranks are stored; `product` as of `StructuredLinear.bound`."""
+
+    def __init__(self, store: RankStore, product: Any, outputs: int, dtype: torch.dtype) -> None:
+        self.ranks, self.product = store.held, product
+        super().__init__((*store.held[0].shape[:2], outputs), dtype, (0, 1, "o"), ())
+
+    @property
+    def device(self) -> torch.device:
+        """That of the ranks."""
+        return self.ranks[0].device
+
+    def inner(self, region: Region) -> Tensor:
+        """Ranks of the sequences and tokens of a region."""
+        parts = self.ranks
+        for dim in (0, 1):
+            if dim in region:
+                start, stop = region[dim]
+                parts = tuple(part.narrow(dim, start, stop - start) for part in parts)
+        return parts[0] if len(parts) == 1 else parts[0].to(self.dtype) * parts[1]
+
+    def _part(self, region: Region, memo: Memo) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.inner(region)
+        result: Tensor = self.product.outer(memo[id(self)], *region.get("o", (0, self.shape[-1])))
+        return result
+
+
+def of_one_layer(node: Node) -> Source | None:
+    """The one layer's output that a key or value is made from, by functions that `again` knows."""
+    known = isinstance(node, Source | Narrow | Heads | Permuted | Replayed)
+    if not known or node.value is not None or len(node.sources) != 1:
+        return None
+    if any(of_one_layer(part) is None for part in node.of):
+        return None
+    return next(iter(node.sources))
+
+
+def features_of(node: Node) -> tuple[int, int]:
+    """Which outputs of its one layer a node is made from."""
+    while node.of:
+        if isinstance(node, Narrow) and isinstance(node.of[0], Source):
+            return node.start, node.start + node.shape[-1]
+        node = node.of[0]
+    return 0, node.shape[-1]
+
+
+def again(node: Node, leaf: Node, extend: Extend) -> Node:
+    """`node` with `leaf`, of more tokens, in the place of its source."""
+    if isinstance(node, Source):
+        return leaf
+    if isinstance(node, Narrow) and isinstance(node.of[0], Source) and leaf.shape[-1] == node.shape[-1]:
+        return leaf  # it has no other features
+    first = again(node.of[0], leaf, extend)
+    if isinstance(node, Narrow):
+        return Narrow(first, node.start, node.start + node.shape[-1])
+    if isinstance(node, Heads):
+        return Heads(first, node.shape[-2], node.shape[-1])
+    if isinstance(node, Permuted):
+        return Permuted(first, node.order)
+    assert isinstance(node, Replayed)
+    return _replayed(node, leaf, extend)
+
+
+def _replayed(node: Replayed, leaf: Node, extend: Extend) -> Node:
+    at = node.labels.index(1)
+
+    def more(part: Any) -> Any:
+        if isinstance(part, Node):
+            return again(part, leaf, extend)
+        dim = at - (len(node.shape) - part.dim())
+        if dim < 0:
+            return part
+        sizes = [-1] * part.dim()
+        sizes[dim] = node.shape[at]
+        return extend(part.expand(sizes), dim)
+
+    arguments = tree_map_only((Node, Tensor), more, node.arguments)
+    shape = list(node.shape)
+    shape[at] = leaf.shape[1]
+    return Replayed(
+        node.function, arguments, torch.empty(shape, dtype=node.dtype, device="meta"), node.labels
+    )
+
+
+def _pack(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 and the scale of every token's ranks."""
+    scale = (ranks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(ranks.dtype).tiny)
+    return (ranks / scale).round().to(torch.int8), scale

@@ -1,0 +1,200 @@
+"""Generation with a cache that holds the ranks of keys and values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import compress_to, tokens_without_blr
+from structured import low_rank, per_head, structured_model
+from tolerances import TOLERANCES
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.errors import UsageError
+from blr.compressor.modeling.layers import defer_large
+from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
+from blr.compressor.structures.specs import LowRankSpec, Spec
+
+LENGTH, NEW = 21, 9
+
+
+def one_group_for_two(inputs: int, outputs: int) -> Spec:
+    return LowRankSpec(inputs, outputs, 5, 2)
+
+
+def caching(name: str, spec: Any, kind: str | None, **changes: Any) -> Any:
+    """The model with a cache of ranks."""
+    model = structured_model(name, spec, **changes)
+    model.config.blr["kv_cache"] = kind
+    defer_large(model)
+    return model
+
+
+def prompts(masked: bool = True) -> dict[str, torch.Tensor]:
+    """Two prompts, the second padded on the left."""
+    torch.manual_seed(3)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, : 7 if masked else 0] = 0
+    return {"input_ids": torch.randint(2, 128, (2, LENGTH)), "attention_mask": mask}
+
+
+def generated(model: Any, **options: Any) -> Any:
+    return model.generate(
+        **{**prompts(), **options},
+        **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None},
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("llama", per_head),
+        ("llama", low_rank),
+        ("llama", one_group_for_two),
+        ("qwen3", per_head),
+        ("gpt2", low_rank),
+        ("gpt2", lambda i, o: LowRankSpec(i, o, 3, 12 if o == 96 else 4)),
+        ("mistral", per_head),  # whose window of 16 tokens has a cache of its own
+        ("opt", per_head),
+    ],
+)
+def test_tokens_are_those_of_a_whole_cache(name: str, spec: Any, beams: int) -> None:
+    expected = generated(caching(name, spec, None), num_beams=beams)
+    found = generated(caching(name, spec, "ranks"), num_beams=beams)
+    assert torch.equal(found.sequences, expected.sequences)
+    held = found.past_key_values
+    assert type(expected.past_key_values) is DynamicCache and type(held) is RankCache
+    assert held.get_seq_length() == LENGTH + NEW - 1
+    if name != "mistral":
+        assert all(type(layer) is RankLayer and layer.nbytes for layer in held.layers)
+
+
+def steps(model: Any, cache: Any, masked: bool) -> torch.Tensor:
+    """Logits of a prompt and three more tokens, one after the other."""
+    inputs, logits = prompts(masked), []
+    for start, stop in ((0, LENGTH - 3), *((n, n + 1) for n in range(LENGTH - 3, LENGTH))):
+        step = {
+            "input_ids": inputs["input_ids"][:, start:stop],
+            "attention_mask": inputs["attention_mask"][:, :stop],
+        }
+        with torch.no_grad():
+            logits.append(model(**step, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, 1)[0]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_logits_and_sizes(ratio: int, masked: bool) -> None:
+    """Half the rank is half the cache, int8 a quarter and the scales."""
+    heads = {"num_key_value_heads": 4 // ratio, "attention_bias": True}
+
+    def spec(inputs: int, outputs: int) -> Spec:
+        return (
+            LowRankSpec(inputs, outputs, 4, 4 // ratio)
+            if outputs == 32 // ratio
+            else low_rank(inputs, outputs)
+        )
+
+    whole, ranks, packed = (caching("llama", spec, kind, **heads) for kind in (None, "ranks", "int8"))
+    caches = [
+        rank_cache(DynamicCache(config=whole.config), whole.config, kind) for kind in ("ranks", "int8")
+    ]
+    dense = DynamicCache(config=whole.config)
+    expected = steps(whole, dense, masked)
+    found, rounded = (steps(m, c, masked) for m, c in zip((ranks, packed), caches, strict=True))
+    assert (found - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()
+    assert (rounded - expected).norm() <= 0.05 * expected.norm()
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    assert caches[0].nbytes * 2 == size
+    assert caches[1].nbytes == size / 2 / 4 + size / 2 / 4  # four ranks a scale, in float32
+
+
+def test_a_cache_can_be_cropped_reset_and_moved() -> None:
+    model = caching("llama", per_head, "ranks")
+    cache = rank_cache(DynamicCache(config=model.config), model.config, "ranks")
+    expected = steps(model, cache, True)
+    cache.crop(-3)
+    assert cache.get_seq_length() == LENGTH - 3
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    inputs = prompts()
+    with torch.no_grad():
+        again = model(
+            input_ids=inputs["input_ids"][:, -3:],
+            attention_mask=inputs["attention_mask"],
+            past_key_values=cache,
+        ).logits[0]
+    assert (again - expected[-3:]).norm() <= TOLERANCES[torch.float32] * expected.norm()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(steps(model, cache, True), expected)
+
+
+def test_whole_keys_end_the_ranks() -> None:
+    """A step with gradients cannot be held by ranks; what was held is made whole."""
+    model = caching("llama", per_head, "ranks")
+    inputs = prompts()
+    expected = model(**inputs).logits
+    cache = rank_cache(DynamicCache(config=model.config), model.config, "ranks")
+    with torch.no_grad():
+        model(
+            input_ids=inputs["input_ids"][:, :-4],
+            attention_mask=inputs["attention_mask"][:, :-4],
+            past_key_values=cache,
+        )
+    found = model(
+        input_ids=inputs["input_ids"][:, -4:],
+        attention_mask=inputs["attention_mask"],
+        past_key_values=cache,
+    )
+    assert found.logits.requires_grad and cache.get_seq_length() == LENGTH
+    close = TOLERANCES[torch.float32] * expected[0].norm()
+    assert (found.logits[0] - expected[0, -4:]).norm() <= close
+
+
+def test_compressed_for_its_cache(tiny: Path, tmp_path: Path) -> None:
+    """`--kv-cf 2`: k and v head by head, all else dense; loads where blr is not."""
+    output = compress_to(tiny, tmp_path / "out", method="dense", kv_cf=2.0)
+    table = json.loads((output / "config.json").read_text())["blr"]
+    assert table["kv_cache"] == "ranks"
+    assert {name.rpartition(".")[2] for name in table["layers"]} == {"k_proj", "v_proj"}
+    assert {(f["rank"], f["groups"]) for f in table["layers"].values()} == {(16, 2)}
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    found = model.generate(ids, **options, return_dict_in_generate=True)
+    config = model.config
+    width = config.num_key_value_heads * 16 * 2 * 4
+    assert found.past_key_values.nbytes == config.num_hidden_layers * (5 + 23) * width
+    model.config.blr["kv_cache"] = None
+    defer_large(model)
+    assert torch.equal(model.generate(ids, **options), found.sequences)
+    outside = tokens_without_blr({"out": output}, ids[0].tolist(), tmp_path / "scratch")
+    assert list(outside.values()) == [found.sequences[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cf": 2.0, "kv_rank": 4}, "sized by kv_rank or kv_cf, not both"),
+        ({"kv_quantize": "int8"}, "kv_quantize belongs to a cache of ranks"),
+    ],
+)
+def test_settings_that_do_not_fit(tiny: Path, tmp_path: Path, settings: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        compress_to(tiny, tmp_path / "out", **settings)
+
+
+def test_models_without_such_a_cache_say_so(tmp_path: Path) -> None:
+    from pico import save_pico
+
+    source = save_pico("bert", tmp_path / "bert")
+    with pytest.raises(UsageError, match="are for decoders"):
+        compress_to(source, tmp_path / "out", method="svd", kv_cf=2.0)
