@@ -104,8 +104,8 @@ def attention(
         key, value, enable_gqa = key.of[0], value.of[0], True
     if (found := _ranked(query, value)) is not None:
         ranks, product = found
-        options = (attn_mask, dropout_p, is_causal, _scale(query, scale), enable_gqa)
-        weighted = attention(query, key, ranks, *options)
+        rest = (attn_mask, dropout_p, is_causal, _scale(query, scale), enable_gqa)
+        weighted = attention(query, key, ranks, *rest)
         return NotImplemented if weighted is NotImplemented else product.of_heads(weighted)
     given = (query, key, value)
     nodes = [t for t in given if isinstance(t, Node)]
