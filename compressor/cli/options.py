@@ -108,7 +108,10 @@ Heads = Annotated[
 ]
 KvRank = Annotated[
     int | None,
-    typer.Option(help="k and v in this rank a head; the cache of keys and values then holds ranks."),
+    typer.Option(
+        help="k and v in this rank a head; the cache of keys and values then holds ranks.",
+        show_default="none",
+    ),
 ]
 KvCf = Annotated[
     float | None,
