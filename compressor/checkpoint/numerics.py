@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.errors import NumericsError
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import Spec
 
 CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -49,22 +49,22 @@ def check_product(
     name: str,
     spec: Spec,
     norms: list[float],
-    factors: Callable[[], Mapping[str, Tensor]],
+    tensors: Callable[[], Mapping[str, Tensor]],
     dtype: torch.dtype,
 ) -> None:
     """Raise NumericsError when the weight of a structured layer exceeds the range of `dtype`.
 
     Args:
-        norms: of its factors, their product a bound of every weight. factors: gives them, called
-            only beyond that bound.
+        norms: of its factors, their product a bound of every weight. tensors: gives what is stored of
+            it, called only beyond that bound.
     """
     limit = torch.finfo(dtype).max
     if prod(norms) <= limit:
         return
-    wide = {factor: tensor.to(torch.float64) for factor, tensor in factors().items()}
-    weight = STRUCTURES[spec.structure].factorizer().reconstruct(wide, spec)
+    weight = restored(spec, tensors(), torch.float64)
     if not bool((weight.abs() <= limit).all()):  # NaN is not
         raise NumericsError(
-            f"{name}: its factors {', '.join(wide)} multiply to values out of range of {dtype}, "
-            "expected finite weights; repair the checkpoint, or choose a --dtype with their range"
+            f"{name}: its factors {', '.join(spec.shapes())} multiply to values out of range of "
+            f"{dtype}, expected finite weights; repair the checkpoint, or choose a --dtype with their "
+            "range"
         )

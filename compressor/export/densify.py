@@ -8,7 +8,7 @@ import torch
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.runtime.phases import FAMILIES
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common.tables import Shape, prefers_dense
 
@@ -31,9 +31,9 @@ def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | Non
     tokens = range(1, batch + 1)
     found = {}
     for module, spec in checkpoint.specs.items():
-        entry = source.entries.get(f"{module}.{next(iter(spec.shapes()))}")
-        if entry is None or not entry.is_float:
-            continue  # refused where the tensors are planned
+        entry = source.entries.get(f"{module}.{next(iter(spec.stored()))}")
+        if spec.quantized or entry is None or not entry.is_float:
+            continue  # packed, or refused where the tensors are planned
         stored = getattr(torch, dtype or TORCH_NAMES[entry.dtype])
         if prefers_dense(spec.structure, _shape(spec), stored, gpu.replace("-", ""), tokens):
             found[module] = spec
@@ -42,12 +42,10 @@ def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | Non
 
 def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
     """[o, i] of a structured layer, multiplied out in float32 or better and rounded once."""
-    factors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.shapes()}
-    wide = {
-        name: factor.to(torch.promote_types(factor.dtype, torch.float32))
-        for name, factor in factors.items()
-    }
-    return STRUCTURES[spec.structure].factorizer().reconstruct(wide, spec).to(getattr(torch, dtype))
+    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    exact = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    wide = torch.float64 if exact else torch.float32
+    return restored(spec, tensors, wide).to(getattr(torch, dtype))
 
 
 def _shape(spec: Spec) -> Shape:

@@ -80,6 +80,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.extras.notes())
         job = _make_job(checkpoint, options, workspace, progress)
+        progress.notes(job.plan.notes)
         job.run()
     plan = job.plan
     before = sum(entry.nbytes for entry in checkpoint.source.entries.values())

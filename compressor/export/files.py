@@ -38,6 +38,9 @@ PACKED = (
     "The weights of {count} linear layers are {kind} in groups of 128 with a scale each; all other"
     " tensors are {others}."
 )
+PACKED_BEFORE = (
+    " {count} layers are packed as in the checkpoint that this was made from, byte for byte: {kinds}."
+)
 KERNEL_LAYOUT = (
     "The factors of {count} structured layers are stored in the order in which the kernels read them"
     " (`<factor>_kernel`), all other tensors are {others}."
@@ -108,7 +111,7 @@ def small_files(
         **kept,
         "config.json": json.dumps(config, indent=2).encode() + b"\n",
         CARD: (head + _section(checkpoint, config, settings) + PASSES.get(kind, "")).encode(),
-        **vendored_files(contents_of({s.structure for s in checkpoint.specs.values()}, settings)),
+        **vendored_files(contents_of(checkpoint.specs.values(), settings)),
     }
 
 
@@ -126,15 +129,19 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     decoder = settings.context is not None
     head = config["blr"]["export"].get("head", {})
     others = "unchanged" if config.get("dtype") == checkpoint.source.config.get("dtype") else "cast"
-    count = len(checkpoint.specs.keys() - {*head, *settings.plain}) + len(settings.dense)
+    before = {name: spec for name, spec in checkpoint.specs.items() if spec.quantized}
+    count = len(checkpoint.specs.keys() - {*head, *settings.plain, *before}) + len(settings.dense)
     layout = PACKED if settings.quantize else KERNEL_LAYOUT
-    plain = f"All tensors are those of the dense model, {others}."
+    unpacked = "other tensors" if before else "tensors"
+    plain = f"All {unpacked} are those of the dense model, {others}."
     what = layout.format(count=count, kind=settings.quantize, others=others) if count else plain
+    kinds = ", ".join(sorted({f"{s.structure} {s.describe()}" for s in before.values()}))
+    kept = [PACKED_BEFORE.format(count=len(before), kinds=kinds)] if before else []
     packed = [OUTPUT_HEAD.format(kind=f"int{entry['bits']}") for entry in head.values()]
     fused = FUSED.format(batch=settings.batch, context=settings.context)
     return SECTION.format(
         gpu=settings.gpu,
-        what="".join([what, *packed]),
+        what="".join([what, *kept, *packed]),
         task="ForCausalLM" if decoder else "",
         how=fused if decoder else CAPTURED,
         version=__version__,

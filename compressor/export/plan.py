@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.errors import UsageError
 from blr.compressor.export.densify import slower_layers
 from blr.compressor.export.files import export_config
 from blr.compressor.export.options import DEFAULT_CONTEXT, ExportOptions
@@ -14,8 +15,10 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
 from blr.compressor.export.reload import check_fits, export_context
 from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
+from blr.compressor.modeling.quantized import RUNTIME_BITS
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec
+from blr.kernels.quantized.formats import GROUP
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class ExportPlan:
     def context(self) -> int | None:
         """Tokens that generation is prepared for, if it is."""
         return None if self.settings is None else self.settings.context
+
+    @property
+    def notes(self) -> list[str]:
+        """What must be said aloud."""
+        slow = sum(map(without_kernels, self.checkpoint.specs.values()))
+        said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
+        return [said] if slow and self.settings is not None else []
 
     @property
     def plain(self) -> int:
@@ -100,7 +110,26 @@ def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None
 def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
     if options.quantize_head is None:
         return None
-    return find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+    head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+    if head.weight is None:
+        _refuse_packed(checkpoint, [head.module], f"--quantize-head {options.quantize_head}")
+    return head
+
+
+def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) -> None:
+    """Raise UsageError when one of `modules` is stored in few bits already."""
+    packed = [module for module in modules if checkpoint.specs[module].quantized]
+    if packed:
+        raise UsageError(
+            f"{option}: {checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers "
+            "in few bits already, and they are exported as they are; leave the option out"
+        )
+
+
+def without_kernels(spec: Spec) -> bool:
+    """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
+    packed = isinstance(spec, QuantizedSpec) and (spec.bits not in RUNTIME_BITS or spec.group != GROUP)
+    return isinstance(spec, CorrectedSpec) or packed
 
 
 def _make_quantizer(
@@ -108,5 +137,7 @@ def _make_quantizer(
 ) -> Quantizer | None:
     if options.quantize is None and head is None:
         return None
+    if options.quantize is not None:
+        _refuse_packed(checkpoint, checkpoint.specs, f"--quantize {options.quantize}")
     dtype = STORED[options.dtype] if options.dtype else None
     return make_quantizer(checkpoint.source, checkpoint.specs, options.quantize, dtype, head)

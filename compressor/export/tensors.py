@@ -21,7 +21,7 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.quoting import quote
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, Stored, leaves
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order
 
@@ -119,11 +119,11 @@ def plan_tensors(
             if quantizer is not None and module in quantizer.specs:
                 found.add_packed(quantizer, module, factor, target)
             else:
-                order = orders(specs[module])[factor]
-                found.add(source, f"{module}.{stored_name(factor)}", entry, target, order)
+                name, order = relaid_name(specs[module], factor)
+                found.add(source, f"{module}.{name}", entry, target, order)
         elif entry.name in merged:
             module, factor = merged[entry.name]
-            if factor == next(iter(densified[module].shapes())):  # once a layer
+            if factor == next(iter(densified[module].stored())):  # once a layer
                 found.add_dense(source, module, densified[module], target, module in transposed)
         elif quantizer is not None and entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
@@ -142,15 +142,26 @@ def check_products(
     Args:
         dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
     """
-    for module, spec in specs.items():
-        entries = {factor: source.entries[f"{module}.{factor}"] for factor in spec.shapes()}
-        stored = getattr(torch, dtype or TORCH_NAMES[next(iter(entries.values())).dtype])
+    for module, whole in specs.items():
+        for part, spec in leaves(whole):
+            prefix = f"{module}.{part}." if part else f"{module}."
+            entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
+            floats = [entry for entry in entries.values() if entry.is_float]
+            held = getattr(torch, dtype or TORCH_NAMES[floats[0].dtype])
 
-        def factors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
-            return {factor: source.load_tensor(entry) for factor, entry in entries.items()}
+            def tensors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
+                return {name: source.load_tensor(entry) for name, entry in entries.items()}
 
-        found = [norms[entry.name] for entry in entries.values()]
-        check_product(f"{source.folder}: layer {module!r}", spec, found, factors, stored)
+            found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
+            check_product(f"{source.folder}: layer {module!r}", spec, found, tensors, held)
+
+
+def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
+    """By what the norm of a stored tensor is multiplied to bound that of its factor: scales stand for
+    groups of numbers."""
+    if not isinstance(spec, QuantizedSpec) or entry.name.removeprefix(prefix) in spec.shapes():
+        return 1.0
+    return 128.0 * spec.group**0.5
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
@@ -171,17 +182,32 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
     """Stored name of every factor to its module and its name there, all checked."""
     found = {}
     for module, spec in specs.items():
-        for factor, shape in spec.shapes().items():
-            _check_factor(source, f"{module}.{factor}", shape)
-            found[f"{module}.{factor}"] = module, factor
+        for name, stored in spec.stored().items():
+            _check_stored(source, f"{module}.{name}", stored)
+            found[f"{module}.{name}"] = module, name
     return found
 
 
-def _check_factor(source: Source, name: str, shape: tuple[int, ...]) -> None:
-    entry = source.entries.get(name)
-    if entry is None or entry.shape != shape or not entry.is_float:
+def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
+    """What an export calls a stored tensor of a layer, and the order of its axes there; packed ones are
+    in kernel layout already."""
+    if isinstance(spec, CorrectedSpec):
+        part, _, own = name.partition(".")
+        relaid, order = relaid_name(dict(spec.parts())[part], own)
+        return f"{part}.{relaid}", order
+    if isinstance(spec, QuantizedSpec):
+        return name, None
+    return stored_name(name), orders(spec)[name]
+
+
+def _check_stored(source: Source, name: str, stored: Stored) -> None:
+    entry, (shape, dtype) = source.entries.get(name), stored
+    fits = entry is not None and (entry.dtype == dtype if dtype else entry.is_float)
+    if entry is None or entry.shape != shape or not fits:
         found = "no tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
-        expected = f"floating-point numbers of shape {list(shape)}, as config.blr.layers says"
+        expected = (
+            f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
+        )
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
 
 

@@ -26,6 +26,7 @@ from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
+from blr.compressor.structures.specs import DenseSpec
 
 ALGORITHM = 3  # raise it when a factorizer's results change: journals of older runs are then void
 
@@ -143,7 +144,10 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
     spec, notes = job.planned.spec, list[str]()
     with recorded_fallbacks() as fallbacks:
         if spec.quantized:
-            found = round_layer(work, spec, None, job.stored_dtype(weight), plain_fit(job.options))
+            # dense weights in their own dtype, as an export rounds them
+            exact = work.to(weight.dtype) if spec.structure == DenseSpec.structure else work
+            dtype = job.stored_dtype(weight)
+            found = round_layer(exact, spec, None, dtype, plain_fit(job.options))
         else:
             fit = STRUCTURES[spec.structure].factorizer().fit(work, spec, None, job.options)
             found, notes = fit.tensors, fit.notes

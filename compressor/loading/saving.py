@@ -9,6 +9,7 @@ from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_map
 from blr.compressor.modeling.settings import export_settings
+from blr.compressor.structures.specs import spec_from_dict
 
 
 def write_code(config: Any, folder: Path) -> None:
@@ -20,8 +21,8 @@ def write_code(config: Any, folder: Path) -> None:
 
     settings = export_settings(config)
     classes = auto_map(config.model_type.removeprefix(f"{PREFIX.lower()}_"))
-    structures = [fields["structure"] for fields in config.blr.get("layers", {}).values()]
-    contents = None if settings is None else contents_of(structures, settings)
+    specs = map(spec_from_dict, config.blr.get("layers", {}).values())
+    contents = None if settings is None else contents_of(specs, settings)
     config.auto_map = classes if settings is None else exported_classes(classes)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in vendored_files(contents).items():

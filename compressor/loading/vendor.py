@@ -19,7 +19,7 @@ from blr.compressor import __version__
 from blr.compressor.bundling.bundle import bundle, reached
 from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.structures.specs import SPECS
+from blr.compressor.structures.specs import SPECS, Spec, families
 from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.kernels.common.names import FOLDERS
 
@@ -88,12 +88,13 @@ class Contents:
         return frozenset(absent)
 
 
-def contents_of(structures: Iterable[str], settings: ExportSettings) -> Contents:
-    """Those of an export with layers of `structures`."""
+def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
+    """Those of an export with layers of `specs`."""
+    specs = list(specs)
     return Contents(
-        structures=frozenset(structures),
+        structures=frozenset(name for spec in specs for name in families(spec)),
         gpu=settings.gpu.replace("-", ""),
-        quantized=bool(settings.quantize or settings.head),
+        quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
         generates=settings.context is not None,
     )
 

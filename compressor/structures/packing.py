@@ -47,7 +47,10 @@ def pack_factor(
     form = spec.format_of(name)
     if form is None:
         return {name: factor.to(scale_dtype).contiguous()}
-    packed, scale = quantize(to_matrix(spec, name, factor), form[0], scale_dtype, form[1], importance)
+    matrix = to_matrix(spec, name, factor)
+    if importance is None and spec.tile(name):  # what tiles are filled with costs nothing
+        importance = to_matrix(spec, name, torch.ones_like(factor, dtype=torch.float32))
+    packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance)
     return dict(zip(stored_names(name), (packed, scale), strict=True))
 
 

@@ -359,6 +359,16 @@ class CorrectedSpec(Spec):
         return f"{self.base.describe()} + {self.correction.structure} {self.correction.describe()}"
 
 
+def leaves(spec: Spec) -> tuple[tuple[str, Spec], ...]:
+    """The specs that a layer consists of, which are not corrected, by module in it; "" is the layer."""
+    return spec.parts() if isinstance(spec, CorrectedSpec) else (("", spec),)
+
+
+def families(spec: Spec) -> set[str]:
+    """Names of the structures that a layer computes with."""
+    return {leaf.structure for _, leaf in leaves(spec)}
+
+
 def stored_names(name: str) -> tuple[str, str]:
     """``V`` -> ``V_q``, ``V_scale``; ``factors.0`` -> ``factors_q.0``, ``factors_scale.0``."""
     stem, dot, index = name.partition(".")

@@ -89,7 +89,7 @@ def scales_of(
     top = _points(largest.new_tensor(2.0 ** (bits - 1) - 1), bits)
     whole = -largest / 8 if bits == 4 else largest.abs() / top
     best = torch.full_like(largest, torch.inf)
-    scale = torch.zeros_like(largest, dtype=scale_dtype)
+    scale = whole.to(scale_dtype)  # of weights that no scale brings near: not finite, if they are not
     for turn in range(len(RATIOS[bits]) + REFINED[bits]):
         ratios = RATIOS[bits][turn : turn + 1]
         tried = whole * ratios[0] if ratios else _least_squares(work, scale, bits, importance)

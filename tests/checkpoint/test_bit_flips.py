@@ -48,6 +48,7 @@ KINDS: dict[str, Make] = {
     "monarch": _compressed("llama", method="monarch", cf=1.25, blocks=4),
     "blast": _compressed("llama", method="blast", cf=1.25, blocks=4, rounds=2),
     "ks": _compressed("llama", method="ks", cf=1.25),
+    "corrected": _compressed("llama", method="svd", base="int2", rank=4, group=32),
     "export": _exported(SVD),
     "int4 export": _exported(SVD, quantize="int4", quantize_head="int8"),
     "dense export": _exported(lambda folder: save_pico("llama-tied", folder / "dense")),

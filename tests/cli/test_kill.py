@@ -301,3 +301,25 @@ def test_events_of_a_layer(whole: tuple) -> None:
 def test_manifest_holds_no_paths_or_times(whole: tuple, dense: Path) -> None:
     assert not any(str(dense.parent) in name for name in whole[1])
     assert not any("out" in Path(name).parts for name in whole[1])
+
+
+CALIBRATED = pytest.param(True, marks=pytest.mark.slow, id="calibrated")
+
+
+@pytest.mark.parametrize("calibrated", [pytest.param(False, id="plain"), CALIBRATED])
+def test_run_in_few_bits_killed(
+    calibrated: bool, killer: Killer, dense: Path, tiny: Path, sample: Path, tmp_path: Path
+) -> None:
+    """A base and its correction are one layer of the journal."""
+    source = tiny if calibrated else dense
+    options: tuple[object, ...] = ("--base", "int2", "--rank", "4", "--group", "32")
+    if calibrated:
+        options += ("--calibration", sample, "--samples", "4", "--seq-len", "64")
+    uninterrupted = Case(killer, source, tmp_path / "whole", *options)
+    events = uninterrupted.run().events
+    steps = [number for number, event in enumerate(events) if event == "store"]
+    for number in (steps[0], steps[len(steps) // 2], steps[-1] + 12):
+        case = Case(killer, source, tmp_path / str(number), *options)
+        assert case.run(die_at=number).code == KILLED
+        assert case.run().code == 0
+        assert case.files() == uninterrupted.files() and case.names() == ["out"]

@@ -15,12 +15,16 @@ from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.quantized import reference, segments
-from blr.kernels.quantized.formats import packed_width
+from blr.kernels.quantized.formats import BITS as ALL_BITS
+from blr.kernels.quantized.formats import GROUPS, packed_width
 from blr.kernels.quantized.reference import (
     dequantize,
+    levels_of,
     pack,
     quantize,
+    scales_of,
     unpack,
+    values_of,
 )
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -355,3 +359,64 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
         assert _near(s.y, expected.double(), torch.float32)
     with pytest.raises(ValueError, match=r"weights of \[0, 4\] bits"):
         either.dual(made[0], int4[0], activation="silu")
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(ALL_BITS), st.sampled_from(GROUPS), st.integers(1, 400), st.integers(0, 2**31))
+def test_every_format_packs_its_levels(bits: int, group: int, K: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    top, width = 2 ** (bits - 1), -(-K // group) * group
+    levels = torch.randint(-top, top, (2, 3, width), dtype=torch.int8, generator=generator)
+    packed = pack(levels, bits, group)
+    assert packed.shape == (2, 3, packed_width(K, bits, group))
+    assert torch.equal(unpack(packed, bits, group), levels)
+    w = torch.randn(3, K, generator=generator)
+    found, scale = quantize(w, bits, torch.bfloat16, group)
+    wide = scale.float().repeat_interleave(group, -1)[:, :K]
+    nearest = values_of(levels_of(w, wide, bits), wide, bits)
+    assert torch.equal(dequantize(found, scale, bits, K, torch.float32, group), nearest)
+
+
+@pytest.mark.parametrize(("bits", "plane"), [(2, 0), (3, 0), (3, 32), (4, 0)])
+def test_bytes_of_a_group_are_words_of_fields(bits: int, plane: int) -> None:
+    """Field f of word j holds element f·W + j: checked on the words, not by `unpack`."""
+    width = 1 if plane else {2: 2, 3: 2, 4: 4}[bits]
+    count = 128 * width // 32
+    for element in (0, 5, 77, 127):
+        levels = torch.full((1, 128), -(2 ** (bits - 1)), dtype=torch.int8)
+        levels[0, element] = 2 ** (bits - 1) - 1
+        words = pack(levels, bits)[0, plane : plane + 4 * count].view(torch.int32)
+        field, word = divmod(element, count)
+        expected = torch.zeros(count, dtype=torch.int64)
+        expected[word] = (2**width - 1) << field * width
+        assert torch.equal(words.long() & 0xFFFFFFFF, expected)
+
+
+@pytest.mark.parametrize(("bits", "least"), [(2, 0.343), (3, 0.186), (4, 0.100)])
+def test_searched_scales_are_near_the_best_of_gaussian_weights(bits: int, least: float) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(64, 1024)
+    assert float((dequantize(*quantize(w, bits), bits, 1024, w.dtype) - w).norm() / w.norm()) < least
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("K", [256, 200])
+def test_importance_moves_errors_to_where_they_cost_little(bits: int, K: int) -> None:
+    torch.manual_seed(0)
+    w, costs = torch.randn(32, K), torch.logspace(-2, 2, K)[torch.randperm(K)]
+    missed = []
+    for importance in (None, costs, costs.expand(32, K)):
+        packed, scale = quantize(w, bits, importance=importance)
+        missed.append(float(((dequantize(packed, scale, bits, K, w.dtype) - w).square() * costs).sum()))
+    assert missed[1] < 0.95 * missed[0] and missed[1] == pytest.approx(missed[2])
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_grids_are_those_that_layers_are_trained_on(bits: int) -> None:
+    from blr.compressor.rounding.grid import nearest
+
+    torch.manual_seed(0)
+    w = torch.randn(40, 128)
+    scale = scales_of(w, bits, torch.bfloat16).float()
+    found = values_of(levels_of(w, scale, bits), scale, bits)
+    assert torch.equal(found, nearest(w, scale, bits) * scale)

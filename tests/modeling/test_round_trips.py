@@ -20,16 +20,22 @@ from safetensors import safe_open
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.table import Replaced
 from blr.compressor.output.check import load_written
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.restore import restored
 from blr.compressor.verify import verify_output
 
 METHODS: dict[str, dict[str, Any]] = {
-    **{"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
+    "svd": {"method": "svd", "cf": 1.5},
+    "monarch": {"method": "monarch", "cf": 1.5, "blocks": 4},
+    "int3": {"method": "dense", "quantize": "int3", "group": 32},
+    "corrected": {"method": "svd", "base": "int2", "rank": 4, "group": 32},
+    "blast": {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 2},
+    "ks": {"method": "ks", "cf": 1.5},
+    "packed": {"method": "svd", "cf": 1.25, "quantize": "int8", "group": 32},
 }
 FAMILIES = (
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt"),
@@ -94,21 +100,21 @@ def dense(work: Path, name: str) -> Path:
 
 
 def compressed(work: Path, name: str, method: str) -> Path:
-    source, settings = dense(work, name), {"method": method, "cf": 1.5, **METHODS[method]}
-    return shared(work / method / name, lambda folder: compress_to(source, folder, **settings))
+    source = dense(work, name)
+    return shared(work / method / name, lambda folder: compress_to(source, folder, **METHODS[method]))
 
 
 def rebuilt(work: Path, name: str, method: str) -> Any:
     """The native model with every compressed weight replaced by the product of its factors."""
     source, output = dense(work, name), compressed(work, name, method)
-    recipe = make_recipe(**{"method": method, "cf": 1.5, **METHODS[method]})
+    recipe = make_recipe(**METHODS[method])
     model = getattr(transformers, auto_class(name)).from_pretrained(source)
     modules = dict(model.named_modules())
     with safe_open(output / "model.safetensors", "pt") as stored, torch.no_grad():
         for planned in make_plan(open_source(source), recipe).layers:
             spec, module = planned.spec, planned.layer.module
-            factors = {s: stored.get_tensor(f"{module}.{s}").double() for s in spec.shapes()}
-            weight = STRUCTURES[spec.structure].factorizer().reconstruct(factors, spec).float()
+            tensors = {name: stored.get_tensor(f"{module}.{name}") for name in spec.stored()}
+            weight = restored(spec, tensors, torch.float64).float()
             target = modules[module_name(model, module)].weight
             target.copy_(weight.T if planned.layer.transposed else weight)
     return model
@@ -146,7 +152,7 @@ def remote_case(work: Path, name: str, method: str) -> tuple[str, str, dict[str,
 def test_round_trip(name: str, method: str, work: Path, remote: dict[str, Any], tmp_path: Path) -> None:
     output, auto = compressed(work, name, method), getattr(transformers, auto_class(name))
     model = auto.from_pretrained(output)
-    assert any(isinstance(module, StructuredLinear) for module in model.modules())
+    assert any(isinstance(module, Replaced) for module in model.modules())
     found = results(model)
     assert relative(found, results(rebuilt(work, name, method))) < CLOSE
     assert relative(torch.tensor(remote[f"{name}-{method}"]), found) < CLOSE

@@ -10,8 +10,15 @@ import transformers
 from pico import MODELS, MORE, VOCAB, save_pico
 
 from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.fitting import sequential
 from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.sensitivity import measure
+from blr.compressor.fitting.work import Work
+from blr.compressor.planning.plan import make_plan
+from blr.compressor.progress import Progress
+from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.text.reading import Calibration
 
 TEXT_MODELS = [name for name in MODELS if name not in ("vit", "opt")]
@@ -41,3 +48,24 @@ def native(name: str, folder: Path) -> Any:
     """The same checkpoint as transformers loads it."""
     config = {**MODELS, **MORE}[name][2]
     return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def run(folder: Path, journal: Path, *, epochs: int = 0, **settings: Any) -> sequential.Run:
+    """Fit the checkpoint in `folder`, keeping layers in `journal`."""
+    journal.mkdir(exist_ok=True)
+    source, recipe = open_source(folder), make_recipe(**settings)
+    model = BlockModel(source, find_family(source.model_type), CPU)
+    model.load_rest()
+    batches = model.start(calibration())
+    work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
+    sensitivity = measure(work, model, batches, "sensitivity")
+    plan = make_plan(source, recipe)
+    found = sequential.Run(work, model, plan, batches, sensitivity, epochs, "prefix")
+    sequential.fit_blocks(found)
+    return found
+
+
+def drift(found: sequential.Run) -> float:
+    """Relative distance of the compressed model's last hidden states from the dense ones."""
+    pairs = [(batch.student, batch.hidden) for batch in found.batches]
+    return float(sum((s - h).norm() for s, h in pairs) / sum(h.norm() for _, h in pairs))
