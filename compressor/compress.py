@@ -23,7 +23,6 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.heal.after import Healing
 from blr.compressor.heal.run import STATE_BYTES, HealSummary
-from blr.compressor.heal.settings import check_trains
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
@@ -121,8 +120,6 @@ def compress(
             workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         plan = make_plan(source, recipe)
-        if settings.heal:
-            check_trains("--heal", [planned.spec for planned in plan.layers])
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()

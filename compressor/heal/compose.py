@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from blr.compressor.fitting.twins import Sum
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.structures.registry import STRUCTURES
 
@@ -21,7 +22,9 @@ from blr.compressor.structures.registry import STRUCTURES
 def compose_layers(model: Any) -> None:
     """Make the structured layers of `model` compute by their dense weights."""
     for module in model.modules():
-        if isinstance(module, StructuredLinear) and not isinstance(module, LowRankLinear):
+        if isinstance(module, Sum):
+            module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
+        elif isinstance(module, StructuredLinear) and not isinstance(module, LowRankLinear):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
@@ -29,6 +32,12 @@ def dense_weight(layer: StructuredLinear) -> Tensor:
     """The weight [o, i], differentiable."""
     factors = {name: layer.get_parameter(name) for name in layer.spec.shapes()}
     return STRUCTURES[layer.spec.structure].factorizer().reconstruct(factors, layer.spec)
+
+
+def _forward_sum(layer: Sum, x: Tensor) -> Tensor:
+    base, correction = layer.base, layer.correction
+    assert isinstance(base, nn.Linear) and isinstance(correction, StructuredLinear)
+    return linear(x, base.weight + dense_weight(correction), layer.bias)
 
 
 def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:

@@ -13,14 +13,17 @@ SMALL = 0.02  # root mean square that a tensor of zeros (a bias, often) is taken
 STEP = 1.1  # sizes are rounded to its powers, so that tensors of like size are moved by one kernel
 
 
-def make_optimizer(masters: Iterable[Tensor], rate: float) -> torch.optim.AdamW:
+def make_optimizer(
+    masters: Iterable[Tensor], rate: float, shares: Iterable[float] | None = None
+) -> torch.optim.AdamW:
     """A group for every size of tensor; `base` is its rate at the height of the schedule: `rate` × the
-    root mean square."""
+    root mean square, or the share of it that `shares` gives."""
     tensors = list(masters)
+    parts = [1.0] * len(tensors) if shares is None else list(shares)
     sizes = torch.stack([m.detach().double().square().mean().sqrt() for m in tensors]).tolist()
     found: dict[int, list[Tensor]] = {}
-    for master, size in zip(tensors, sizes, strict=True):
-        found.setdefault(round(math.log(size or SMALL, STEP)), []).append(master)
+    for master, size, part in zip(tensors, sizes, parts, strict=True):
+        found.setdefault(round(math.log(part * (size or SMALL), STEP)), []).append(master)
     groups = [{"params": found[k], "lr": 0.0, "base": rate * STEP**k} for k in sorted(found)]
     fused = all(tensor.is_cuda for tensor in tensors)
     return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=fused)

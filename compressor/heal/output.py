@@ -33,7 +33,8 @@ from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import LAYERS, carried_files
 from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.restore import restored
+from blr.compressor.structures.specs import WIDTHS, Spec
 
 CARD, REPORT = "README.md", "report.json"
 KEPT = ("recipe.yaml",)
@@ -48,16 +49,18 @@ def store_trained(
 
     Raises NumericsError for values that such a dtype does not hold.
     """
-    tensors, source = {}, checkpoint.source
+    source = checkpoint.source
+    tensors = _packed(pair, source)
     for entry in source.entries.values():
         owner, _, leaf = entry.name.rpartition(".")
         master = pair.masters.get(f"{module_name(pair.student, owner)}.{leaf}")
         if master is None:
             master = _sum(pair, checkpoint, entry)
-        if master is not None:
+        if master is not None and entry.name not in tensors:
             stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
             tensors[entry.name] = stored.contiguous()
-    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    bad = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
         raise NumericsError(f"{bad[0]}: not finite after training; lower --lr and pass --restart")
     journal.store(key, tensors, {})
@@ -89,6 +92,18 @@ def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
     return found
 
 
+def _packed(pair: Pair, source: Source) -> dict[str, Tensor]:
+    """What is stored of layers in few bits, by name."""
+    found: dict[str, Tensor] = {}
+    for layer in pair.student.config.blr["layers"]:
+        twin = pair.twins.get(module_name(pair.student, layer))
+        if twin is not None:
+            dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
+            widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
+            found |= {f"{layer}.{n}": t.cpu() for n, t in twin.stored(widest).items()}
+    return found
+
+
 def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
     """The output's tensors in the order of `source`."""
     return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
@@ -107,24 +122,27 @@ def reader(source: Source, journal: Journal) -> Any:
 def new_errors(pair: Pair, records: dict[str, Any]) -> dict[str, Any]:
     """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
     the teacher has a weight of that name to compare with."""
-    layers, theirs = structured_layers(pair.student), dict(pair.teacher.named_modules())
+    theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, record in records.items():
         name = module_name(pair.student, stored)
-        weight = getattr(theirs.get(name), "weight", None)
-        if (
-            name in layers
-            and weight is not None
-            and weight.numel() == layers[name].spec.dense_parameters
-        ):
+        weight, ours = getattr(theirs.get(name), "weight", None), _weight(pair, name)
+        if weight is not None and ours is not None and weight.numel() == ours.numel():
             weight = weight.mT if isinstance(theirs[name], Conv1D) else weight
-            ours = dense_weight(layers[name]).double()
             product = product_of(pair.masters, name)
             if product is not None:
                 ours = ours + (product[0] @ product[1]).to(ours)
-            record = {**record, "error": relative_error(weight.double(), ours)}
+            record = {**record, "error": relative_error(weight.double(), ours.double())}
         found[stored] = record
     return found
+
+
+def _weight(pair: Pair, name: str) -> Tensor | None:
+    """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
+    if twin := pair.twins.get(name):
+        return restored(twin.spec, twin.stored(torch.float32), torch.float32)
+    layer = structured_layers(pair.student).get(name)
+    return None if layer is None else dense_weight(layer)
 
 
 def small_files(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.compose import compose_layers
 from blr.compressor.heal.gauge import balanced
@@ -19,9 +21,12 @@ from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.quoting import quote
+from blr.compressor.rounding.latent import SCALE_RATE, Latent
 from blr.compressor.text.own import working_dtype
 
+SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
@@ -38,29 +43,47 @@ class Pair:
     student: Any
     masters: dict[str, Tensor]
     sentences: Sentences | None = None
+    twins: dict[str, Twin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.student.named_parameters())
+        self.latents = {n: found for n, found in latents_of(self.twins).items() if n in self.masters}
 
     @property
     def device(self) -> torch.device:
         return self.student.device
 
     def trained(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Every master with the parameter it stands for."""
-        return [(master, self.parameters[name]) for name, master in self.masters.items()]
+        """Every master with the parameter it stands for; scales, which stand for none, left out."""
+        known = self.parameters
+        return [(master, known[name]) for name, master in self.masters.items() if name in known]
+
+    def shares(self) -> list[float]:
+        """Of the rate, for each of the masters."""
+        return [SCALE_RATE if name.endswith(SCALES) else 1.0 for name in self.masters]
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters to the student's parameters."""
-        pairs = [(p, m) for m, p in self.trained() if p is not m]
+        pairs = [(p, m) for m, p in self._plain() if p is not m]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        for latent in self.latents.values():
+            latent.publish()
+
+    def _plain(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """As `trained`, without what is rounded."""
+        rounded = {id(latent.parameter) for latent in self.latents.values()}
+        return [
+            (master, parameter) for master, parameter in self.trained() if id(parameter) not in rounded
+        ]
 
     @torch.no_grad()
     def collect(self) -> None:
         """Add the gradients of a micro-batch to those of the masters, in float32."""
-        for master, parameter in self.trained():
+        for latent in self.latents.values():
+            latent.collect()
+        for master, parameter in self._plain():
             if parameter is master or parameter.grad is None:
                 continue
             fresh = parameter.grad.to(master.dtype)
@@ -75,7 +98,7 @@ class Pair:
     def forget(self) -> None:
         """Drop all gradients."""
         self.forget_fresh()
-        for master, _ in self.trained():
+        for master in self.masters.values():
             master.grad = None
 
     def values(self) -> dict[str, Tensor]:
@@ -159,24 +182,66 @@ def load_pair(
     """
     task = GENERATES if sentences is None else EMBEDS
     student = load_model(folder, task, dtype="float32", device=str(teacher.device))
-    _balance(student)
+    twins = take_twins(student, folder)
+    if additions and twins:
+        raise CapabilityError(
+            f"{folder}: {len(twins)} layers are stored in few bits, expected factors as they are for "
+            "--lora; heal without it, which trains what is packed"
+        )
+    _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    chosen = {n: p for n, p in student.named_parameters() if _is_trained(student, n, kinds, added)}
-    if not chosen:
+    rounded = latents_of(twins)
+    latents = rounded if "factors" in kinds else {}
+    named = {n: p for n, p in student.named_parameters() if n not in rounded}
+    chosen = {n: p for n, p in named.items() if _is_trained(student, n, kinds, added)}
+    if not chosen and not latents:
         raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
     if teacher.dtype == torch.float32:
         masters: dict[str, Tensor] = dict(chosen)
     else:
         masters = {name: p.detach().clone().requires_grad_() for name, p in chosen.items()}
         student.to(teacher.dtype)
-    for parameter in chosen.values():
+    for parameter in [*chosen.values(), *(latent.parameter for latent in latents.values())]:
         parameter.requires_grad_()
+    for name, latent in latents.items():
+        masters |= {name: latent.latent, name + SCALES: latent.scale}
     _share(student, teacher)
     compose_layers(student)
     add_products(student, added)
     fuse_norms(student)
-    return Pair(teacher, student, masters, sentences)
+    pair = Pair(teacher, student, masters, sentences, twins)
+    pair.publish()
+    return pair
+
+
+def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
+    """Put twins (`fitting/twins.py`) in the place of the layers of `student` that `folder` stores in few
+    bits; by their names in the model."""
+    entries, found = open_source(folder).entries, dict[str, Twin]()
+    for stored in student.config.blr["layers"]:
+        name = module_name(student, stored)
+        layer = student.get_submodule(name)
+        if not layer.described.quantized:
+            continue
+        tensors = {n: t for n, t in layer.state_dict().items() if n != "bias"}
+        for suffix, tensor in tensors.items():  # loaded in float32, stored in their own dtype
+            stored_dtype = getattr(torch, TORCH_NAMES[entries[f"{stored}.{suffix}"].dtype])
+            tensors[suffix] = tensor.to(stored_dtype)
+        found[name] = make_twin(layer.described, tensors, layer.bias)
+        parent, _, leaf = name.rpartition(".")
+        setattr(student.get_submodule(parent), leaf, found[name].module)
+    return found
+
+
+def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
+    """What is rounded of `twins`, by the names of the parameters in the model."""
+    return {
+        f"{name}.{part}": found
+        for name, twin in twins.items()
+        for part, found in twin.parts.items()
+        if isinstance(found, Latent)
+    }
 
 
 def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
@@ -215,8 +280,11 @@ def factors_of(layer: StructuredLinear) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def _balance(student: Any) -> None:
+def _balance(student: Any, twins: dict[str, Twin]) -> None:
+    inside = {id(part) for twin in twins.values() for part in twin.module.modules()}
     for layer in structured_layers(student).values():
+        if id(layer) in inside:
+            continue
         factors = factors_of(layer)
         found = balanced({name: p.double() for name, p in factors.items()}, layer.spec)
         for name, parameter in factors.items():

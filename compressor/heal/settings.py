@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.structures.specs import Spec
+from blr.compressor.errors import UsageError
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -122,12 +120,3 @@ def _own_share(options: HealOptions) -> float:
     if not options.files:
         return 1.0
     return MIX if options.mix is None else options.mix
-
-
-def check_trains(name: object, specs: Iterable[Spec]) -> None:
-    """Raise CapabilityError for layers in few bits, which healing does not train."""
-    if packed := sum(spec.quantized for spec in specs):
-        raise CapabilityError(
-            f"{name}: {packed} layers are stored in few bits, expected factors as they are, which "
-            "healing trains; heal the checkpoint first and `blr export --quantize` it"
-        )

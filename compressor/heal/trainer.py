@@ -49,7 +49,7 @@ class Trainer:
         self.pair, self.data, self.options = pair, data, options
         self.processes, self.place, self.progress = processes, place, progress
         self.masters = list(pair.masters.values())
-        self.optimizer = make_optimizer(self.masters, options.rate)
+        self.optimizer = make_optimizer(self.masters, options.rate, pair.shares())
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         self.objective = _objective(pair, data, options)
