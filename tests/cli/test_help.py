@@ -37,7 +37,17 @@ WITHOUT_DEFAULT = {
         "epochs",
         "steps",
         "patience",
-        *("tasks", "tasks_path", "limit", "metrics", "signature", "public_key", "identity", "issuer"),
+        *(
+            "pairs",
+            "tasks",
+            "tasks_path",
+            "limit",
+            "metrics",
+            "signature",
+            "public_key",
+            "identity",
+            "issuer",
+        ),
     ),
 }
 
