@@ -12,7 +12,7 @@ Beside what is stored stand the numbers that were rounded (`latent_name`), from 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -47,10 +47,12 @@ ROUNDS = 4  # of rounding and correcting in turn
 @dataclass(frozen=True)
 class Quantized:
     """`tensors` by stored name (``V_q``, ``V_scale``, ``S``); `errors`, relative Frobenius, by factor
-    and, under "product", of the weight they multiply out to."""
+    and, under "product", of the weight they multiply out to; `latents` the factors that were rounded,
+    by `latent_name`."""
 
     tensors: dict[str, Tensor]
     errors: dict[str, float]
+    latents: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ def round_layer(
         return quantize_dense(weight, spec, dtype, costs).tensors
     factors = fit(weight, plain)
     if isinstance(spec, QuantizedSpec):
-        stored = quantize_factors(spec, dict(factors), dtype, costs).tensors
-        return stored | {latent_name(name): factor for name, factor in factors.items()}
+        found = quantize_factors(spec, dict(factors), dtype, costs)
+        return found.tensors | found.latents
     return {name: factor.to(dtype).contiguous() for name, factor in factors.items()}
 
 
@@ -175,6 +177,7 @@ def quantize_factors(
     """
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
+    latents: dict[str, Tensor] = {}
     back: dict[str, Tensor] = {}
     exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
     if spec.tiled:
@@ -185,11 +188,12 @@ def quantize_factors(
         stored = _pack(spec, name, factor, dtype, _costs_of(spec, name, costs))
         back[name] = unpack_factor(spec, name, stored, factor.dtype)
         tensors |= stored
+        latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
         if spec.format_of(name):
             errors[name] = relative_error(factor, back[name])
     reconstruct = STRUCTURES[spec.structure].factorizer().reconstruct
     errors[PRODUCT] = relative_error(reconstruct(exact, spec.of), reconstruct(back, spec.of))
-    return Quantized(tensors, errors)
+    return Quantized(tensors, errors, latents)
 
 
 def _corrected(

@@ -60,6 +60,18 @@ def test_a_twin_is_the_layer_and_stores_its_bytes(spec: Spec) -> None:
     assert same or any(name.endswith("_q") for name in tensors)  # a scale of 0 has any level
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.structure} {spec.describe()}")
+def test_a_twin_with_its_latent_numbers_starts_as_the_layer(spec: Spec) -> None:
+    """They are those that were rounded: scaled as the stored ones, solved again where these were."""
+    _, found = _stored(spec)
+    plain = make_twin(spec, {name: t for name, t in found.items() if not is_latent(name)})
+    twin, x = make_twin(spec, found), torch.randn(7, 48)
+    for part in twin.parts.values():
+        part.publish()
+    expected = plain.module(x)
+    assert float((twin.module(x) - expected).norm()) < 0.05 * float(expected.norm())
+
+
 @pytest.mark.parametrize("spec", SPECS[1:], ids=lambda spec: f"{spec.structure} {spec.describe()}")
 def test_training_a_twin_improves_what_is_stored(spec: Spec) -> None:
     weight, tensors = _stored(spec)
