@@ -93,7 +93,10 @@ class BlockFit:
         self.norms = self._norms()
 
     def _norms(self) -> dict[str, nn.Parameter]:
-        """Parameters of the student's norms by the names of their tensors."""
+        """Parameters of the student's norms by the names of their tensors, where training them pays:
+        beside packed weights (LOG, 2026-11-22), not beside plain factors (LOG, 2026-11-21)."""
+        if not any(planned.spec.quantized for planned in self.run.plan.layers):
+            return {}
         path = f"{self.run.model.path}.{self.index}"
         parts = {n: p for n, p in self.student.named_modules() if "Norm" in type(p).__name__}
         named = {f"{path}.{n}.{k}": v for n, p in parts.items() for k, v in p.named_parameters()}
@@ -256,7 +259,7 @@ class BlockFit:
         self.run.prefix = key
 
     def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
-        """Train the block's layers, and its norms, which cost nothing to store."""
+        """Train the block's layers, and norms beside packed ones, which cost nothing to store."""
         self.cache = None
         trained: list[Trained] = [part for twin in self.twins.values() for part in twin.parts.values()]
         trained += [Plain(parameter) for parameter in self.norms.values()]
