@@ -28,6 +28,7 @@ def batch(folder: Path, *arguments: object, **variables: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_failures_are_noted_and_the_rest_is_done(dense: Path, tmp_path: Path) -> None:
     asked = (tmp_path / "out", f"{dense} {tmp_path}/none", "svd", "1.5", "--no-check", "-q")
     done = batch(tmp_path, *asked)

@@ -82,6 +82,7 @@ def test_eval_gives_perplexity_near_the_dense_one(
     assert 5 < dense["perplexity"] < structured["perplexity"] < 1000
 
 
+@pytest.mark.slow
 def test_several_texts_are_a_row_each(tiny: Path, sample: Path, blr: Run) -> None:
     options = ["--text", sample, "--max-tokens", "512", "--window", "256"]
     alone = result(blr("eval", tiny, *options, "--format", "json"))

@@ -137,6 +137,7 @@ def test_killed_at_random_moments(killer: Killer, dense: Path, whole: tuple, tmp
     assert not problems
 
 
+@pytest.mark.slow
 def test_overwriting_killed_at_every_boundary_of_the_commit(
     killer: Killer, dense: Path, whole: tuple, tmp_path: Path
 ) -> None:

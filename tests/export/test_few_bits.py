@@ -126,15 +126,13 @@ def test_a_mixture_by_rules(tiny: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (("export", "--quantize", "int4"), 2, "few bits already"),
-        (("heal", "--teacher", "TINY"), 9, "28 layers are stored in few bits"),
         (("compress", "--method", "svd"), 4, "already compressed by blr"),
     ],
 )
 def test_what_cannot_be_done_again_is_refused(
-    arguments: tuple[str, ...], code: int, message: str, corrected: Path, tiny: Path, tmp_path: Path,
-    invoke: Invoke,
+    arguments: tuple[str, ...], code: int, message: str, corrected: Path, tmp_path: Path, invoke: Invoke
 ) -> None:  # fmt: skip
-    command, *options = (str(tiny) if given == "TINY" else given for given in arguments)
+    command, *options = arguments
     found = invoke(command, corrected, *options, "-o", tmp_path / "out", "-q")
     assert found[0] == code and message in found[2].splitlines()[-1]
     assert not (tmp_path / "out").exists()

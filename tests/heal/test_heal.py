@@ -13,7 +13,8 @@ from heal_models import QUIET, compress_pico, save_characters, save_dense
 from safetensors.torch import load_file, save_file
 
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
-from blr.compressor.errors import BlrError
+from blr.compressor.compress import Settings, compress
+from blr.compressor.errors import BlrError, CapabilityError
 from blr.compressor.export.export import export
 from blr.compressor.export.options import ExportOptions
 from blr.compressor.heal import pair, passes
@@ -22,6 +23,7 @@ from blr.compressor.heal.run import HealSummary, heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import check
+from blr.compressor.recipe.schema import Recipe
 
 SHORT = {"window": 16, "batch": 64, "own_tokens": 400, "steps": 30, "rate": 0.01, "device": "cpu"}
 
@@ -308,3 +310,34 @@ def test_a_left_state_of_other_settings_is_refused(
         run(compressed, dense, tmp_path / "out", rate=0.02)
     assert raised.value.exit_code == 5
     assert run(compressed, dense, tmp_path / "out", rate=0.02, restart=True).steps == 30
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "dense", "quantize": "int2"}, {"method": "svd", "base": "int2", "rank": 2}],
+    ids=["rounded", "corrected"],
+)
+def test_layers_in_few_bits_are_trained_and_stay_in_them(
+    settings: dict[str, Any], dense: Path, text: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    compress(dense, Recipe(group=32, **settings), packed, Settings("dense"), QUIET)
+    fast = {"rate": 0.04, "steps": 40}  # latent weights start on their levels, half a step from the next
+    summary = run(packed, dense, tmp_path / "out", data=(str(text),), mix=0.0, **fast)
+    assert summary.after["text.txt"]["kl"] < 0.9 * summary.before["text.txt"]["kl"]
+    before, after = (load_file(f / "model.safetensors") for f in (packed, tmp_path / "out"))
+    assert list(before) == list(after)
+    assert all(after[n].dtype == t.dtype and after[n].shape == t.shape for n, t in before.items())
+    levels = [n for n in before if n.endswith("weight_q")]
+    assert levels and any(not torch.equal(before[n], after[n]) for n in levels)
+    assert verify_files(tmp_path / "out", read_manifest(tmp_path / "out")) == []
+    found = load_model(tmp_path / "out", "AutoModelForCausalLM", dtype="float32", device="cpu")
+    assert bool(found(torch.randint(128, (1, 12))).logits.isfinite().all())
+
+
+def test_additions_to_layers_in_few_bits_are_refused(dense: Path, text: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    recipe = Recipe(method="dense", quantize="int4", group=32)
+    compress(dense, recipe, packed, Settings("dense"), QUIET)
+    with pytest.raises(CapabilityError, match="stored in few bits"):
+        run(packed, dense, tmp_path / "out", data=(str(text),), mix=0.0, lora=2)

@@ -22,7 +22,6 @@ from blr.kernels.quantized.reference import (
     levels_of,
     pack,
     quantize,
-    scales_of,
     unpack,
     values_of,
 )
@@ -409,14 +408,3 @@ def test_importance_moves_errors_to_where_they_cost_little(bits: int, K: int) ->
         packed, scale = quantize(w, bits, importance=importance)
         missed.append(float(((dequantize(packed, scale, bits, K, w.dtype) - w).square() * costs).sum()))
     assert missed[1] < 0.95 * missed[0] and missed[1] == pytest.approx(missed[2])
-
-
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_grids_are_those_that_layers_are_trained_on(bits: int) -> None:
-    from blr.compressor.rounding.grid import nearest
-
-    torch.manual_seed(0)
-    w = torch.randn(40, 128)
-    scale = scales_of(w, bits, torch.bfloat16).float()
-    found = values_of(levels_of(w, scale, bits), scale, bits)
-    assert torch.equal(found, nearest(w, scale, bits) * scale)

@@ -159,6 +159,7 @@ def test_whole_keys_end_the_ranks() -> None:
     assert (found.logits[0] - expected[0, -4:]).norm() <= close
 
 
+@pytest.mark.slow
 def test_compressed_for_its_cache(tiny: Path, tmp_path: Path) -> None:
     """`--kv-cf 2`: k and v head by head, all else dense; loads where blr is not."""
     output = compress_to(tiny, tmp_path / "out", method="dense", kv_cf=2.0)

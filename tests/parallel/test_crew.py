@@ -40,17 +40,21 @@ if "BLR_PARENT" in os.environ:
 """
 
 
+PAUSE = 0.05  # seconds between looks at a process
+
+
 def command(dense: Path, *more: object) -> list[str]:
     return ["compress", str(dense), "--device", "cpu", "-q", "-o", "out", *map(str, more)]
 
 
 def assert_gone(folder: Path) -> None:
     """The members end with the first, a moment later at most."""
-    deadline = time.monotonic() + PATIENCE
+    tries = int(PATIENCE / PAUSE)
     for pid in (folder / "members").read_text().split():
         while os.path.exists(f"/proc/{pid}") and _state(pid) != "Z":
-            assert time.monotonic() < deadline, f"process {pid} is still there"
-            time.sleep(0.05)
+            tries -= 1
+            assert tries > 0, f"process {pid} is still there"
+            time.sleep(PAUSE)
 
 
 def _state(pid: str) -> str:
