@@ -109,7 +109,8 @@ def compress(
     refit: Annotated[
         int | None,
         typer.Option(
-            help="Epochs of the joint refit of each block.", show_default="2 on a GPU, 0 on a CPU"
+            help="Epochs of the joint refit of each block.",
+            show_default="2 on a GPU, 4 of packed weights, 0 on a CPU",
         ),
     ] = None,
     heal: Annotated[

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from blr.compressor.fitting.rounding import Metric
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum
 from blr.compressor.structures.linalg import solve_spd
@@ -23,6 +25,11 @@ class Moments:
     gram: Tensor
     cross: Tensor | None = None
     drift: Tensor | None = None
+
+    @cached_property
+    def metric(self) -> Metric:
+        """H with a mean diagonal of 1, which all layers of the group share."""
+        return Metric(self.gram / self.gram.diagonal().mean().clamp_min(1e-300))
 
     def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
         """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² + λ‖T − W‖² for W [o, i] in float64:

@@ -114,13 +114,13 @@ def round_layer(
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
     plain = spec.of if isinstance(spec, QuantizedSpec) else spec
-    costs = None if metric is None else metric.costs
     if isinstance(spec, QuantizedSpec) and isinstance(plain, DenseSpec):
         if metric is not None:
             return _compensated(weight, spec, metric, dtype)
-        return quantize_dense(weight, spec, dtype, costs).tensors
+        return quantize_dense(weight, spec, dtype).tensors
     factors = fit(weight, plain)
     if isinstance(spec, QuantizedSpec):
+        costs = None if metric is None else metric.costs
         found = quantize_factors(spec, dict(factors), dtype, costs)
         return found.tensors | found.latents
     return {name: factor.to(dtype).contiguous() for name, factor in factors.items()}
@@ -140,19 +140,16 @@ def _compensated(
 
 
 def quantize_dense(
-    weight: Tensor,
-    spec: QuantizedSpec,
-    scale_dtype: torch.dtype | None = None,
-    costs: Tensor | None = None,
+    weight: Tensor, spec: QuantizedSpec, scale_dtype: torch.dtype | None = None
 ) -> Quantized:
-    """Quantize one dense weight [o, i], errors in its columns costing `costs` [i].
+    """Quantize one dense weight [o, i], each number to its nearest level.
 
     Raises NumericsError when its scales are not finite.
     """
     parts, lost, whole = [], 0.0, 0.0
     for rows in weight.split(rows_at_once(weight.shape[1])):
         own = replace(spec, of=DenseSpec(spec.in_features, len(rows)))
-        stored = _pack(own, "weight", rows, scale_dtype or weight.dtype, costs)
+        stored = _pack(own, "weight", rows, scale_dtype or weight.dtype)
         back = unpack_factor(own, "weight", stored, _work(rows))
         lost, whole = lost + _square(back - rows.to(back)), whole + _square(rows.to(back))
         parts.append(stored)
@@ -259,11 +256,9 @@ def _by_input(V: Tensor, values: Tensor) -> Tensor:
 
 
 def _costs_of(spec: QuantizedSpec, name: str, costs: Tensor | None) -> Tensor | None:
-    """What errors in the matrix of a factor cost: by input for V and dense weights, else alike."""
-    if costs is None or name not in ("V", "weight"):
+    """What errors in the matrix of a factor cost: by input for V, else alike."""
+    if costs is None or name != "V":
         return None
-    if name == "weight":
-        return costs
     V_shape = spec.shapes()["V"]
     rows = _by_input(costs.new_empty(V_shape, device="meta"), costs)
     return rows.movedim(-1, -2)  # [1, i] or [b, 1, p], as V is packed

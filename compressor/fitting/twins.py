@@ -56,16 +56,6 @@ class Twin:
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
-    def latents(self) -> dict[str, Tensor]:
-        """The numbers behind what is packed, by `latent_name`, shaped as the factors."""
-        rounded = {n: part for n, part in self.parts.items() if isinstance(part, Latent)}
-        return {latent_name(name): part.numbers() for name, part in rounded.items()}
-
-    def wants_gradients(self, wanted: bool = True) -> None:
-        """Of all that is trained."""
-        for part in self.parts.values():
-            part.parameter.requires_grad_(wanted)
-
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
     """The twin of a stored layer, in float32 on the tensors' device.
@@ -80,7 +70,7 @@ def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = N
     else:
         factors = factors_of(spec, tensors, torch.float32)
         module = _plain_module(spec, factors)
-        found = {name: _parameter(module, name) for name in spec.shapes()}
+        found = {name: module.get_parameter(name) for name in spec.shapes()}
         parts = {name: _part(spec, name, p, tensors) for name, p in found.items()}
     if bias is not None:
         module.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
@@ -101,10 +91,6 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
             module = LAYERS[type(plain)](plain, bias=False)
     module.load_state_dict(factors, assign=True)
     return module.requires_grad_(False)
-
-
-def _parameter(module: nn.Module, name: str) -> nn.Parameter:
-    return module.get_parameter(name)
 
 
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:

@@ -44,31 +44,33 @@ def fit_weighted(
     """
     work = weight.to(job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
-    gram = moments.gram / moments.gram.diagonal().mean().clamp_min(1e-300)
     target = moments.target(work, correct_drift=True)
     metric = None if metric is None else metric.to(job.device, torch.float64)
     with layer_errors(job), recorded_fallbacks() as fallbacks:
-        found, notes = _found(job, weight, target, gram, metric)
+        found, notes = _found(job, weight, target, moments.metric, metric)
     tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
     dtype = job.stored_dtype(weight)
     latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
     back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
-    return tensors | latents, {**record, "weighted_error": relative_error(target, back, gram)}
+    return tensors | latents, {
+        **record,
+        "weighted_error": relative_error(target, back, moments.metric.gram),
+    }
 
 
 def _found(
-    job: Job, weight: Tensor, target: Tensor, gram: Tensor, metric: Tensor | None
+    job: Job, weight: Tensor, target: Tensor, inputs: Metric, metric: Tensor | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
     notes: list[str] = []
 
     def fit(matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
-        found = _fit(job, spec, matrix, gram, metric)
+        found = _fit(job, spec, matrix, inputs.gram, metric)
         notes.extend(found.notes)
         return found.tensors
 
     dtype = job.stored_dtype(weight)
-    return round_layer(target, job.planned.spec, Metric(gram), dtype, fit), list(dict.fromkeys(notes))
+    return round_layer(target, job.planned.spec, inputs, dtype, fit), list(dict.fromkeys(notes))
 
 
 def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:

@@ -183,11 +183,6 @@ def load_pair(
     task = GENERATES if sentences is None else EMBEDS
     student = load_model(folder, task, dtype="float32", device=str(teacher.device))
     twins = take_twins(student, folder)
-    if additions and twins:
-        raise CapabilityError(
-            f"{folder}: {len(twins)} layers are stored in few bits, expected factors as they are for "
-            "--lora; heal without it, which trains what is packed"
-        )
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)

@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.heal.settings import HealOptions, check_options
+from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import Progress
@@ -83,6 +83,8 @@ def heal(
     with _workspace(output, options, processes) as workspace:
         scratch = workspace.pickled
         student = open_checkpoint(folder, options.allow_pickle, scratch)
+        if options.lora:
+            check_takes_additions(student)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
         job = Job(student, dense, options, processes, workspace, progress)
         job.run()

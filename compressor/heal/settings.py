@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.export.origin import Checkpoint
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -120,3 +121,12 @@ def _own_share(options: HealOptions) -> float:
     if not options.files:
         return 1.0
     return MIX if options.mix is None else options.mix
+
+
+def check_takes_additions(student: Checkpoint) -> None:
+    """Raise CapabilityError for layers in few bits, which hold no sum with an addition."""
+    if packed := sum(spec.quantized for spec in student.specs.values()):
+        raise CapabilityError(
+            f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "
+            "are for --lora; heal without it, which trains what is packed"
+        )

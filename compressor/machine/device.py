@@ -40,6 +40,15 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def float_dtype(name: str) -> torch.dtype:
+    """ "bfloat16" -> torch.bfloat16. Raises UsageError for what kernels do not compute in."""
+    import torch
+
+    if name not in ("float32", "float16", "bfloat16"):
+        raise UsageError(f"dtype {name!r}: expected float32, float16 or bfloat16")
+    return getattr(torch, name)
+
+
 def working_dtype(device: torch.device) -> torch.dtype:
     """float64 where it is cheap enough to be the default: on CPU and data-center GPUs."""
     import torch

@@ -26,7 +26,7 @@ class BoundedNorm:
         """As of the norm."""
         compute: Any = super().forward  # type: ignore[misc]
         whole = torch.is_grad_enabled() or args or kwargs or type(hidden_states) is not Tensor
-        bound = None if whole else transient_bytes()
+        bound = None if whole else transient_bytes(hidden_states.device.type)
         width = HELD * hidden_states.shape[-1]
         if bound is None or hidden_states.numel() * HELD <= bound or torch.compiler.is_compiling():
             return compute(hidden_states, *args, **kwargs)

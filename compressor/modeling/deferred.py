@@ -83,7 +83,7 @@ def deferred(x: Tensor, outputs: int, bound: Any, always: bool = False) -> Defer
     """
     if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2:
         return None
-    limit = transient_bytes()
+    limit = transient_bytes(x.device.type)
     width = max(3 * x.shape[-1], 2 * outputs) * x.element_size()
     if not always and (limit is None or x.numel() // x.shape[-1] * width <= limit):
         return None

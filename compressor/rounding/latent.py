@@ -93,10 +93,6 @@ class Latent:
         levels, scale = self._levels()
         return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
 
-    def numbers(self) -> Tensor:
-        """The latent weights, shaped as the parameter."""
-        return self.place.back(self.latent.flatten(-2)[..., : self.width])
-
     def _levels(self) -> tuple[Tensor, Tensor]:
         """Of the latent weights, with the scales as they are stored."""
         scale = self.scale.to(self.scale_dtype).float()

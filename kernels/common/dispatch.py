@@ -59,7 +59,7 @@ def dispatch(
     run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, plain)
     call = partial(run, **config)
     bounded = run is not on_cpu and run.__name__ not in WEIGHTS and structure in MIXED
-    tokens = _tokens(shape, dtype) if bounded else n
+    tokens = _tokens(shape, dtype, x.device.type) if bounded else n
     if n <= tokens:
         return call(x, *factors, bias=bias).contiguous()
     y = x.new_empty(n, shape.outputs)
@@ -68,10 +68,10 @@ def dispatch(
     return y
 
 
-def _tokens(shape: Shape, dtype: torch.dtype) -> int:
+def _tokens(shape: Shape, dtype: torch.dtype, device: str) -> int:
     """How many tokens a product takes at a time: those whose two intermediates [blocks, n, rank] are
     within BLR_TRANSIENT, and at least `FEWEST`, below which products of blocks are slower."""
-    bound = transient_bytes()
+    bound = transient_bytes(device)
     if bound is None:
         return sys.maxsize
     return max(FEWEST, bound // max(2 * shape.blocks * shape.rank * dtype.itemsize, 1))

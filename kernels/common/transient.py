@@ -1,7 +1,8 @@
 """The environment variable BLR_TRANSIENT: how much memory intermediates of one computation may take.
 
 A number is MiB, `off` is no bound at all: every intermediate is made whole. What is over the bound is
-computed in chunks of tokens, of sequences or of heads, with the same results up to rounding.
+computed in chunks of tokens, of sequences or of heads, with the same results up to rounding. Where the
+variable is not set it is 64 MiB on a CPU, and off on a GPU, where what chunks cost is not measured yet.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 
 VARIABLE = "BLR_TRANSIENT"
 DEFAULT = 64  # MiB, about what the last cache of a large GPU holds
+UNMEASURED = ("cuda",)  # types of devices that have no bound unless one is asked for
 LEAST = 512  # tokens that are worth a product of their own
 _MIB = 1 << 20
 
 
-def transient_bytes() -> int | None:
-    """The bound in bytes, None for none. Raises RuntimeError for a value that is neither."""
-    text = os.environ.get(VARIABLE) or str(DEFAULT)
+def transient_bytes(device: str = "cpu") -> int | None:
+    """The bound in bytes on a type of device, None for none. Raises RuntimeError for a value that is
+    neither."""
+    text = os.environ.get(VARIABLE) or ("off" if device in UNMEASURED else str(DEFAULT))
     if text == "off":
         return None
     try:

@@ -78,7 +78,7 @@ def test_training_a_twin_improves_what_is_stored(spec: Spec) -> None:
     twin = make_twin(spec, tensors)
     x = torch.randn(512, 12) @ torch.randn(12, 48)  # other inputs than it was rounded for
     target = x @ weight.float().mT
-    twin.wants_gradients()
+    twin.module.requires_grad_(True)
     masters = [found for part in twin.parts.values() for found in part.masters]
     groups = [
         {"params": [m], "lr": 0.01 * r * float(m.detach().square().mean().sqrt())} for m, r in masters
@@ -100,5 +100,4 @@ def test_training_a_twin_improves_what_is_stored(spec: Spec) -> None:
         optimizer.step()
         for part in twin.parts.values():
             part.publish()
-    twin.wants_gradients(False)
     assert lost() < 0.97 * before

@@ -37,7 +37,7 @@ from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, DecodeRow, Repo
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import pick_device
+from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.progress import Progress
 from blr.compressor.runtime.modes import MODES, OPS
 
@@ -98,10 +98,7 @@ class DecodeBench:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.options.device)
-        dtype = getattr(torch, self.options.dtype, None)
-        if dtype not in LIMITS:
-            raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
-        self.dtype = dtype
+        self.dtype = float_dtype(self.options.dtype)
         for name, value, known in (
             ("mode", self.options.mode, MODES),
             ("ops", self.options.ops, ("auto", *OPS)),

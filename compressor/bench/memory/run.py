@@ -20,7 +20,7 @@ from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, MemoryRow, Repo
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import pick_device
+from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -66,10 +66,7 @@ class MemoryBench:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.options.device)
-        dtype = getattr(torch, self.options.dtype, None)
-        if dtype not in LIMITS:
-            raise UsageError(f"dtype {self.options.dtype!r}: expected float32, float16 or bfloat16")
-        self.dtype = dtype
+        self.dtype = float_dtype(self.options.dtype)
         self.subjects = [find_subject(name) for name in self.options.models]
         for arm in self.options.arms:
             bound_of(arm)
