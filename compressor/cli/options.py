@@ -123,12 +123,13 @@ KvQuantize = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help="int8, int4, int3 or int2: what factors, or dense weights, are stored in.",
+        help="int8, int4, int3, int2 or fp8: what factors, or dense weights, are stored in.",
         show_default="none; int4 of a correction",
     ),
 ]
 Group = Annotated[
-    int | None, typer.Option(help="Numbers that share a scale: 128, 64, 32.", show_default="128")
+    int | None,
+    typer.Option(help="Numbers that share a scale: 128, 64, 32.", show_default="128; a row of fp8"),
 ]
 Couplings = Annotated[
     str | None,

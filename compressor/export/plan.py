@@ -128,8 +128,9 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
 
 def without_kernels(spec: Spec) -> bool:
     """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
-    packed = isinstance(spec, QuantizedSpec) and (spec.bits not in RUNTIME_BITS or spec.group != GROUP)
-    return isinstance(spec, CorrectedSpec) or packed
+    if isinstance(spec, QuantizedSpec):
+        return spec.fp8 or spec.bits not in RUNTIME_BITS or spec.group != GROUP
+    return isinstance(spec, CorrectedSpec)
 
 
 def _make_quantizer(

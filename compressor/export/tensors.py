@@ -21,9 +21,17 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.quoting import quote
-from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, Stored, leaves
+from blr.compressor.structures.specs import (
+    CorrectedSpec,
+    QuantizedSpec,
+    Spec,
+    Stored,
+    leaves,
+    stored_names,
+)
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order
+from blr.kernels.fp8.reference import LARGEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,6 +169,9 @@ def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
     groups of numbers."""
     if not isinstance(spec, QuantizedSpec) or entry.name.removeprefix(prefix) in spec.shapes():
         return 1.0
+    if spec.fp8:
+        factor = next(n for n in spec.shapes() if entry.name == prefix + stored_names(n)[1])
+        return LARGEST * (spec.group or spec.packed_shape(factor)[-1]) ** 0.5
     return 128.0 * spec.group**0.5
 
 

@@ -27,6 +27,7 @@ from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
+from blr.kernels.fp8.reference import is_number
 
 ALGORITHM = 3  # raise it when a factorizer's results change: journals of older runs are then void
 
@@ -179,7 +180,7 @@ def keep_factors(
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
-    return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+    return tensor.to("cpu", dtype if is_number(tensor) else tensor.dtype).contiguous()
 
 
 @contextmanager
@@ -205,7 +206,7 @@ def layer_errors(job: Job) -> Iterator[None]:
 def check_range(tensors: dict[str, Tensor]) -> None:
     """Raise NumericsError when factors are not finite in the dtype they are stored in."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(
                 f"factor {name} is not finite in {tensor.dtype}; "
                 "store the factors as --dtype float32 or bfloat16, or --exclude the layer"

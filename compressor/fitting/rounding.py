@@ -6,7 +6,7 @@ and fewer, which round coarsely, factors that follow from the others by least sq
 behind those that are rounded. A correction starts from Q and S in turn, each what the other leaves:
 LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
 
-Beside what is stored stand the numbers that were rounded (`latent_name`), from which training goes on.
+Beside integers stand the numbers that were rounded (`latent_name`), from which training goes on.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from blr.compressor.structures.specs import (
     Spec,
     stored_names,
 )
+from blr.kernels.fp8.reference import is_number
 from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
@@ -115,7 +116,7 @@ def round_layer(
         return _corrected(weight, spec, metric, dtype, fit)
     plain = spec.of if isinstance(spec, QuantizedSpec) else spec
     if isinstance(spec, QuantizedSpec) and isinstance(plain, DenseSpec):
-        if metric is not None:
+        if metric is not None and not spec.fp8:
             return _compensated(weight, spec, metric, dtype)
         return quantize_dense(weight, spec, dtype).tensors
     factors = fit(weight, plain)
@@ -185,7 +186,8 @@ def quantize_factors(
         stored = _pack(spec, name, factor, dtype, _costs_of(spec, name, costs))
         back[name] = unpack_factor(spec, name, stored, factor.dtype)
         tensors |= stored
-        latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
+        if not spec.fp8:
+            latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
         if spec.format_of(name):
             errors[name] = relative_error(factor, back[name])
     reconstruct = STRUCTURES[spec.structure].factorizer().reconstruct
@@ -298,7 +300,7 @@ def _pack(
 def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
     """Raise NumericsError for scales of a factor that are not finite."""
     for tensor in stored.values():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(
                 f"scales of {name} are not finite in {tensor.dtype}; take a model in bfloat16 or "
                 "float32, or leave the layer out"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blr.compressor.fitting.rounding import latent_name
 from blr.compressor.modeling.layers import LAYERS
 from blr.compressor.rounding.latent import Latent, Place, Plain, Trained
-from blr.compressor.structures.packing import from_matrix, to_matrix
+from blr.compressor.structures.packing import from_matrix, pack_factor, to_matrix
 from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.quantized.reference import pack
@@ -49,12 +49,18 @@ class Twin:
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
-                found[name] = part.parameter.detach().to(dtype).contiguous()
+                found |= self._as_stored(name, part.parameter.detach(), dtype)
                 continue
             levels, scale = part.rounded()
             packed = pack(levels, part.bits, part.group)
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
+
+    def _as_stored(self, name: str, factor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Of a factor that is trained as it is: float8 is rounded once, when that is over."""
+        if isinstance(self.spec, QuantizedSpec):
+            return pack_factor(self.spec, name, factor, dtype)
+        return {name: factor.to(dtype).contiguous()}
 
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
@@ -95,7 +101,7 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
 
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
     form = spec.format_of(name) if isinstance(spec, QuantizedSpec) else None
-    if form is None or not isinstance(spec, QuantizedSpec):
+    if form is None or not isinstance(spec, QuantizedSpec) or spec.fp8:
         return Plain(parameter)
     place = Place(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
     scale = tensors[stored_names(name)[1]]

@@ -35,6 +35,7 @@ from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import WIDTHS, Spec
+from blr.kernels.fp8.reference import is_number
 
 CARD, REPORT = "README.md", "report.json"
 KEPT = ("recipe.yaml",)
@@ -59,7 +60,7 @@ def store_trained(
         if master is not None and entry.name not in tensors:
             stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
             tensors[entry.name] = stored.contiguous()
-    numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    numbers = {name: tensor for name, tensor in tensors.items() if is_number(tensor)}
     bad = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
         raise NumericsError(f"{bad[0]}: not finite after training; lower --lr and pass --restart")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.kernels.fp8.reference import is_number
 
 
 def check_model(model: nn.Module, where: object) -> None:
@@ -24,7 +25,7 @@ def check_model(model: nn.Module, where: object) -> None:
 def check_layer(name: str, layer: Any) -> None:
     """`check_product` of a `StructuredLinear`, quantized or not, in the dtype it computes in."""
     spec = layer.spec
-    dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point())
+    dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
 
     def factors() -> dict[str, Tensor]:
         return {factor: _factor(layer, factor) for factor in spec.shapes()}

@@ -77,7 +77,7 @@ def default_output(model: str, recipe: Recipe) -> Path:
     correction. Raises InputError as `resolve_model`."""
     own, name = recipe.own(), Path(os.path.abspath(_folder(model))).name
     base = f"-int{own.stored.base}" if own.stored.base else ""
-    kind = f"-int{own.stored.bits}" if own.stored.bits else ""
+    kind = f"-{own.stored.kind}" if own.stored.bits else ""
     sized = f"-bpw{own.stored.bpw:g}" if own.stored.bpw else f"-r{own.rank}" if own.rank else ""
     size = f"-cf{recipe.cf:g}" if recipe.sized_by_cf else sized
     return Path(f"{name}{base}-{own.method}{size}{kind}")

@@ -33,6 +33,7 @@ from blr.compressor.structures.specs import (
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
+from blr.kernels.fp8.reference import is_number
 from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
@@ -98,7 +99,7 @@ class StructuredLinear(nn.Module):
 
     def _like(self) -> Tensor:
         """A tensor of the dtype and on the device that it computes in and on."""
-        return next(t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point())
+        return next(t for t in (*self.parameters(), *self.buffers()) if is_number(t))
 
     def ordered(self) -> list[Tensor]:
         """The factors in the order of the spec, in a trace too, where none is a parameter."""

@@ -1,4 +1,4 @@
-"""Layers with weights of 8, 4, 3 or 2 bits: structured ones and dense ones. Shipped in every checkpoint.
+"""Layers with weights of 8 to 2 bits, or in float8: structured and dense. Shipped in every checkpoint.
 
 A factor is stored in kernel layout and packed along its contracted axis: ``<factor>_q`` and
 ``<factor>_scale``, buffers (`blr.kernels.quantized.reference`), as its spec says. The canonical names
@@ -10,6 +10,8 @@ says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -38,7 +40,8 @@ from blr.compressor.structures.specs import (
     Spec,
     spec_from_dict,
 )
-from blr.kernels.quantized.formats import GROUP, packed_width
+from blr.kernels.fp8.reference import E4M3, dequantize_fp8
+from blr.kernels.quantized.formats import GROUP, packed_width, scale_count
 from blr.kernels.quantized.reference import dequantize
 
 DENSE = DenseSpec.structure  # the structure of an entry for a quantized nn.Linear
@@ -56,6 +59,11 @@ class Packed(NamedTuple):
     group: int = GROUP
 
     @property
+    def fp8(self) -> bool:
+        """Whether `packed` are numbers in float8."""
+        return self.packed.dtype == E4M3
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the weights, [..., R, K]."""
         return (*self.packed.shape[:-1], self.K)
@@ -67,12 +75,14 @@ class Packed(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """[..., R, K] in the dtype of the scales."""
+        if self.fp8:
+            return dequantize_fp8(self.packed, self.scale, self.scale.dtype, self.group)
         return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
     @property
     def has_kernels(self) -> bool:
         """Whether the decoding kernels read this format."""
-        return self.bits in RUNTIME_BITS and self.group == GROUP
+        return not self.fp8 and self.bits in RUNTIME_BITS and self.group == GROUP
 
 
 class QuantizedStructured(StructuredLinear):
@@ -101,7 +111,7 @@ class QuantizedStructured(StructuredLinear):
                 self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
                 continue
             stem, _, index = name.partition(".")
-            tensors = _empty(self.packing.packed_shape(name), *form)
+            tensors = _empty(self.packing.packed_shape(name), *form, self.packing.fp8)
             for suffix, tensor in zip((PACKED, SCALE), tensors, strict=True):
                 _register(self, stem + suffix, index, tensor)
 
@@ -111,7 +121,8 @@ class QuantizedStructured(StructuredLinear):
     def stages(self) -> tuple[Stage, ...] | None:
         """As of the plain layer; None for a format that the decoding kernels do not read."""
         forms = map(self.packing.format_of, ("U", "V"))
-        return super().stages() if not self.packing.tiled and all(map(_has_kernels, forms)) else None
+        plain = not self.packing.tiled and not self.packing.fp8
+        return super().stages() if plain and all(map(_has_kernels, forms)) else None
 
     def packed(self, name: str) -> Packed:
         """The packed factor `name` ("U", "V", "factors.0"), of the spec's `packed_shape`."""
@@ -129,6 +140,10 @@ class QuantizedStructured(StructuredLinear):
     def relayout_(self) -> Self:
         """Nothing to do: what is stored is in kernel layout wherever the layer is."""
         return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        with kept_bytes(self):
+            return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.packing.describe()}"
@@ -186,7 +201,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.packing = self.described = spec
         self.in_features, self.out_features = spec.in_features, spec.out_features
-        packed, scale = _empty((spec.out_features, spec.in_features), spec.bits, spec.group)
+        shape = (spec.out_features, spec.in_features)
+        packed, scale = _empty(shape, spec.bits, spec.group, spec.fp8)
         self.register_buffer("weight" + PACKED, packed)
         self.register_buffer("weight" + SCALE, scale)
         self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
@@ -227,9 +243,24 @@ class QuantizedLinear(nn.Module):
         y = torch.cat([nn.functional.linear(x, weight) for weight in made], -1)
         return y if self.bias is None else y + self.bias
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        with kept_bytes(self):
+            return super()._apply(fn, recurse)
+
     def extra_repr(self) -> str:
         sizes = f"{self.in_features} -> {self.out_features}"
         return f"{DENSE} {sizes}, bias={self.bias is not None}, {self.packing.describe()}"
+
+
+@contextmanager
+def kept_bytes(layer: nn.Module) -> Iterator[None]:
+    """Inside, buffers of float8 are bytes: moved like all others, and cast to no other dtype."""
+    names = [name for name, held in layer.named_buffers(recurse=False) if held.dtype == E4M3]
+    for name in names:
+        layer._buffers[name] = layer.get_buffer(name).view(torch.uint8)
+    yield
+    for name in names:
+        layer._buffers[name] = layer.get_buffer(name).view(E4M3)
 
 
 def rows_at_once(width: int) -> int:
@@ -301,9 +332,9 @@ def _register(layer: nn.Module, name: str, index: str, tensor: Tensor) -> None:
     layer.get_submodule(name).register_buffer(index, tensor)
 
 
-def _empty(shape: tuple[int, ...], bits: int, group: int) -> tuple[Tensor, Tensor]:
+def _empty(shape: tuple[int, ...], bits: int, group: int, fp8: bool) -> tuple[Tensor, Tensor]:
     """Packed weights and scales of a zero matrix [..., R, K], to be loaded."""
     *rows, K = shape
-    dtype = torch.int8 if bits == 8 else torch.uint8
-    packed = torch.zeros(*rows, packed_width(K, bits, group), dtype=dtype)
-    return packed, torch.zeros(*rows, -(-K // group))
+    dtype = E4M3 if fp8 else torch.int8 if bits == 8 else torch.uint8
+    packed = torch.zeros(*rows, K if fp8 else packed_width(K, bits, group), dtype=dtype)
+    return packed, torch.zeros(*rows, scale_count(K, group))

@@ -199,7 +199,8 @@ def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], lis
 
 def _say_large(task: Task, notes: list[str]) -> None:
     (o, i), stored = task.layer.shape, task.settings.stored
-    note = f"{o}x{i}: in int{stored.bits} and groups of {stored.group} no smaller, not packed"
+    groups = f"groups of {stored.group}" if stored.group else "rows"
+    note = f"{o}x{i}: in {stored.kind} and {groups} no smaller, not packed"
     notes.extend([note] if note not in notes else [])
 
 

@@ -18,7 +18,8 @@ def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
         return CorrectedSpec(base, _correction(spec, stored, width))
     if stored.bits is None:
         return spec
-    packed = QuantizedSpec(spec, stored.bits, stored.group, _couplings(spec, stored))
+    kept = _couplings(spec, stored)
+    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8)
     return packed if packed.stored_bits(width) < spec.stored_bits(width) else spec
 
 
@@ -38,7 +39,7 @@ def _couplings(spec: Spec, stored: StoredAs) -> int | None:
 def what_becomes(recipe: Recipe) -> str:
     """What a recipe makes of most layers, in words that follow "layers"."""
     settings = recipe.own()
-    packed = f" in int{settings.stored.bits}" if settings.stored.bits else ""
+    packed = f" in {settings.stored.kind}" if settings.stored.bits else ""
     if settings.method == DENSE:
         return f"stored{packed}" if packed else "replaced as the rules say"
     if settings.stored.base:

@@ -13,12 +13,13 @@ from blr.compressor.quoting import quote
 from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS, matches
 from blr.compressor.structures.patterns import check_pattern
 from blr.compressor.structures.registry import STRUCTURES
-from blr.kernels.quantized.formats import GROUP
+from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
 
 AUTO = "auto"  # the best structure of each layer
 DENSE = "dense"  # as it is, or in the bits that `quantize` says
 NONE = "none"
-KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, NONE: None}  # to bits
+FP8 = "fp8"
+KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
 CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
 CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ else:
     Method = Literal[(*STRUCTURES, AUTO, DENSE)]
     LayerMethod = Method
 Allocation = Literal["uniform", "sensitivity"]
-Kind = Literal["int8", "int4", "int3", "int2", "none"]
+Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
+Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
 Couplings = Literal["int8", "none"]
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
@@ -65,7 +67,7 @@ class _Settings(BaseModel):
     quantize: Kind | None = None
     group: Group | None = None
     couplings: Couplings | None = None
-    base: Kind | None = None
+    base: Base | None = None
     bpw: Bits | None = None
 
 
@@ -140,7 +142,7 @@ class Recipe(RecipeFields):
             `per-head`, or `auto` by the thresholds of `blr.compressor.planning.heads`.
         solver, rounds: how to fit; None takes the family's default.
         quantize: what factors, or the dense weights of method dense, are stored in; group: numbers that
-            share a scale, 128 unless told; couplings: of BLAST, in int8 as well.
+            share a scale, 128 unless told, of fp8 a whole row; couplings: of BLAST, in int8 as well.
         base: what dense weights are stored in, to which the structure of `method` is added as a
             correction, its factors in int4 unless `quantize` says otherwise, its size by `rank`, or
             `bpw`: bits of all that is stored for each weight.
@@ -208,7 +210,8 @@ class Recipe(RecipeFields):
         kind = said("quantize") or (CORRECTION_KIND if base else NONE)
         coupled = said("couplings") or ("int8" if base else NONE)
         bpw = None if base is None or (rule and rule.rank) else said("bpw")
-        return StoredAs(KINDS[kind], said("group") or GROUP, KINDS[coupled], base, bpw)
+        group = said("group") or (ROW if kind == FP8 else GROUP)
+        return StoredAs(KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8)
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         method = rule.method or self.method
@@ -232,13 +235,19 @@ class Recipe(RecipeFields):
 class StoredAs:
     """In how many bits a layer is stored: `bits` of its numbers, in groups of `group`, `couplings` of
     BLAST's, `base` of the dense weight that the structure corrects, None for its dtype, or no base;
-    `bpw` of each weight in all, where that sizes the correction."""
+    `bpw` of each weight in all, where that sizes the correction. `fp8`: in float8, not integers."""
 
     bits: int | None = None
     group: int = GROUP
     couplings: int | None = None
     base: int | None = None
     bpw: float | None = None
+    fp8: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its numbers are stored in, as "int4", where that is not their dtype."""
+        return FP8 if self.fp8 else f"int{self.bits}"
 
 
 @dataclass(frozen=True)
@@ -312,6 +321,14 @@ def _refuse_unfit(layer: LayerSettings) -> None:
     if stored.base is not None and layer.method not in CORRECTING:
         names = ", ".join(CORRECTING)
         raise ValueError(f"method {layer.method} corrects no base; expected one of {names}")
+    if stored.fp8 and stored.group not in FP8_GROUPS:
+        raise ValueError(
+            f"group {stored.group} does not belong to fp8: leave it out, a scale a row, or 128"
+        )
+    if stored.fp8 and stored.base is not None:
+        raise ValueError(
+            f"fp8 does not belong to a correction of int{stored.base}; expected int8 to int2"
+        )
     if stored.base is not None and (layer.cf or not (layer.rank or stored.bpw)):
         raise ValueError(f"base int{stored.base} needs the size of its correction: give rank or bpw")
 

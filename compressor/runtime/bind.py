@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
 from blr.compressor.runtime.phases import Part, Phase
+from blr.kernels.fp8.reference import is_number
 from blr.kernels.gemv.reference import ACTIVATIONS
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.segments import QuantizedSegment
@@ -104,7 +105,7 @@ class Binder:
     def _module(self, phase: Phase) -> Run:
         (source, target), module = self._slots(phase), phase.module
         assert module is not None
-        dtype = next(t.dtype for t in _stored(module) if t.is_floating_point())
+        dtype = next(t.dtype for t in _stored(module) if is_number(t))
 
         def call() -> None:
             y = module(source.to(dtype))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blr.compressor.structures.specs import QuantizedSpec, stored_names
 from blr.kernels.common.layout import canonical_view, to_physical
+from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
 from blr.kernels.quantized.reference import dequantize, quantize
 
 
@@ -42,12 +43,15 @@ def pack_factor(
     """What is stored of a canonical factor, rounded to the nearest levels, by name.
 
     Args:
-        importance: what errors cost, of a shape that broadcasts to the matrix that is packed.
+        importance: what errors cost, of a shape that broadcasts to the matrix that is packed; float8
+            has no choice that it could weigh.
     """
     form = spec.format_of(name)
     if form is None:
         return {name: factor.to(scale_dtype).contiguous()}
     matrix = to_matrix(spec, name, factor)
+    if spec.fp8:
+        return dict(zip(stored_names(name), quantize_fp8(matrix, form[1], scale_dtype), strict=True))
     if importance is None and spec.tile(name):  # what tiles are filled with costs nothing
         importance = to_matrix(spec, name, torch.ones_like(factor, dtype=torch.float32))
     packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance)
@@ -62,5 +66,7 @@ def unpack_factor(
     if form is None:
         return tensors[name].to(dtype)
     packed, scale = (tensors[stored] for stored in stored_names(name))
+    if spec.fp8:
+        return from_matrix(spec, name, dequantize_fp8(packed, scale, dtype, form[1]))
     matrix = dequantize(packed, scale, form[0], spec.packed_shape(name)[-1], dtype, form[1])
     return from_matrix(spec, name, matrix)

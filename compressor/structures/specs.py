@@ -15,8 +15,8 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
 * dense           ``W``                               weight [o, i]
 
-Any of them may be stored in 8, 4, 3 or 2 bits a number (`QuantizedSpec`), and a dense weight in few
-bits be corrected by a structure (`CorrectedSpec`).
+Any of them may be stored in 8, 4, 3 or 2 bits a number, or in float8 (`QuantizedSpec`), and a dense
+weight in few bits be corrected by a structure (`CorrectedSpec`).
 
 Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (section 2) and
 "Fast Inference with Kronecker-Sparse Matrices" (section 2).
@@ -29,12 +29,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 from blr.kernels.common.orders import order_of
-from blr.kernels.quantized.formats import GROUP, check_format, packed_width
+from blr.kernels.quantized.formats import GROUP, ROW, check_format, packed_width, scale_count
 
 Pattern = tuple[int, int, int, int]
 Shape = tuple[int, ...]
 Axes = tuple[tuple[int, ...], ...]
-WIDTHS = {"U8": 8, "I8": 8}  # bits of an element by safetensors' name of its dtype
+WIDTHS = {"U8": 8, "I8": 8, "F8_E4M3": 8}  # bits of an element by safetensors' name of its dtype
 PACKED, SCALE = "_q", "_scale"
 
 
@@ -217,6 +217,8 @@ SPECS: dict[str, type[Spec]] = {
     spec.structure: spec for spec in (LowRankSpec, MonarchSpec, BlastSpec, KroneckerSpec)
 }
 KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
+# What an entry says of how a layer is packed, and what it leaves unsaid
+PACKING = {"bits": None, "group": GROUP, "kept_bits": None, "tiled": False, "fp8": False}
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ class QuantizedSpec(Spec):
     A factor becomes a matrix [..., R, K] along its contracted axis, and ``U`` is stored as ``U_q`` and
     ``U_scale``, ``factors.0`` as ``factors_q.0`` and ``factors_scale.0``. BLAST's couplings keep their
     dtype unless `kept_bits` is 8. With `tiled`, rows of U shorter than half a group share one: as many
-    as fit, each padded to a power of two.
+    as fit, each padded to a power of two. `fp8` are numbers in float8 e4m3, not integers, with a scale
+    a row where `group` is 0.
     """
 
     in_features: int = field(init=False)
@@ -236,15 +239,16 @@ class QuantizedSpec(Spec):
     group: int = GROUP
     kept_bits: int | None = None
     tiled: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if type(self.of) not in (DenseSpec, *SPECS.values()):
             raise ValueError(f"a quantized {type(self.of).__name__}: expected a plain structure")
-        check_format(self.bits, self.group)
+        check_format(self.bits, self.group, self.fp8)
         if self.kept_bits is not None and not (type(self.kept_bits) is int and self.kept_bits == 8):
             raise ValueError(f"kept_bits {self.kept_bits!r}: expected 8, or none")
-        if type(self.tiled) is not bool:
-            raise ValueError(f"tiled {self.tiled!r}: expected true or false")
+        if type(self.tiled) is not bool or type(self.fp8) is not bool:
+            raise ValueError(f"tiled {self.tiled!r}, fp8 {self.fp8!r}: expected true or false")
         for name in ("in_features", "out_features", "structure"):
             object.__setattr__(self, name, getattr(self.of, name))
 
@@ -303,19 +307,20 @@ class QuantizedSpec(Spec):
             return {name: Stored(self.shapes()[name])}
         (*rows, K), (bits, group) = self.packed_shape(name), form
         packed, scale = stored_names(name)
+        kind = "F8_E4M3" if self.fp8 else "I8" if bits == 8 else "U8"
         return {
-            scale: Stored((*rows, -(-K // group))),  # first: wider, and files are aligned
-            packed: Stored((*rows, packed_width(K, bits, group)), "I8" if bits == 8 else "U8"),
+            scale: Stored((*rows, scale_count(K, group))),  # first: wider, and files are aligned
+            packed: Stored((*rows, K if self.fp8 else packed_width(K, bits, group)), kind),
         }
 
     def to_dict(self) -> dict[str, Any]:
-        own = {"bits": self.bits, "group": self.group, "kept_bits": self.kept_bits, "tiled": self.tiled}
-        plain = {"group": GROUP, "kept_bits": None, "tiled": False}
-        return {**self.of.to_dict(), **{k: v for k, v in own.items() if k == "bits" or plain[k] != v}}
+        own = {name: getattr(self, name) for name in PACKING}
+        return {**self.of.to_dict(), **{k: v for k, v in own.items() if PACKING[k] != v}}
 
     def describe(self) -> str:
-        group = f"/{self.group}" if self.group != GROUP else ""
-        return f"{self.of.describe()} int{self.bits}{group}".strip()
+        kind, usual = ("fp8", ROW) if self.fp8 else (f"int{self.bits}", GROUP)
+        group = f"/{self.group}" if self.group != usual else ""
+        return f"{self.of.describe()} {kind}{group}".strip()
 
 
 @dataclass(frozen=True)
@@ -385,10 +390,10 @@ def spec_from_dict(fields: dict[str, Any]) -> Spec:
                 "a corrected layer of other parts: expected base and correction, plain ones"
             )
         return CorrectedSpec(**{n: spec_from_dict(p) for n, p in fields.items()})  # type: ignore[arg-type]
-    own = {name: fields.pop(name) for name in ("bits", "group", "kept_bits", "tiled") if name in fields}
+    own = {name: fields.pop(name) for name in PACKING if name in fields}
     known = {**SPECS, DenseSpec.structure: DenseSpec} if "bits" in own else SPECS
     if structure not in known:
-        names = ", ".join((*SPECS, CorrectedSpec.structure))
-        raise ValueError(f"unknown structure {structure!r}; known: {names}, or dense in some bits")
+        known_names = ", ".join((*SPECS, CorrectedSpec.structure))
+        raise ValueError(f"unknown structure {structure!r}; known: {known_names}, or dense in some bits")
     spec = known[structure](**fields)
     return QuantizedSpec(spec, **own) if own else spec

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 GROUP = 128
 GROUPS = (128, 64, 32)
+ROW = 0  # the group of numbers in float8 that share a scale a row
+FP8_GROUPS = (ROW, GROUP)
 BITS = (8, 4, 3, 2)
 # A level stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT, or x = q − OFFSET of the stored
 # field q, which is not negative below 8 bits. The grid of 3 bits widens outwards as the best one for
@@ -22,9 +24,16 @@ def packed_width(K: int, bits: int, group: int = GROUP) -> int:
     return -(-K // group) * group * bits // 8
 
 
-def check_format(bits: int, group: int = GROUP) -> None:
-    """Raise ValueError for bits or a group that there are not."""
-    for what, found, known in (("bits", bits, BITS), ("group", group, GROUPS)):
+def scale_count(K: int, group: int) -> int:
+    """Scales of a row of K elements."""
+    return -(-K // group) if group else 1
+
+
+def check_format(bits: int, group: int = GROUP, fp8: bool = False) -> None:
+    """Raise ValueError for bits or a group that there are not, of integers or of float8."""
+    groups = FP8_GROUPS if fp8 else GROUPS
+    for what, found, known in (("bits", bits, (8,) if fp8 else BITS), ("group", group, groups)):
         if type(found) is not int or found not in known:
-            names = ", ".join(map(str, known[:-1]))
-            raise ValueError(f"{what} {found!r}: expected {names} or {known[-1]}")
+            *others, last = map(str, known)
+            names = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"{what} {found!r}: expected {names}")

@@ -21,7 +21,8 @@ from blr.compressor.structures.specs import (
     Spec,
     spec_from_dict,
 )
-from blr.kernels.quantized.formats import BITS, GROUPS
+from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
+from blr.kernels.quantized.formats import BITS, FP8_GROUPS, GROUPS
 
 pytestmark = pytest.mark.fast
 
@@ -42,10 +43,11 @@ CORRECTED: list[Spec] = [
     CorrectedSpec(BASE, QuantizedSpec(MonarchSpec(150, 200, 5, 2), 4, 32, tiled=True)),
     CorrectedSpec(BASE, QuantizedSpec(BlastSpec(150, 200, 5, 7), 3, 64, kept_bits=8, tiled=True)),
 ]
+FLOATS = [QuantizedSpec(s, 8, g, fp8=True) for s in PLAIN for g in FP8_GROUPS]
 EVERY = [QuantizedSpec(s, b, g) for s in PLAIN for b in BITS for g in GROUPS]
 
 
-@pytest.mark.parametrize("spec", [*PLAIN[1:], *EVERY[::5], *CORRECTED], ids=repr)
+@pytest.mark.parametrize("spec", [*PLAIN[1:], *EVERY[::5], *FLOATS, *CORRECTED], ids=repr)
 def test_a_spec_is_what_its_entry_says(spec: Spec) -> None:
     assert spec_from_dict(spec.to_dict()) == spec
 
@@ -73,6 +75,33 @@ def test_every_format_stores_what_it_says_and_gives_it_back(spec: Spec, tiled: b
         assert sum(8 * tensor.nbytes for tensor in found.values()) == packing.stored_bits()
         kinds = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: None}
         assert all(kinds[tensor.dtype] == stored[name].dtype for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("packing", FLOATS, ids=repr)
+def test_float8_stores_what_it_says_to_within_half_a_step(packing: QuantizedSpec) -> None:
+    """e4m3 has four bits of mantissa, one of them implied: 1/16 of a number, or of the least normal."""
+    torch.manual_seed(0)
+    stored = packing.stored()
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in packing.shapes().items():
+        factor = torch.randn(shape) * torch.logspace(-3, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
+        tensors = pack_factor(packing, name, factor, torch.float32)
+        found |= tensors
+        back = unpack_factor(packing, name, tensors, torch.float32)
+        least = tensors.get(f"{name}_scale", torch.zeros(1)).max() * 2**-6
+        assert bool(((back - factor).abs() <= factor.abs().clamp_min(least) / 16 * 1.001).all())
+    assert {n: tuple(t.shape) for n, t in found.items()} == {n: s.shape for n, s in stored.items()}
+    assert sum(8 * tensor.nbytes for tensor in found.values()) == packing.stored_bits(32)
+    kinds = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: None}
+    assert all(kinds[tensor.dtype] == stored[name].dtype for name, tensor in found.items())
+
+
+def test_float8_of_zeros_and_of_what_a_scale_rounded_down_leaves_beyond_448() -> None:
+    w = torch.tensor([[0.0, 0.0], [1e-30, 0.0], [448 * 1.0039, -3.0], [3e38, -3e38]])
+    q, scale = quantize_fp8(w, scale_dtype=torch.bfloat16)
+    back = dequantize_fp8(q, scale, torch.float32)
+    assert bool(torch.isfinite(back).all())
+    assert torch.allclose(back, w, rtol=0.04, atol=1e-32)
 
 
 @pytest.mark.parametrize("spec", CORRECTED, ids=repr)
@@ -113,6 +142,11 @@ SVD = {"structure": "svd", "in_features": 64, "out_features": 64, "rank": 4}
         {**SVD, "bits": 4, "kept_bits": 4},
         {**SVD, "bits": 4, "tiled": 1},
         {**SVD, "group": 64},
+        {**SVD, "fp8": True},
+        {**SVD, "bits": 8, "fp8": True, "group": 64},
+        {**SVD, "bits": 4, "fp8": True},
+        {**SVD, "bits": 8, "fp8": 1},
+        {**SVD, "bits": 8, "group": 0},
         {"structure": "corrected"},
         {"structure": "corrected", "base": SVD, "correction": SVD},
         {"structure": "corrected", "base": {**SVD, "bits": 2}, "correction": SVD},
