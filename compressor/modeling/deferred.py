@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from blr.compressor.modeling.chunked import CONSUMERS
-from blr.compressor.modeling.expressions import Node, Source
+from blr.compressor.modeling.expressions import Node, Source, leaves, mapped
 from blr.compressor.modeling.recording import record
 from blr.compressor.modeling.settings import warn_once
 from blr.kernels.common.transient import transient_bytes
@@ -54,12 +53,12 @@ class Deferred(Tensor):
         name = getattr(func, "__name__", "")
         if _writes(name, kwargs):
             return _written(func, args, kwargs)
-        nodes = tree_map_only(Deferred, lambda held: held.node, (args, kwargs))
-        if all(leaf.value is None for leaf in tree_leaves(nodes) if isinstance(leaf, Node)):
+        nodes = mapped(Deferred, _node, (args, kwargs))
+        if all(node.value is None for node in leaves(nodes, Node)):
             consumer = CONSUMERS.get(name)
             result = consumer(*nodes[0], **nodes[1]) if consumer else record(func, name, *nodes)
             if result is not NotImplemented:
-                return tree_map_only(Node, Deferred, result)
+                return mapped(Node, Deferred, result)
             if name != "cat":  # a cache of keys and values, which holds them anyway
                 _say_whole(name)
         return func(*_whole(args), **_whole(kwargs))
@@ -105,7 +104,7 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that writes on whole tensors, which stand for the arguments from then on."""
-    held = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
+    held = leaves((args, kwargs), Deferred)
     for source in set().union(*(leaf.node.sources for leaf in held)):
         for node in list(source.dependents):
             node.settle()
@@ -113,8 +112,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     return next((leaf for leaf in held if leaf.node.value is result), result)
 
 
+def _node(held: Deferred) -> Node:
+    return held.node
+
+
 def _whole(tree: Any) -> Any:
-    return tree_map_only(Deferred, lambda held: held.node.part({}, {}), tree)
+    return mapped(Deferred, lambda held: held.node.part({}, {}), tree)
 
 
 def _say_whole(name: str) -> None:

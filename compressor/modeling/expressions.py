@@ -9,12 +9,11 @@ features of the layer's output, "h" for heads, None where every part has the who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Size, Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 Label = int | str | None
 Region = dict[Any, tuple[int, int]]  # label to (start, stop); what is not named is whole
@@ -194,11 +193,10 @@ class Replayed(Node):
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Any, like: Tensor, labels: tuple[Label, ...]
+        self, function: Callable[..., Any], arguments: Any, like: Like, labels: tuple[Label, ...]
     ) -> None:
         self.function, self.arguments = function, arguments
-        nodes = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Node)]
-        super().__init__(like.shape, like.dtype, labels, nodes)
+        super().__init__(like.shape, like.dtype, labels, leaves(arguments, Node))
 
     def _part(self, region: Region, memo: Memo) -> Tensor:
         def tensor(leaf: Any) -> Any:
@@ -206,9 +204,35 @@ class Replayed(Node):
                 return leaf.part(region, memo)
             return sliced(leaf, self.shape, self.labels, region)
 
-        args, kwargs = tree_map_only((Node, Tensor), tensor, self.arguments)
+        args, kwargs = mapped((Node, Tensor), tensor, self.arguments)
         result: Tensor = self.function(*args, **kwargs)
         return result
+
+
+class Like(NamedTuple):
+    """What a result would be."""
+
+    shape: Size
+    dtype: torch.dtype
+
+
+def mapped(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` of tuples, lists and dicts with `function` of every leaf of `kind`. That of
+    `torch.utils._pytree` takes 20 to 50 µs a call, as long as a chunk does on a GPU."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([mapped(kind, function, leaf) for leaf in tree])
+    if type(tree) is dict:
+        return {key: mapped(kind, function, leaf) for key, leaf in tree.items()}
+    return tree
+
+
+def leaves(tree: Any, kind: Any) -> list[Any]:
+    """Those of `kind` in a tree of tuples, lists and dicts."""
+    found: list[Any] = []
+    mapped(kind, found.append, tree)
+    return found
 
 
 def sliced(tensor: Tensor, shape: Sequence[int], labels: Sequence[Label], region: Region) -> Tensor:

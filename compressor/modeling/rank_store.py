@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from blr.compressor.modeling.expressions import (
     Heads,
+    Like,
     Memo,
     Narrow,
     Node,
@@ -19,6 +19,7 @@ from blr.compressor.modeling.expressions import (
     Region,
     Replayed,
     Source,
+    mapped,
 )
 
 Extend = Callable[[Tensor, int], Tensor]  # a tensor of new tokens and their dimension, to all tokens'
@@ -129,12 +130,10 @@ def _replayed(node: Replayed, leaf: Node, extend: Extend) -> Node:
         sizes[dim] = node.shape[at]
         return extend(part.expand(sizes), dim)
 
-    arguments = tree_map_only((Node, Tensor), more, node.arguments)
+    arguments = mapped((Node, Tensor), more, node.arguments)
     shape = list(node.shape)
     shape[at] = leaf.shape[1]
-    return Replayed(
-        node.function, arguments, torch.empty(shape, dtype=node.dtype, device="meta"), node.labels
-    )
+    return Replayed(node.function, arguments, Like(torch.Size(shape), node.dtype), node.labels)
 
 
 def _pack(ranks: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from blr.compressor.modeling.expressions import (
     Expanded,
     Heads,
+    Like,
     Narrow,
     Node,
     Permuted,
     Repeated,
     Replayed,
+    leaves,
+    mapped,
 )
 
 # Functions of torch by name, of every element by itself, without the underscores of operators.
@@ -32,6 +34,8 @@ POINTWISE = {
 }
 # Of every row of the last dimension by itself.
 ROWWISE = {"mean", "sum", "var", "norm", "rms_norm", "layer_norm"}
+MOST_TRIALS = 1024
+_TRIALS: dict[Any, Like] = {}
 _CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -48,10 +52,10 @@ def record(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    nodes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Node)]
+    nodes = leaves((args, kwargs), Node)
     like = _trial(func, args, kwargs)
     labels = nodes[0].labels
-    if any(node.labels != labels for node in nodes) or like.dim() != len(labels):
+    if any(node.labels != labels for node in nodes) or len(like.shape) != len(labels):
         return NotImplemented
     if not any(like.shape == node.shape for node in nodes):
         return NotImplemented
@@ -182,15 +186,39 @@ RECORDED: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-def _trial(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """What `func` gives on the meta device: shape and dtype of its result."""
+def _trial(func: Any, args: Any, kwargs: Any) -> Like:
+    """Shape and dtype of what `func` gives, from the meta device, once for all arguments alike."""
+    key = (func, _outline(args), _outline(kwargs))
+    try:
+        found = _TRIALS.get(key)
+    except TypeError:  # an argument that has no hash
+        return _tried(func, args, kwargs)
+    if found is None:
+        if len(_TRIALS) >= MOST_TRIALS:
+            _TRIALS.clear()
+        found = _TRIALS[key] = _tried(func, args, kwargs)
+    return found
 
+
+def _outline(tree: Any) -> Any:
+    """`tree` with shapes and dtypes in place of tensors, as a key. Numbers count with their types,
+    which decide about a result's."""
+    if isinstance(tree, Node | Tensor):
+        return tuple(tree.shape), tree.dtype
+    if isinstance(tree, tuple | list):
+        return tuple(_outline(leaf) for leaf in tree)
+    if isinstance(tree, dict):
+        return tuple((name, _outline(leaf)) for name, leaf in tree.items())
+    return (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else (type(tree), tree)
+
+
+def _tried(func: Any, args: Any, kwargs: Any) -> Like:
     def empty(leaf: Any) -> Tensor:
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
 
-    made = tree_map_only((Node, Tensor), empty, (args, kwargs))
+    made = mapped((Node, Tensor), empty, (args, kwargs))
     result: Tensor = func(*made[0], **made[1])
-    return result
+    return Like(result.shape, result.dtype)
 
 
 def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
