@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from blr.compressor.architectures import Family
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.parallel.processes import Processes
@@ -29,12 +31,31 @@ from blr.compressor.text.reading import Calibration
 class Batch:
     """Hidden states [m, w, d] on their way through the blocks, with the other arguments of a block
     and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
-    compressed one. Both are kept on the CPU, and are empty in processes that do not own the batch."""
+    compressed one. Both stay on the device that `start` put them on, and are empty in processes that
+    do not own the batch."""
 
     hidden: Tensor
     student: Tensor
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     mask: Tensor
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Those [n, …] of real tokens of `values` [m, w, …]; waits for no GPU."""
+        flat = values.flatten(0, 1)
+        return flat if self._real is None else flat[self._real.to(flat.device)]
+
+    @cached_property
+    def _real(self) -> Tensor | None:
+        """Numbers of the real tokens; None if all are."""
+        return None if bool(self.mask.all()) else self.mask.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real ones."""
+        return int(self.mask.sum())
+
+
+STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
 class _Reached(Exception):
@@ -81,13 +102,16 @@ class BlockModel:
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
         """The hidden states that enter the first block; batches are dealt out to `processes`."""
-        first, batches = self.blocks[0], []
+        first, batches, place = self.blocks[0], list[Batch](), None
+        tokens = calibration.tokens // (1 if processes is None else processes.count)
         for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
             arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
             if not bool(mask.all()):
                 arguments["attention_mask"] = mask.to(self.device)
             hidden, rest = self._entering(first, arguments)
-            kept = hidden.cpu() if processes is None or processes.owns(n) else torch.empty(0)
+            size = STATES * tokens * hidden.shape[-1] * hidden.element_size()
+            place = place or home(size, self.device)
+            kept = hidden.to(place) if processes is None or processes.owns(n) else torch.empty(0)
             batches.append(Batch(kept, kept, rest, mask.bool()))
         return batches
 

@@ -12,16 +12,20 @@ their order: processes share out the parts, and the result does not depend on ho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.blocks import Batch, run_block
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
-from blr.compressor.rounding.latent import Latent, Trained
+from blr.compressor.rounding.bank import Banks
+from blr.compressor.rounding.latent import Trained
 from blr.compressor.structures.linalg import cholesky
 
 RATE = 0.01  # of a tensor's root mean square, a step
@@ -59,9 +63,11 @@ class Refitting:
         targets: dict[int, Tensor],
         metric: Tensor | None,
     ) -> None:
-        self.block, self.trained, self.processes = block, trained, processes
+        self.block, self.trained, self.processes = block, Banks(trained), processes
         self.parameters = [part.parameter for part in trained]
-        self.masters = [master for part in trained for master, _ in part.masters]
+        found = [master for part in trained for master in part.masters]
+        self.masters, self.shares = [master for master, _ in found], [share for _, share in found]
+        self.rate = PACKED_RATE if self.trained.banks else RATE
         self.batches, self.targets, self.device = batches, targets, self.masters[0].device
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
@@ -71,34 +77,31 @@ class Refitting:
     def run(self, epochs: int, seed: int) -> Refit:
         """Train for so many epochs and keep the best; the batches' order follows from `seed`."""
         order = torch.Generator().manual_seed(seed)
-        optimizer, schedule = _optimizer(self.trained, epochs * len(self.train))
+        optimizer = Adam(self.masters, rates_of(self.masters, self.shares, self.rate))
+        steps = epochs * len(self.train)
         best = before = self._judge()
         kept = self._values()
         for _ in range(epochs):
             for n in torch.randperm(len(self.train), generator=order).tolist():
-                optimizer.zero_grad(set_to_none=True)
-                self._gradients(self.train[n])
-                self._move(optimizer)
-                schedule.step()
+                with tensor_cores(self.device):
+                    self._gradients(self.train[n])
+                self._move(optimizer, factor_at(optimizer.steps, steps, max(1, round(WARM_UP * steps))))
             now = self._judge()
             if now < best:
                 best, kept = now, self._values()
         with torch.no_grad():
             for master, value in zip(self.masters, kept, strict=True):
                 master.copy_(value)
-        for part in self.trained:
-            part.publish()
+        self.trained.publish()
         return Refit(before, best)
 
     def _values(self) -> list[Tensor]:
         return [master.detach().clone() for master in self.masters]
 
-    def _move(self, optimizer: torch.optim.Optimizer) -> None:
-        for part in self.trained:
-            part.collect()
-        optimizer.step()
-        for part in self.trained:
-            part.publish()
+    def _move(self, optimizer: Adam, factor: float) -> None:
+        self.trained.collect()
+        optimizer.move([_gradient(master) for master in self.masters], factor)
+        self.trained.publish()
 
     @torch.no_grad()
     def _judge(self) -> float:
@@ -109,14 +112,14 @@ class Refitting:
 
     def _whole(self, n: int) -> float:
         batch = self.batches[n]
-        return float(self._loss(batch, batch.student, self.targets[n], int(batch.mask.sum())))
+        return float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
 
     def _gradients(self, n: int) -> None:
         """Leave those of the batch's mean error in the parameters."""
         source, batch = self.processes.owner(n), self.batches[n]
         student = self.processes.shared(batch.student if self.processes.owns(n) else None, source)
         target = self.processes.shared(self.targets.get(n), source)
-        tokens, parts = int(batch.mask.sum()), self._parts(batch)
+        tokens, parts = batch.tokens, self._parts(batch)
         windows = torch.arange(len(batch.mask)).tensor_split(parts)
         total = OrderedSum(self.processes, parts)
         for turn in rounds(self.processes, parts):
@@ -136,20 +139,35 @@ class Refitting:
         self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int
     ) -> Tensor:
         """Gradients [n] of all parameters by the error of some windows of the batch."""
-        part, rows = window_rows(batch, windows), windows.to(student.device)
+        part = window_rows(batch, windows)
+        if part is not batch:
+            rows = windows.to(student.device)
+            student, target = student[rows], target[rows]
         for parameter in self.parameters:
             parameter.grad = None
-        self._loss(part, student[rows], target[rows], tokens).backward()
+        self._loss(part, student, target, tokens).backward()
         return torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
         """Error of the batch's tokens, as its share in a mean over so many `tokens`."""
-        mask = batch.mask.to(self.device)
         out = run_block(self.block, student.to(self.device), batch)
-        missed = (out - target.to(self.device))[mask]
+        missed = batch.rows(out - target.to(self.device))
         if self.root is not None:
             missed = missed @ self.root
         return missed.square().sum() / tokens
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """On a GPU products of float32 meanwhile take their factors as TF32: exact enough for gradients of
+    rounded weights, and several times as fast. Errors are judged without."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def window_rows(batch: Batch, windows: Tensor) -> Batch:
@@ -169,7 +187,7 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
     return replace(batch, arguments=(cut(positional), cut(named)), mask=batch.mask[windows])
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -178,21 +196,3 @@ def _root(metric: Tensor) -> Tensor:
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
     identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
     return cholesky(metric + RIDGE * identity).float()
-
-
-def _optimizer(
-    trained: list[Trained], steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    masters = [found for part in trained for found in part.masters]
-    rate = PACKED_RATE if any(isinstance(part, Latent) for part in trained) else RATE
-    groups = [{"params": [m], "lr": rate * share * _size(m)} for m, share in masters]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    warm = max(1, round(WARM_UP * steps))
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warm) * max(0.0, 1 - step / max(steps, 1))
-    )
-
-
-def _size(master: Tensor) -> float:
-    """Root mean square."""
-    return float(master.detach().square().mean().sqrt())

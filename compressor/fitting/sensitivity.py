@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from blr.compressor.errors import NumericsError
 from blr.compressor.fitting.blocks import Batch, BlockModel, captured_inputs, run_block
 from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.work import Work
 from blr.compressor.parallel.shares import share_out
 from blr.compressor.parallel.sums import OrderedSum, rounds
@@ -68,11 +69,13 @@ class Sweep:
         self.work, self.model, self.batches = work, model, batches
         self.processes = work.processes
         self.mine = {n: batch for n, batch in enumerate(batches) if self.processes.owns(n)}
+        size = sum(batch.hidden.nbytes for batch in self.mine.values())
+        self.home = home((len(model) + 1) * size, model.device)  # of states and gradients
         self.found = Sensitivity()
 
     def run(self) -> Sensitivity:
         model = self.model
-        levels = [{n: batch.hidden for n, batch in self.mine.items()}]
+        levels = [{n: batch.hidden.to(self.home) for n, batch in self.mine.items()}]
         with self.work.progress.layers(2 * len(model), "measuring sensitivity") as advance:
             for index in range(len(model)):
                 advance(f"block {index} forward")
@@ -87,7 +90,7 @@ class Sweep:
     def _forward(self, index: int, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
         block = self.model.load_block(index)
         return {
-            n: run_block(block, state.to(self.model.device), self.mine[n]).cpu()
+            n: run_block(block, state.to(self.model.device), self.mine[n]).to(self.home)
             for n, state in hidden.items()
         }
 
@@ -99,7 +102,7 @@ class Sweep:
             state = state.to(self.model.device).detach().requires_grad_(True)
             _loss(self.model.model, state, self.mine[n].mask.to(state.device), generator).backward()
             assert state.grad is not None
-            gradients[n] = state.grad.cpu()
+            gradients[n] = state.grad.to(self.home)
         return gradients
 
     def _backward(
@@ -119,7 +122,9 @@ class Sweep:
             parts: dict[tuple[str, str], Tensor] = {}
             if n in self.mine:
                 state = hidden[n].to(self.model.device).detach()
-                parts, entering[n] = _products(block, names, heads, state, self.mine[n], gradients[n])
+                given = gradients[n].to(state.device)
+                parts, found = _products(block, names, heads, state, self.mine[n], given)
+                entering[n] = found.to(self.home)
             for key, total in sums.items():
                 total.add(parts.get(key))
         self._record(index, block, {key: total.total() for key, total in sums.items()})
@@ -148,9 +153,7 @@ class Sweep:
 def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
-    """What one batch adds to each sum, and the gradient that enters the block (on the CPU)."""
-    keep = batch.mask.to(state.device)
-    gradient = gradient.to(state.device)
+    """What one batch adds to each sum, and the gradient that enters the block."""
     state.requires_grad_(True)
     with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
         run_block(block, state, batch).backward(gradient)
@@ -159,7 +162,8 @@ def _products(
         assert result.grad is not None
         rows[name, "out"] = result.grad
     assert state.grad is not None
-    return {key: values[keep].mT @ values[keep] for key, values in rows.items()}, state.grad.cpu()
+    kept = {key: batch.rows(values) for key, values in rows.items()}
+    return {key: values.mT @ values for key, values in kept.items()}, state.grad
 
 
 def _loss(model: Any, hidden: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
@@ -170,9 +174,16 @@ def _loss(model: Any, hidden: Tensor, mask: Tensor, generator: torch.Generator) 
     base = model.base_model
     norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
     logits = model.get_output_embeddings()(norm(hidden)).flatten(0, 1)
-    chances = logits.detach().softmax(-1).cpu()
-    drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)
+    drawn = draw_tokens(logits.detach(), generator)
     return torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+
+
+def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token [n] by each row of `logits` [n, v], from uniform numbers of the CPU's `generator`, so that
+    the draws are one machine's as another's, and nothing of a vocabulary's size leaves the GPU."""
+    below = logits.softmax(-1).cumsum(-1)
+    chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
+    return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 class _tapped:

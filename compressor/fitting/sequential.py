@@ -34,6 +34,7 @@ from blr.compressor.fitting.factorize import Job, Result, check_range, keep_fact
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import Sensitivity
+from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
 from blr.compressor.fitting.work import Work
@@ -44,7 +45,7 @@ from blr.compressor.rounding.latent import Plain, Trained
 
 REFIT = 3  # raise it when the refit's results change
 NORM = "norm"  # prefix of theirs in the journal
-CACHE_BYTES = 4 << 30  # of dense inputs of one block kept on the CPU; beyond, they are recomputed
+CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
 
 
 @dataclass
@@ -180,16 +181,15 @@ class BlockFit:
 
     def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
         batch = self.run.batches[n]
-        keep = batch.mask.to(self.run.model.device)
         dense = self._dense_inputs(n, group)
-        x = dense[group.modules[0]][keep]
+        x = batch.rows(dense[group.modules[0]])
         if not sequential:
             return Inputs(x)
         student = self._inputs(self.student, batch.student, batch, group)
         drift = None
         if group.residual is not None:
-            drift = (dense[group.residual] - student[group.residual])[keep]
-        return Inputs(student[group.modules[0]][keep], x, drift)
+            drift = batch.rows(dense[group.residual] - student[group.residual])
+        return Inputs(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
         """Input of the group's layers and of its residual module."""
@@ -199,27 +199,30 @@ class BlockFit:
         return kept
 
     def _dense_inputs(self, n: int, group: Group) -> dict[str, Tensor]:
-        batch = self.run.batches[n]
-        if not self._fits_cache():
-            return self._inputs(self.dense, batch.hidden, batch, group)
+        batch, device = self.run.batches[n], self.run.model.device
+        if self.cache is None and (place := self._cache_place()):
+            self.cache = {n: self._all_inputs(b, place) for n, b in self.run.mine.items()}
         if self.cache is None:
-            self.cache = {n: self._all_inputs(batch) for n, batch in self.run.mine.items()}
-        return {name: t.to(self.run.model.device) for name, t in self.cache[n].items()}
+            return self._inputs(self.dense, batch.hidden, batch, group)
+        wanted = {group.modules[0], group.residual}
+        return {name: t.to(device) for name, t in self.cache[n].items() if name in wanted}
 
-    def _all_inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def _all_inputs(self, batch: Batch, place: torch.device) -> dict[str, Tensor]:
         groups = self.run.model.family.groups
         names = {name for g in groups for name in (g.modules[0], g.residual) if name}
         with captured_inputs(self.dense, sorted(names)) as kept:
             out = run_block(self.dense, batch.hidden.to(self.run.model.device), batch)
-        return {name: tensor.cpu() for name, tensor in kept.items()} | {"": out.cpu()}
+        return {name: tensor.to(place) for name, tensor in kept.items()} | {"": out.to(place)}
 
-    def _fits_cache(self) -> bool:
+    def _cache_place(self) -> torch.device | None:
+        """Where the dense inputs of this block are kept; None if they are too large."""
         tokens = sum(batch.mask.numel() for batch in self.run.mine.values())
         groups = self.run.model.family.groups
         inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in groups]
         widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
-        wide = max(max(shape) for shape in inputs)
-        return 4 * tokens * (2 * sum(widths) + wide) <= CACHE_BYTES
+        size = 4 * tokens * (2 * sum(widths) + max(max(shape) for shape in inputs))
+        place = home(size, self.run.model.device)
+        return place if place.type != "cpu" or size <= CACHE_BYTES else None
 
     def _install(self, name: str, module: str, key: str) -> None:
         """Put what is stored of `module` into the student."""
@@ -242,9 +245,12 @@ class BlockFit:
     def _dense_outputs(self) -> dict[int, Tensor]:
         """By number of batch, of this process's."""
         if self.cache is not None:
-            return {n: kept[""] for n, kept in self.cache.items()}
-        device, mine = self.run.model.device, self.run.mine
-        return {n: run_block(self.dense, b.hidden.to(device), b).cpu() for n, b in mine.items()}
+            return {n: kept[""].to(self.run.batches[n].hidden.device) for n, kept in self.cache.items()}
+        return {n: self._out(self.dense, b.hidden, b) for n, b in self.run.mine.items()}
+
+    def _out(self, block: nn.Module, states: Tensor, batch: Batch) -> Tensor:
+        """The block's output, where its input is kept."""
+        return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 
     def _refit(self, targets: dict[int, Tensor]) -> None:
         work, epochs = self.run.work, self.run.epochs
@@ -313,7 +319,6 @@ class BlockFit:
 
     @torch.no_grad()
     def _advance(self, targets: dict[int, Tensor]) -> None:
-        device = self.run.model.device
         for n, batch in self.run.mine.items():
             batch.hidden = targets[n]
-            batch.student = run_block(self.student, batch.student.to(device), batch).cpu()
+            batch.student = self._out(self.student, batch.student, batch)

@@ -71,22 +71,27 @@ class Latent:
     def publish(self) -> None:
         """Give the parameter the rounded value of the masters."""
         levels, scale = self._levels()
-        value = values_of(levels, scale, self.bits)
+        self.take(values_of(levels, scale, self.bits))
+
+    def take(self, value: Tensor) -> None:
+        """Give the parameter `value`, shaped as the latent weights."""
         self.parameter.copy_(self.place.back(value.flatten(-2)[..., : self.width]))
+
+    def given(self) -> Tensor:
+        """The parameter's gradient, shaped as the latent weights; the parameter keeps none."""
+        assert self.parameter.grad is not None
+        gradient, self.parameter.grad = self.parameter.grad, None
+        return self._groups(gradient.float())
 
     @torch.no_grad()
     def collect(self) -> None:
         """Add the parameter's gradient to those of the masters, and drop it."""
         if self.parameter.grad is None:
             return
-        gradient = self._groups(self.parameter.grad.float())
-        self.parameter.grad = None
         levels, scale = self._levels()
-        unit = torch.where(scale == 0, 0.0, self.latent / scale)
-        step = values_of(levels, torch.ones_like(scale), self.bits)
-        within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
-        _add(self.latent, gradient * within)
-        _add(self.scale, (gradient * (step - unit * within)).sum(-1, keepdim=True))
+        found = straight_through(self.latent, scale, levels, self.given(), self.bits)
+        for master, gradient in zip((self.latent, self.scale), found, strict=True):
+            _add(master, gradient)
 
     def rounded(self) -> tuple[Tensor, Tensor]:
         """Levels int8 [..., R, K'] of whole groups, and scales [..., R, groups] as they are stored."""
@@ -103,6 +108,16 @@ class Latent:
         self.width = matrix.shape[-1]
         padded = nn.functional.pad(matrix, (0, -self.width % self.group))
         return padded.unflatten(-1, (-1, self.group))
+
+
+def straight_through(
+    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of latent weights [..., G] and of scales [..., 1] from that of the rounded values."""
+    unit = torch.where(scale == 0, 0.0, latent / scale)
+    step = values_of(levels, torch.ones_like(scale), bits)
+    within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
+    return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
 
 
 def _add(master: Tensor, gradient: Tensor) -> None:

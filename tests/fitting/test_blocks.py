@@ -17,7 +17,7 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel, run_block
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
-from blr.compressor.fitting.sensitivity import curve, measure
+from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.progress import Progress
@@ -73,7 +73,7 @@ def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> N
     for n, ids in enumerate(given.ids):
         generator = torch.Generator().manual_seed(layer_seed(0, f"loss:{n}"))
         logits = whole(ids, use_cache=False).logits.flatten(0, 1)
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        drawn = draw_tokens(logits.detach(), generator)
         torch.nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
         gradient = layer.kept.grad.flatten(0, 1).double()
         total += gradient.T @ gradient
