@@ -6,6 +6,9 @@ its row, or of its block of 128 along the axis that is summed over, to 448, the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from blr.kernels.quantized.formats import ROW
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+SLACK = 1.0625  # by which rounding may lengthen a row
 
 
 def quantize_fp8(
@@ -52,3 +56,70 @@ def is_number(tensor: Tensor) -> bool:
     """Whether `tensor` holds floating-point numbers that mean something by themselves: those of float8
     are nothing without their scales, and few of torch's functions take them."""
     return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+class Rows(NamedTuple):
+    """Activations in float8 and what products need of them.
+
+    q: float8 [n, K]. scale: float32 [n]. norm: float32 [n], a bound of the Euclidean norm of a row of
+    ``scale · q``; unit_norm: float32 [n], ``scale / norm``, zero of a row of zeros.
+    """
+
+    q: Tensor
+    scale: Tensor
+    unit_norm: Tensor
+    norm: Tensor
+
+
+def quantize_rows(
+    x: Tensor,
+    make: str = "",
+    other: Tensor | None = None,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+) -> Rows:
+    """Rows of activations in float8, a scale each.
+
+    Args:
+        x: [n, K]. make: what is made of it before: "" nothing; "rms" its RMS norm times `gain` [K];
+            "swiglu" silu(x) ⊙ `other` [n, K]; "gelu" or "gelu_tanh".
+    """
+    v = MAKES[make](x, other, gain, eps).float()
+    scale = v.abs().amax(-1) / LARGEST
+    unit = torch.where(scale[:, None] > 0, v / scale[:, None], 0.0)
+    length = SLACK * unit.square().sum(-1).sqrt()
+    return Rows(unit.to(E4M3), scale, torch.where(length > 0, 1 / length, 0.0), scale * length)
+
+
+def _rms(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Tensor:
+    assert gain is not None
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return gain * normed.to(x.dtype)
+
+
+def _swiglu(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Tensor:
+    assert other is not None
+    return torch.nn.functional.silu(x) * other
+
+
+MAKES: dict[str, Callable[..., Tensor]] = {
+    "": lambda x, other, gain, eps: x,
+    "rms": _rms,
+    "swiglu": _swiglu,
+    "gelu": lambda x, other, gain, eps: torch.nn.functional.gelu(x),
+    "gelu_tanh": lambda x, other, gain, eps: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def product(
+    a: Tensor, b: Tensor, by_row: Tensor, by_col: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``by_row · by_col · a bᵀ + bias``, [B, M, N] in `dtype`, float8 being rounded to within ±448.
+
+    Args:
+        a: float8 [B, M, K], b: float8 [B, N, K]. by_row: [M]. by_col, bias: [B, N].
+    """
+    y = a.float() @ b.float().mT * by_row[:, None].float() * by_col[:, None].float()
+    y = y if bias is None else y + bias[:, None].float()
+    return y.clamp(-LARGEST, LARGEST).to(dtype) if dtype == E4M3 else y.to(dtype)

@@ -1,0 +1,193 @@
+"""Launches the kernels of float8: rows of activations, batched products, BLAST's mix."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows
+from blr.kernels.gemm.launch import run_length
+
+
+class Tile(NamedTuple):
+    """How a product is cut. programs: a multiprocessor, 0 for one a tile. store: 0 by pointers, 1 by the
+    bulk copy engine, 2 in halves. exact: terms, at most BK, that the tensor cores add with fewer bits
+    than float32 before their sum is added in float32; None for all of a row."""
+
+    BM: int = 128
+    BN: int = 128
+    BK: int = 128
+    GROUP: int = 8
+    warps: int = 8
+    stages: int = 4
+    programs: int = 0
+    store: int = 0
+    flatten: bool = False
+    tma: bool = True
+    exact: int | None = None
+
+
+def quantize_rows(
+    x: Tensor,
+    make: str = "",
+    other: Tensor | None = None,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+) -> Rows:
+    """As of `reference.quantize_rows`, one kernel; a row of `x` has stride 1."""
+    from blr.kernels.fp8.triton import quantize_kernel
+
+    n, K = x.shape
+    q = torch.empty(n, K, dtype=E4M3, device=x.device)
+    scale, unit_norm, norm = torch.empty(3, n, dtype=torch.float32, device=x.device).unbind()
+    block = 1 << max(K - 1, 1).bit_length()
+    if n:
+        quantize_kernel[(n,)](
+            *(x, x if other is None else other, x if gain is None else gain),
+            *(q, scale, unit_norm, norm, K, x.stride(0)),
+            *(0 if other is None else other.stride(0), q.stride(0), eps),
+            MAKE=make,
+            BLOCK=block,
+            SLACK=SLACK,
+            LARGEST=LARGEST,
+            num_warps=min(max(block // 1024, 1), 8),
+        )
+    return Rows(q, scale, unit_norm, norm)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    by_row: Tensor,
+    by_col: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    part: int | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``out = by_row · by_col · a bᵀ + bias`` for every batch.
+
+    Args:
+        a: float8 [B, M, K], b: float8 [B, N, K], K of stride 1. by_row: float32 [M], of all batches;
+            by_col: float32 [B, N]. bias: [B, N] or None.
+        out: [B, M, N] of stride 1, bfloat16, float16, float32 or float8; or, with `part`,
+            [B, M, N / part, part], any strides but the last.
+
+    Returns:
+        `out`.
+    """
+    batch, M, K = a.shape
+    N = b.shape[1]
+    if batch * M * N == 0:
+        return out
+    tile = tile or tile_for(M, N, K)
+    column = (0, N) if part is None else (out.stride(2), part)
+    tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
+    scales = (by_row, by_col, out if bias is None else bias, out)
+    config = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
+    config |= {"EXACT": tile.exact, "num_warps": tile.warps}
+    config |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
+    tiles = -(-M // tile.BM) * -(-N // tile.BN)
+    if tile.tma and tma_ready(a, b):
+        store = tile.store if batch == 1 and part is None and _stores(out) else 0
+        _by_engine(a, b, scales, tail, tile._replace(store=store), tiles, config)
+        return out
+    from blr.kernels.fp8.triton import product_kernel
+
+    product_kernel[(tiles, batch)](
+        *(a, b, *scales, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1)),
+        *(by_col.stride(0), *tail),
+        **config,
+        num_stages=min(tile.stages, 3),
+    )
+    return out
+
+
+def _by_engine(
+    a: Tensor, b: Tensor, scales: Any, tail: Any, tile: Tile, tiles: int, config: dict[str, Any]
+) -> None:
+    from blr.kernels.fp8.triton import TensorDescriptor, product_tma_kernel
+
+    batch, M, K = a.shape
+    out, by_col = scales[3], scales[1]
+    left, a_rows, a_cols = flat(a)
+    right, b_rows, b_cols = flat(b)
+    to = left
+    if tile.store:
+        to = TensorDescriptor.from_tensor(out[0], [tile.BM, tile.BN // tile.store])
+    programs = tiles * batch
+    if tile.programs:
+        programs = min(programs, tile.programs * _multiprocessors(a.device.index or 0))
+    product_tma_kernel[(programs,)](
+        TensorDescriptor.from_tensor(left, [tile.BM, tile.BK]),
+        TensorDescriptor.from_tensor(right, [tile.BN, tile.BK]),
+        *(to, *scales, M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols),
+        *(by_col.stride(0), *tail),
+        **config,
+        STORE=tile.store,
+        FLATTEN=tile.flatten,
+        STAGES=tile.stages,
+    )
+
+
+def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
+    """``out[k] = Σ_l s[k, l] ⊙ z[l]`` for z [b, n, r], s float32 [b, b, r], out [b, n, r] in float8."""
+    from blr.kernels.fp8.triton import mix_kernel
+
+    blocks, n, rank = z.shape
+    if n:
+        mix_kernel[(-(-n // 16), -(-rank // 128))](
+            *(z, s, out, n, rank, z.stride(0), z.stride(1), out.stride(0), out.stride(1)),
+            BLOCKS=blocks,
+            TOKENS=16,
+            RANKS=128,
+            num_warps=4,
+        )
+    return out
+
+
+def tma_ready(a: Tensor, b: Tensor) -> bool:
+    """Whether the bulk copy engine can read both: rows of 16 bytes and their multiples, the batches of
+    each below or beside one another, one of them ending with its K columns."""
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (9, 0):
+        return False
+    return engine_reads(a) and engine_reads(b) and (_below(a) or _below(b) or a.shape[2] % 128 == 0)
+
+
+def engine_reads(t: Tensor) -> bool:
+    """Whether `flat` and the engine's alignment hold for float8 [B, rows, K]."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(1) % 16 == 0 and t.stride(2) == 1
+    return aligned and (_below(t) or (0 < t.stride(0) < t.stride(1) and t.stride(0) % 16 == 0))
+
+
+def flat(t: Tensor) -> tuple[Tensor, int, int]:
+    """[B, m, k] as one matrix, and the rows and columns from one batch to the next."""
+    batch, m, k = t.shape
+    if _below(t):
+        return torch.as_strided(t, (batch * m, k), (t.stride(1), 1), t.storage_offset()), m, 0
+    width = t.stride(0) * (batch - 1) + k
+    return torch.as_strided(t, (m, width), (t.stride(1), 1), t.storage_offset()), 0, t.stride(0)
+
+
+def tile_for(M: int, N: int, K: int) -> Tile:
+    """A tile where nobody measured."""
+    if M <= 64:
+        return Tile(BM=64, BN=128, warps=4)
+    if M * N < 128 * 256 * 132 or N <= 128:
+        return Tile(BM=128, BN=128, warps=8, stages=4)
+    return Tile(BM=128, BN=256, warps=8, stages=3)
+
+
+def _below(t: Tensor) -> bool:
+    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+
+
+def _stores(out: Tensor) -> bool:
+    return out.data_ptr() % 16 == 0 and out.stride(1) * out.element_size() % 16 == 0
+
+
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

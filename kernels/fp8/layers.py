@@ -1,0 +1,120 @@
+"""What a layer with float8 weights launches, by structure.
+
+Between two products z is stored in float8, too. Its scale need not be measured: ``|z_j| <= ‖x‖ ‖v_j‖``,
+so ``448 z / (‖x‖ C)`` with C the longest of the v_j never leaves the range, and the exponents of e4m3
+hold what lies up to four orders of magnitude below as finely as what is large. A row of z is scaled
+before any of it is known, and the second product is a plain one: no scales inside its sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.kernels.fp8.launch import Tile, mix, product
+from blr.kernels.fp8.reference import E4M3, LARGEST, Rows
+
+LINE = 16  # bytes that rows of z start at multiples of
+
+
+class Scales(NamedTuple):
+    """Float32, by which columns of both products are scaled: `first` [B, r], `second` [B, q]. mix: of
+    BLAST [b, b, r], the couplings over the bound of what they make."""
+
+    first: Tensor
+    second: Tensor
+    mix: Tensor | None = None
+
+
+def lengths(q: Tensor, scale: Tensor) -> Tensor:
+    """Euclidean norms [..., R] of the rows of a float8 matrix."""
+    return q.float().square().sum(-1).sqrt() * scale.float().squeeze(-1)
+
+
+def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = None) -> Scales:
+    """What a layer's products are scaled by, from what is stored: made once.
+
+    Args:
+        U_scale: [B, q, 1]. V: float8 [B, r, p], V_scale [B, r, 1]. S: of BLAST [k, l, r].
+    """
+    by_v, by_u = V_scale.float().squeeze(-1), U_scale.float().squeeze(-1)
+    long = lengths(V, V_scale)
+    if S is not None:  # |Σ_l s_kl z_l| <= ‖x‖ √(Σ_l (s_kl ‖v_l‖)²), as Σ_l ‖x_l‖² = ‖x‖²
+        long = (S.float() * long).square().sum(1).sqrt()
+    bound = (long.max() / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    if S is None:
+        return Scales((by_v / bound).contiguous(), (by_u * bound).contiguous())
+    return Scales(by_v.contiguous(), (by_u * bound).contiguous(), (S.float() / bound).contiguous())
+
+
+def dense(
+    x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """``y = x Wᵀ + bias``, [n, o]. weight: float8 [o, i], scale: float32 [o]."""
+    y = torch.empty(len(x.q), len(weight), dtype=dtype, device=weight.device)
+    bias = None if bias is None else bias[None]
+    product(x.q[None], weight[None], x.scale, scale[None], y[None], bias, tile=tile)
+    return y
+
+
+def lowrank(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
+) -> Tensor:  # fmt: skip
+    """``y = (x V) Uᵀ + bias``, [n, o]. U: float8 [1, o, r], V: float8 [1, r, i]."""
+    n, rank = len(x.q), V.shape[1]
+    z = _rows(1, n, rank, x.q)
+    product(x.q[None], V, x.unit_norm, scales.first, z, tile=tiles[0])
+    y = torch.empty(n, U.shape[1], dtype=dtype, device=U.device)
+    bias = None if bias is None else bias[None]
+    product(z, U, x.norm, scales.second, y[None], bias, tile=tiles[1])
+    return y
+
+
+def monarch(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
+) -> Tensor:  # fmt: skip
+    """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
+    blocks, middle, p = V.shape
+    n, part = len(x.q), middle // blocks
+    z = _rows(blocks, n, middle, x.q)  # [k, n, (l, r')]
+    stored = z.unflatten(2, (blocks, part)).permute(2, 1, 0, 3)  # [l, n, k, r']
+    product(x.q.view(n, blocks, p).transpose(0, 1), V, x.unit_norm, scales.first, stored, part=part,
+            tile=tiles[0])  # fmt: skip
+    return _second(x, z, U, scales, dtype, bias, tiles[1])
+
+
+def blast(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
+) -> Tensor:  # fmt: skip
+    """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
+    blocks, rank, p = V.shape
+    n = len(x.q)
+    assert scales.mix is not None
+    z = torch.empty(blocks, n, rank, dtype=dtype, device=U.device)
+    parts = x.q.view(n, blocks, p).transpose(0, 1)
+    product(parts, V, x.unit_norm, scales.first, z, tile=tiles[0])
+    w = mix(z, scales.mix, _rows(blocks, n, rank, x.q))
+    return _second(x, w, U, scales, dtype, bias, tiles[1])
+
+
+def _second(
+    x: Rows, z: Tensor, U: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None,
+    tile: Tile | None,
+) -> Tensor:  # fmt: skip
+    blocks, q, _ = U.shape
+    y = torch.empty(len(x.q), blocks, q, dtype=dtype, device=U.device)
+    bias = None if bias is None else bias.view(blocks, q)
+    product(z, U, x.norm, scales.second, y.transpose(0, 1), bias, tile=tile)
+    return y.view(len(x.q), blocks * q)
+
+
+def _rows(blocks: int, n: int, width: int, like: Tensor) -> Tensor:
+    """Memory for float8 [blocks, n, width] whose rows the bulk copy engine can read."""
+    room = -(-width // LINE) * LINE
+    return torch.empty(blocks, n, room, dtype=E4M3, device=like.device)[:, :, :width]

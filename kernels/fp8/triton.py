@@ -1,0 +1,167 @@
+"""Activations to float8 with a scale a token, and batched products of float8 with what follows them."""
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+from blr.kernels.gemm.triton import grouped_tile, split
+
+
+@triton.jit
+def tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def activated(v, other, gain, eps, K, MAKE: tl.constexpr, DTYPE: tl.constexpr):
+    """What a row is before it is rounded to float8: of itself, its RMS norm, silu(v) ⊙ other or GELU,
+    in float32, rounded to the model's dtype where the model rounds."""
+    if MAKE == "rms":
+        v = (v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)).to(DTYPE).to(tl.float32) * gain
+    elif MAKE == "swiglu":
+        v = (v * tl.sigmoid(v)).to(DTYPE).to(tl.float32) * other
+    elif MAKE == "gelu":
+        v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    elif MAKE == "gelu_tanh":
+        v = 0.5 * v * (1.0 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))
+    return v.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def quantize_kernel(
+    x, other, gain, q, scale, unit_norm, norm, K, x_row, other_row, q_row, eps,
+    MAKE: tl.constexpr, BLOCK: tl.constexpr, SLACK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """A row in float8: `q`, its scale, and a bound of the norm of what `q` stands for (`norm`), over the
+    scale and inverted in `unit_norm`."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < K
+    dtype: tl.constexpr = x.dtype.element_ty
+    v = tl.load(x + row * x_row + lane, mask=inside, other=0.0).to(tl.float32)
+    by, beside = v, v
+    if MAKE == "rms":
+        by = tl.load(gain + lane, mask=inside, other=0.0).to(tl.float32)
+    if MAKE == "swiglu":
+        beside = tl.load(other + row * other_row + lane, mask=inside, other=0.0).to(tl.float32)
+    v = activated(v, beside, by, eps, K, MAKE, dtype)
+    step = tl.max(tl.abs(v), 0) / LARGEST
+    unit = tl.where(step > 0, v / step, 0.0)
+    length = SLACK * tl.sqrt(tl.sum(unit * unit, 0))
+    tl.store(q + row * q_row + lane, unit.to(q.dtype.element_ty), mask=inside)
+    tl.store(scale + row, step)
+    tl.store(unit_norm + row, tl.where(length > 0, 1.0 / length, 0.0))
+    tl.store(norm + row, step * length)
+
+
+@triton.jit
+def finish_fp8(
+    sums, by_row, by_col, bias, c, batch, rows, cols, M, N, by_batch, bias_batch,
+    c_batch, c_row, c_part, part, BIAS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of sums by row and column, add the bias, and store it with its columns permuted."""
+    down = tl.load(by_row + rows, mask=rows < M, other=0.0)
+    along = tl.load(by_col + batch * by_batch + cols, mask=cols < N, other=0.0)
+    y = sums * down[:, None] * along[None, :]
+    if BIAS:
+        shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
+        y += shift.to(tl.float32)[None, :]
+    to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
+    tl.store(to, y.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def product_kernel(
+    a, b, by_row, by_col, bias, c,
+    M, N, K, a_batch, a_row, b_batch, b_row, by_batch, bias_batch, c_batch, c_row, c_part, part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """``c[g, m, col(n)] = by_row[m] · by_col[g, n] · Σ_k a[g, m, k] b[g, n, k] + bias[g, n]``.
+
+    K has stride 1 in both. EXACT: as of `launch.Tile`.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
+    cols = tile_n * BN + tl.arange(0, BN)
+    lane = tl.arange(0, BK)
+    at = a + batch * a_batch + (rows % M)[:, None] * a_row + lane[None, :]
+    bt = b + batch * b_batch + (cols % N).to(tl.int64)[None, :] * b_row + lane[:, None]
+    sums = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, K, BK):
+        inside = lane < K - k
+        left = tl.load(at, mask=inside[None, :], other=0.0)
+        right = tl.load(bt, mask=inside[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, max_num_imprecise_acc=EXACT)
+        at += BK
+        bt += BK
+    finish_fp8(sums, by_row, by_col, bias, c, batch, rows, cols, M, N, by_batch, bias_batch,
+               c_batch, c_row, c_part, part, BIAS, RUN)  # fmt: skip
+
+
+@triton.jit
+def product_tma_kernel(
+    a, b, to, by_row, by_col, bias, c,
+    M, N, K, BATCHES, a_rows, a_cols, b_rows, b_cols,
+    by_batch, bias_batch, c_batch, c_row, c_part, part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, FLATTEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same through the bulk copy engine, a program for every tile or, of a smaller grid, for some.
+
+    a and b are descriptors of matrices of which batch g starts at row g·`a_rows`, column g·`a_cols`
+    (`b_…` likewise); one of the two ends with its batch's K columns. STORE: `to` is a descriptor of c,
+    which is one matrix, of tiles [BM, BN / STORE].
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    each = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), each * BATCHES, tl.num_programs(0), flatten=FLATTEN):
+        batch = tile // each
+        tile_m, tile_n = grouped_tile(tile % each, tiles_m, tiles_n, GROUP)
+        row, col = tile_m * BM, tile_n * BN
+        sums = tl.zeros([BM, BN], tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            left = a.load([batch * a_rows + row, batch * a_cols + k])
+            right = b.load([batch * b_rows + col, batch * b_cols + k])
+            sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=EXACT)
+        rows = (row + tl.arange(0, BM)).to(tl.int64)
+        cols = col + tl.arange(0, BN)
+        if STORE:
+            down = tl.load(by_row + rows, mask=rows < M, other=0.0)
+            along = tl.load(by_col + cols, mask=cols < N, other=0.0)
+            y = sums * down[:, None] * along[None, :]
+            if BIAS:
+                y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+            if STORE == 2:  # half a tile at a time: shared memory for another stage
+                halves = tl.permute(tl.reshape(y, (BM, 2, BN // 2)), (0, 2, 1))
+                first, second = tl.split(halves)
+                to.store([row, col], first.to(c.dtype.element_ty))
+                to.store([row, col + BN // 2], second.to(c.dtype.element_ty))
+            else:
+                to.store([row, col], y.to(c.dtype.element_ty))
+        else:
+            finish_fp8(sums, by_row, by_col, bias, c, batch.to(tl.int64), rows, cols, M, N, by_batch,
+                       bias_batch, c_batch, c_row, c_part, part, BIAS, RUN)  # fmt: skip
+
+
+@triton.jit
+def mix_kernel(
+    z, s, w, n, rank, z_batch, z_row, w_batch, w_row,
+    BLOCKS: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """``w[k] = Σ_l s[k, l] ⊙ z[l]`` of [tokens, rank] each, in float8."""
+    rows = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    cols = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, :]
+    inside = (rows < n) & (cols < rank)
+    for k in tl.static_range(BLOCKS):
+        sums = tl.zeros([TOKENS, RANKS], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            by = tl.load(s + (k * BLOCKS + block) * rank + cols, mask=cols < rank, other=0.0)
+            part = tl.load(z + block * z_batch + rows * z_row + cols, mask=inside, other=0.0)
+            sums += by * part.to(tl.float32)
+        tl.store(w + k * w_batch + rows * w_row + cols, sums.to(w.dtype.element_ty), mask=inside)

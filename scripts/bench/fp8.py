@@ -1,0 +1,388 @@
+"""Float8 on one GPU: every kernel against its reference, then times over dense bf16 and dense float8.
+
+    python scripts/bench/fp8.py [--json FILE] [--tokens 512,2048,8192] [--seconds 150]
+
+Shapes are outputs x inputs. All arms of a shape and a number of tokens are timed in turn, in CUDA
+graphs, with inputs and weights rotated beyond the L2. Float8 arms include the quantization of
+activations, but for those called "alone". First the tiles of every product are timed by themselves; the
+best are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
+from blr.kernels.blast.op import blast_linear
+from blr.kernels.blast.reference import blast_linear as blast_reference
+from blr.kernels.fp8 import launch, layers, library, reference
+from blr.kernels.fp8.launch import Tile
+from blr.kernels.fp8.reference import E4M3, dequantize_fp8, quantize_fp8
+from blr.kernels.lowrank.op import lowrank_linear
+from blr.kernels.lowrank.reference import lowrank_linear as lowrank_reference
+from blr.kernels.monarch.op import monarch_linear
+from blr.kernels.monarch.reference import monarch_linear as monarch_reference
+
+BF16 = torch.bfloat16
+TILES = {
+    "128x128 s4 w8": Tile(128, 128, 128, stages=4),
+    "128x128 s4 w4": Tile(128, 128, 128, stages=4, warps=4),
+    "128x256 s3 w8": Tile(128, 256, 128, stages=3),
+    "128x256 s4 w8": Tile(128, 256, 128, stages=4),
+    "128x256 s3 w8 tma-store": Tile(128, 256, 128, stages=3, store=1),
+    "128x256 s3 w8 half-store": Tile(128, 256, 128, stages=3, store=2),
+    "128x256 s3 w8 persistent": Tile(128, 256, 128, stages=3, programs=1, store=2),
+    "128x256 s3 w8 persistent flat": Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x256 s4 w8 persistent flat": Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
+    "128x128 s4 w8 persistent flat": Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
+    "128x128 s3 w4 2 persistent": Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
+    "64x256 s4 w4": Tile(64, 256, 128, stages=4, warps=4),
+    "128x128 k64 s6 w8": Tile(128, 128, 64, stages=6),
+}
+WIDE, NARROW = "128x256 s3 w8", "128x128 s4 w8"
+Arms = dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
+
+
+def relative(y: Tensor, expected: Tensor) -> float:
+    lost = (y.double() - expected.double()).norm() / expected.double().norm()
+    return float(lost) if bool(torch.isfinite(y.float()).all()) else float("nan")
+
+
+def weight(*shape: int, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random float8 [..., R, K], its scales [..., R, 1] and what it stands for in float32."""
+    w = torch.randn(*shape, device="cuda") / terms**0.5
+    q, scale = quantize_fp8(w, 0, torch.float32)
+    return q, scale, dequantize_fp8(q, scale, torch.float32)
+
+
+class Timer:
+    """Times arms against each other, in graphs."""
+
+    def __init__(self) -> None:
+        self.l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        self.flush = torch.empty(2 * self.l2, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, arms: Arms, rounds: int) -> dict[str, float]:
+        """Milliseconds by arm; one that fails is said and left out."""
+        pool, samplers = torch.cuda.graph_pool_handle(), {}
+        shared: dict[tuple[int, ...], list[Any]] = {}
+        for name, (call, arguments) in arms.items():
+            try:
+                call(*arguments)
+                torch.cuda.synchronize()
+                rotation = Rotation(arguments, self.l2)
+                key = tuple(t.data_ptr() for t in arguments)
+                rotation.copies = shared.setdefault(key, []) or rotation.all()
+                shared[key] = rotation.copies
+                samplers[name] = CudaSampler(call, rotation, self.flush, pool)
+                samplers[name].output = None
+            except Exception as error:
+                print(f"  {name}: {type(error).__name__}: {str(error)[:300]}")
+                torch.cuda.synchronize()
+        times = interleave(samplers, rounds, lambda name, e: print(f"  {name}: {str(e)[:200]}"))
+        return {name: spread(found).ms for name, found in times.items()}
+
+
+def check_kernels() -> bool:
+    """Every kernel against its reference; prints what misses."""
+    torch.manual_seed(0)
+    fine = True
+
+    def say(name: str, error: float, limit: float) -> None:
+        nonlocal fine
+        good = error <= limit
+        fine &= good
+        print(f"{'ok  ' if good else 'BAD '} {name}: {error:.2e} (limit {limit:g})")
+
+    for n, K in ((1, 100), (33, 4096), (257, 14336)):
+        x, other = torch.randn(2, n, K, device="cuda", dtype=BF16).unbind()
+        x = x.clone()
+        x[0], gain = 0, torch.rand(K, device="cuda", dtype=BF16)
+        worst, apart = 0.0, 0.0
+        for make in reference.MAKES:
+            found = launch.quantize_rows(x, make, other, gain, 1e-5)
+            right = reference.quantize_rows(x, make, other, gain, 1e-5)
+            back, expected = (r.q.float() * r.scale[:, None] for r in (found, right))
+            worst = max(worst, relative(back, expected) if n > 1 else 0.0)
+            apart = max(
+                apart, float((found.norm - right.norm).abs().max() / right.norm.max().clamp_min(1e-9))
+            )
+        say(f"quantize {n}x{K}", worst, 5e-3)
+        say("  its norms", apart, 1e-2)
+    cases = [(1, 64, 48, 16), (129, 512, 384, 100), (300, 1024, 768, 272), (513, 4096, 4096, 1024)]
+    for n, i, o, r in cases:
+        x = torch.randn(n, i, device="cuda", dtype=BF16)
+        x[0] *= 1000
+        rows, bias = launch.quantize_rows(x), torch.randn(o, device="cuda", dtype=BF16)
+        (W, ws, _Wd), (U, us, Ud), (V, vs, Vd) = (
+            weight(o, i, terms=i), weight(o, r, terms=r), weight(r, i, terms=i)
+        )  # fmt: skip
+        given = rows.q.float() * rows.scale[:, None]
+        expected = reference.product(
+            rows.q[None], W[None], rows.scale, ws.view(1, -1), BF16, bias[None]
+        )[0]
+        for name, tile in {"default": None, **TILES}.items():
+            if n < 129 and name != "default":
+                continue
+            y = layers.dense(rows, W, ws.view(-1), BF16, bias, tile)
+            error = relative(y, expected)
+            if name == "default" or not error <= 4e-3:
+                say(f"dense {o}x{i}, {n} tokens, {name}", error, 4e-3)
+        scales = layers.scales_of(us[None], V[None], vs[None])
+        exact = lowrank_reference(given.double(), Ud.double(), Vd.double().mT, bias.double())
+        y = layers.lowrank(rows, U[None], V[None], scales, BF16, bias)
+        say(f"low rank {o}x{i}, rank {r}, {n} tokens", relative(y, exact), 0.04)
+        say("  of its other rows", relative(y[1:], exact[1:]) if n > 1 else 0.0, 0.04)
+        if i % 16 == o % 16 == 0:
+            y = library.dense(rows, W, ws.view(-1), BF16, None)
+            say("  dense by the library", relative(y, expected.float() - bias.float()), 6e-3)
+    for n, b, p, q, r in ((5, 4, 64, 48, 32), (300, 16, 256, 256, 1024), (300, 3, 112, 80, 48)):
+        x = torch.randn(n, b * p, device="cuda", dtype=BF16)
+        rows, bias = launch.quantize_rows(x), torch.randn(b * q, device="cuda", dtype=BF16)
+        (U, us, Ud), (V, vs, Vd) = weight(b, q, r, terms=r), weight(b, r, p, terms=p)
+        given = (rows.q.float() * rows.scale[:, None]).double()
+        exact = monarch_reference(given, Ud.double(), Vd.double().mT, bias.double())
+        y = layers.monarch(rows, U, V, layers.scales_of(us, V, vs), BF16, bias)
+        say(f"Monarch {b}, {n} tokens", relative(y, exact), 0.04)
+        S = torch.randn(b, b, r, device="cuda") / b**0.5
+        exact = blast_reference(given, Ud.double(), S.double(), Vd.double().mT, bias.double())
+        y = layers.blast(rows, U, V, layers.scales_of(us, V, vs, S), BF16, bias)
+        say(f"BLAST {b}, {n} tokens", relative(y, exact), 0.04)
+    return fine
+
+
+def rank_of(o: int, i: int, more: int = 0, step: int = 128) -> int:
+    """The largest multiple of `step` at compression factor 2."""
+    return int(o * i / 2 / (o + i + more) // step) * step
+
+
+def product_arms(n: int, N: int, K: int, out: torch.dtype) -> Arms:
+    """One product of two, by every tile and by the library."""
+    a, b = torch.randn(1, n, K, device="cuda").to(E4M3), torch.randn(1, N, K, device="cuda").to(E4M3)
+    by_row, by_col = torch.ones(n, device="cuda"), torch.full((1, N), 1e-2, device="cuda")
+    small = torch.full((), 1e-2, device="cuda")
+
+    def run(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
+        y = torch.empty(1, n, N, dtype=out, device="cuda")
+        return launch.product(a, b, by_row, by_col, y, tile=tile)
+
+    def by_library(a: Tensor, b: Tensor) -> Tensor:
+        if out == E4M3:
+            return library.first(a[0], b[0], small, small)
+        return library.second(a[0], by_row, b[0], by_col[0], BF16)
+
+    arms: Arms = {name: (partial(run, tile=tile), (a, b)) for name, tile in TILES.items()}
+    arms["exact 128"] = (partial(run, tile=TILES[NARROW]._replace(exact=128)), (a, b))
+    return arms | {"library": (by_library, (a, b))}
+
+
+def search(
+    timer: Timer, shapes: list[tuple[int, int]], tokens: list[int], found: dict[str, Any]
+) -> None:
+    """Times every tile for both products of every low-rank layer; the best ones go to `found`."""
+    for o, i in shapes:
+        r = rank_of(o, i)
+        for n, (N, K, out) in product(tokens, ((r, i, E4M3), (o, r, BF16))):
+            times = timer(product_arms(n, N, K, out), 5)
+            ours = {name: ms for name, ms in times.items() if name in TILES}
+            key, flops = f"{n}x{N}x{K}", 2 * n * N * K / 1e9
+            found[key] = {"best": min(ours, key=ours.__getitem__, default=WIDE), "ms": times}
+            ranked = sorted(times, key=times.__getitem__)
+            shown = ", ".join(f"{name} {flops / times[name]:.0f}" for name in ranked)
+            print(f"{key} {str(out)[6:]} TFLOP/s: {shown}", flush=True)
+
+
+def best(found: dict[str, Any], n: int, N: int, K: int) -> Tile | None:
+    entry = found.get(f"{n}x{N}x{K}")
+    return TILES[entry["best"]] if entry else None
+
+
+def dense_arms(o: int, i: int, x: Tensor, quick: bool) -> Arms:
+    W, ws, wide = weight(o, i, terms=i)
+    ws, rows = ws.view(-1), launch.quantize_rows(x)
+
+    def library_arm(x: Tensor, W: Tensor, ws: Tensor) -> Tensor:
+        return library.dense(launch.quantize_rows(x), W, ws, BF16)
+
+    def dynamic(x: Tensor, W: Tensor, ws: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True).float() / 448
+        q = (x / scale).clamp(-448, 448).to(E4M3)
+        return torch._scaled_mm(
+            q, W.t(), scale_a=scale, scale_b=ws[None], out_dtype=BF16, use_fast_accum=True
+        )
+
+    arms: Arms = {
+        "dense bf16": (torch.nn.functional.linear, (x, wide.to(BF16))),
+        "dense fp8": (library_arm, (x, W, ws)),
+        "dense fp8 ours": (
+            lambda x, W, ws: layers.dense(launch.quantize_rows(x), W, ws, BF16),
+            (x, W, ws),
+        ),
+        "dense fp8 alone": (
+            lambda q, W, ws: library.dense(rows._replace(q=q), W, ws, BF16),
+            (rows.q, W, ws),
+        ),
+        "quantize": (lambda x: launch.quantize_rows(x).q, (x,)),
+    }
+    if not quick:
+        arms["dense fp8 compiled"] = (torch.compile(dynamic, dynamic=False), (x, W, ws))
+        try:
+            from torchao.float8.inference import addmm_float8_unwrapped_inference  # noqa: F401
+
+            print("torchao is here: its dynamic row-wise path is `dense fp8 compiled`'s")
+        except ImportError:
+            pass
+    return arms
+
+
+def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
+    n, r = len(x), rank_of(o, i)
+    (U, us, Ud), (V, vs, Vd) = weight(o, r, terms=r), weight(r, i, terms=i)
+    scales = layers.scales_of(us[None], V[None], vs[None])
+    one = torch.ones((), device="cuda")
+    V1, v1 = (t.view(1, -1) for t in quantize_fp8(Vd.flatten(), 0, torch.float32))
+    V1 = V1.view(r, i)  # of one scale, as the library's first product needs it
+    result = 1 / (i**0.5 * layers.lengths(V1, torch.ones_like(vs)).max())
+    by_u = us.view(-1) * v1.view(()) / result
+    tiles = best(found, n, r, i), best(found, n, o, r)
+
+    def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
+        rows = launch.quantize_rows(x)
+        return layers.lowrank(rows, U[None], V[None], scales, BF16, tiles=tiles)
+
+    def alone(q: Tensor, U: Tensor, V: Tensor) -> Tensor:
+        return layers.lowrank(rows_given._replace(q=q), U[None], V[None], scales, BF16, tiles=tiles)
+
+    def both(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # by the library, for V of one scale
+        rows = launch.quantize_rows(x)
+        return library.second(library.first(rows.q, V, one, result), rows.scale, U, by_u, BF16)
+
+    def mixed(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # ours first, the library's second
+        rows = launch.quantize_rows(x)
+        z = torch.empty(1, n, r, dtype=E4M3, device="cuda")
+        launch.product(rows.q[None], V[None], rows.unit_norm, scales.first, z, tile=tiles[0])
+        return library.second(z[0], rows.norm, U, scales.second[0], BF16)
+
+    rows_given = launch.quantize_rows(x)
+    plain = Ud.to(BF16), Vd.to(BF16)  # V stored [r, i]
+    return {
+        "low-rank bf16": (lambda x, U, V: lowrank_linear(x, U, V.mT), (x, *plain)),
+        "low-rank fp8": (ours, (x, U, V)),
+        "low-rank fp8 ours+library": (mixed, (x, U, V)),
+        "low-rank fp8 library": (both, (x, U, V1)),
+        "low-rank fp8 alone": (alone, (rows_given.q, U, V)),
+    }
+
+
+def monarch_arms(o: int, i: int, x: Tensor, b: int = 16) -> Arms:
+    r = rank_of(o, i, step=b * 16)
+    (U, us, Ud), (V, vs, Vd) = weight(b, o // b, r, terms=r), weight(b, r, i // b, terms=i // b)
+    scales = layers.scales_of(us, V, vs)
+
+    def ours(x: Tensor, U: Tensor, V: Tensor, tile: Tile | None = None) -> Tensor:
+        return layers.monarch(launch.quantize_rows(x), U, V, scales, BF16, tiles=(tile, tile))
+
+    arms: Arms = {
+        "Monarch bf16": (lambda x, U, V: monarch_linear(x, U, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
+        "Monarch fp8": (ours, (x, U, V)),
+    }
+    for name in ("128x128 s4 w8", "128x256 s3 w8", "128x128 s4 w4", "64x256 s4 w4"):
+        arms[f"Monarch fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
+    return arms
+
+
+def blast_arms(o: int, i: int, x: Tensor, b: int = 4) -> Arms:
+    r = rank_of(o, i, b * b)
+    (U, us, Ud), (V, vs, Vd) = weight(b, o // b, r, terms=r), weight(b, r, i // b, terms=i // b)
+    S = torch.randn(b, b, r, device="cuda") / b**0.5
+    scales = layers.scales_of(us, V, vs, S)
+
+    def ours(x: Tensor, U: Tensor, V: Tensor, tile: Tile | None = None) -> Tensor:
+        return layers.blast(launch.quantize_rows(x), U, V, scales, BF16, tiles=(tile, tile))
+
+    s = S.to(BF16)
+    arms: Arms = {
+        "BLAST bf16": (lambda x, U, V: blast_linear(x, U, s, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
+        "BLAST fp8": (ours, (x, U, V)),
+    }
+    for name in ("128x128 s4 w8", "128x256 s3 w8", "128x128 s4 w4"):
+        arms[f"BLAST fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
+    return arms
+
+
+def missed(arms: Arms) -> dict[str, float]:
+    """Relative distance of every arm from bf16 with the weights that float8 stands for."""
+    found, plain = {}, torch.empty(0)
+    for name, (call, arguments) in arms.items():
+        if "bf16" in name:
+            plain = call(*arguments)
+        try:
+            y = call(*arguments)
+            found[name] = relative(y, plain) if y.shape == plain.shape else 0.0
+        except Exception:
+            found[name] = float("nan")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", default="512,2048,8192")
+    parser.add_argument("--shapes", default="4096x4096,14336x4096,4096x14336")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--quick", action="store_true", help="nothing compiled by torch")
+    asked = parser.parse_args()
+    started, tokens = time.perf_counter(), [int(n) for n in asked.tokens.split(",")]
+    shapes = [(int(o), int(i)) for o, i in (text.split("x") for text in asked.shapes.split(","))]
+    print(torch.cuda.get_device_name(), torch.__version__)
+    torch.set_grad_enabled(False)
+    fine, timer, tiles, rows = check_kernels(), Timer(), dict[str, Any](), list[dict[str, Any]]()
+    print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
+    if not fine:
+        print("kernels miss their references: timed all the same, to be read with that in mind")
+    torch.manual_seed(1)
+    search(timer, shapes, tokens, tiles)
+    print(f"tiles after {time.perf_counter() - started:.0f} s", flush=True)
+    for o, i in shapes:
+        for n in reversed(tokens):
+            if time.perf_counter() - started > asked.seconds:
+                print("out of time")
+                break
+            x = torch.randn(n, i, device="cuda", dtype=BF16)
+            makers = (partial(dense_arms, quick=asked.quick), partial(lowrank_arms, found=tiles))
+            arms: Arms = {}
+            for make in (*makers, monarch_arms, blast_arms):
+                arms |= make(o, i, x)
+            times, errors = timer(arms, 7), missed(arms)
+            torch.cuda.empty_cache()
+            dense, eight = times["dense bf16"], times.get("dense fp8", float("nan"))
+            compiled = times.get("dense fp8 compiled", eight)
+            eight = min(eight, compiled)
+            print(
+                f"\n{o} x {i}, {n} tokens: dense bf16 {dense * 1e3:.0f} us; "
+                "us, x dense bf16, x best dense fp8, relative error"
+            )
+            for name, ms in times.items():
+                ratios = f"{dense / ms:5.2f}  {eight / ms:5.2f}"
+                print(f"  {name:32} {ms * 1e3:8.1f} us  {ratios}  {errors[name]:.3f}")
+                rows.append({"o": o, "i": i, "n": n, "arm": name, "ms": ms, "dense": dense / ms})
+            sys.stdout.flush()
+    print(f"done after {time.perf_counter() - started:.0f} s")
+    if asked.json:
+        asked.json.write_text(json.dumps({"tiles": tiles, "rows": rows}, indent=1))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
