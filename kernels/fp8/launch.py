@@ -87,7 +87,7 @@ def product(
     column = (0, N) if part is None else (out.stride(2), part)
     tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
     scales = (by_row, by_col, out if bias is None else bias, out)
-    config = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
+    config: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
     config |= {"EXACT": tile.exact, "num_warps": tile.warps}
     config |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
