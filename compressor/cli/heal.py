@@ -126,6 +126,17 @@ def heal(
         ),
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile blocks and loss.")] = False,
+    fsdp: Annotated[
+        bool | None,
+        typer.Option(
+            "--fsdp/--no-fsdp",
+            help="Share both models out over the processes (FSDP2), so that none holds all.",
+            show_default="where they would not fit a GPU",
+        ),
+    ] = None,
+    track: Annotated[
+        str | None, typer.Option(help="Also log to tensorboard, wandb or another of accelerate's.")
+    ] = None,
     save_minutes: Annotated[
         float, typer.Option(min=0.0, callback=values.number, help="Minutes between saved states.")
     ] = 5.0,
@@ -180,6 +191,8 @@ def heal(
             patience=patience,
             checkpointing=checkpointing,
             compile=compile,
+            fsdp=fsdp,
+            track=track,
             seed=seed,
             device=device,
             save_minutes=save_minutes,

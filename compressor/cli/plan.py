@@ -57,6 +57,12 @@ def plan(
     heal: Annotated[
         bool, typer.Option("--heal", help="Also what blr heal would take of that GPU.")
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4096, help="Also what compressing, and healing, would take of so many of them."
+        ),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
     offline: Offline = False,
     format: FormatOption = Format.text,
@@ -81,8 +87,12 @@ def plan(
     source, outlined = open_or_outline(found.folder)
     made = make_plan(source, resolved, calibrated=calibrated)
     result = plan_result(made, resolved, card, found.name, outlined)
+    if gpus:
+        from blr.compressor.fitting.forecast import planned as planned_fits
+
+        result["compress"] = planned_fits(made, resolved, card, gpus, calibrated)
     if heal:
         from blr.compressor.heal.forecast import planned
 
-        result["heal"] = planned(source, made, card)
+        result["heal"] = planned(source, made, card, gpus or 1)
     print_result(result, lambda r: plan_text(r, every), format)

@@ -44,25 +44,25 @@ def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:
     return linear(x, dense_weight(layer), layer.bias)
 
 
-def checkpoint_blocks(model: Any) -> bool:
-    """Keep only the inputs of the model's blocks for the backward pass; False if it has none.
+def blocks_of(model: Any) -> list[Any]:
+    """The model's blocks: its longest list of modules."""
+    lists = [list(m) for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
+    return max(lists, key=len, default=[])
 
-    Blocks are the longest list of modules. transformers' own checkpointing needs training mode, with
-    its dropout.
+
+def checkpoint_blocks(model: Any) -> None:
+    """Keep only the inputs of the model's blocks for the backward pass.
+
+    transformers' own checkpointing needs training mode, with its dropout.
     """
-    lists = [m for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
-    if not lists:
-        return False
     from torch.utils.checkpoint import checkpoint
 
-    for block in max(lists, key=len):
+    for block in blocks_of(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    return True
 
 
 def compile_blocks(model: Any) -> None:
     """Compile the model's blocks, each on its own."""
-    lists = [m for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
     torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
-    for block in max(lists, key=len, default=nn.ModuleList()):
+    for block in blocks_of(model):
         block.compile(dynamic=False)

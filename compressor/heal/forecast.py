@@ -1,21 +1,33 @@
-"""What a healing run takes, predicted from headers alone: memory and time on one GPU.
+"""What a healing run takes, predicted from headers alone: memory and time of every GPU.
 
 A trained parameter takes 20 bytes: its bf16 copy and gradient, and in float32 master, gradient and two
-moments. The rest is the teacher, what the backward pass needs of the tokens at once (`micro`
-windows), dense weights composed of factors (`compose.py`), and a chunk of logits (`losses.py`).
+moments. What is stored in few bits has its full numbers as masters, and those of its scales. With
+several GPUs each takes its share of a batch; with --fsdp it holds a share of both models' blocks
+(16 bytes of a trained parameter), too, and one block of either whole. The rest is the teacher, what
+the backward pass needs of the tokens at once (`micro` windows), dense weights composed of factors
+(`compose.py`), and a chunk of logits (`losses.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.heal.settings import CHUNK, HealOptions
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
+    LowRankSpec,
+    QuantizedSpec,
+    Spec,
+    leaves,
+)
 
 HALF, SINGLE = 2, 4  # bytes of a number
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
@@ -23,13 +35,17 @@ LOGIT = 20  # bytes of one, of both models, with what its gradient takes
 WIDE, MIDDLE = 14, 6  # numbers of a token kept in a block: times its width, times the MLP's
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
+SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
+ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
+TOGETHER = 0.9  # of the speed that as many GPUs would have apart
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: blocks, their width and MLP's, tokens known, and parameters in all and trained."""
+    """Of a model: blocks, their width and MLP's, tokens known, and parameters in all, trained, and
+    outside of the blocks."""
 
     blocks: int
     width: int
@@ -37,12 +53,14 @@ class Sizes:
     vocabulary: int
     parameters: int
     trained: int
+    tables: int = 0
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes on the device by what they are for, with `micro` windows a pass; `fits` says whether they do
-    in `room`. `tokens_per_second` is what products alone would allow at `EFFICIENCY`."""
+    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass; `fits` says
+    whether they do in `room`, `sharded` whether the models are shared out. `tokens_per_second` of all
+    is what products alone would allow at `EFFICIENCY`."""
 
     teacher: float
     trained: float
@@ -53,6 +71,8 @@ class Forecast:
     checkpointing: bool
     room: float
     tokens_per_second: float
+    gpus: int = 1
+    sharded: bool = False
 
     @property
     def total(self) -> float:
@@ -83,30 +103,50 @@ def sizes_of(
     table = number("vocab_size") * width
     tied = config.get("tie_word_embeddings", True)
     dense = sum(spec.dense_parameters for spec in specs.values())
-    trained = sum(spec.parameters for spec in specs.values()) if "factors" in train else 0
+    trained = sum(masters(spec) for spec in specs.values()) if "factors" in train else 0
     trained += table * (("embeddings" in train) + ("head" in train and not tied))
-    least = dense + table * (1 if tied else 2)
-    return Sizes(blocks, width, middle, number("vocab_size"), max(stored, least), trained)
+    tables = table * (1 if tied else 2)
+    known = number("vocab_size"), max(stored, dense + tables)
+    return Sizes(blocks, width, middle, *known, trained, tables)
+
+
+def masters(spec: Spec) -> int:
+    """Numbers that are trained of a layer: of those stored in few bits all, and the groups' scales."""
+    scales = 0
+    for _, leaf in leaves(spec):
+        if isinstance(leaf, QuantizedSpec):
+            formats = ((prod(shape), leaf.format_of(name)) for name, shape in leaf.shapes().items())
+            scales += sum(-(-numbers // form[1]) for numbers, form in formats if form is not None)
+    return spec.parameters + scales
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The GPUs of a run: how many, each of `room` bytes (None: those of its kind), and whether both
+    models are shared out over them."""
+
+    count: int = 1
+    sharded: bool = False
+    room: float | None = None
+
+
+ALONE = Crew()
 
 
 def forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, room: float | None = None
+    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
     """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
-    where it is asked for, or where otherwise fewer than `FEW` would fit.
-
-    Args:
-        room: bytes of the device, by default those of `gpu`.
-    """
+    where it is asked for, or where otherwise fewer than `FEW` would fit."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
+    windows = -(-windows // crew.count)
+    crew = replace(crew, room=crew.room or gpu.memory_gb * 1e9)
     found = None
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            found = _forecast(
-                sizes, specs, micro * window, micro, kept, gpu, room or gpu.memory_gb * 1e9
-            )
+            found = _forecast(sizes, specs, micro * window, micro, kept, gpu, crew)
             if found.fits:
                 return found
             micro //= 2
@@ -115,59 +155,85 @@ def forecast(
 
 
 def _forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], tokens: int, micro: int, kept: bool, gpu: Gpu, room: float
+    sizes: Sizes, specs: Mapping[str, Spec], tokens: int, micro: int, kept: bool, gpu: Gpu, crew: Crew
 ) -> Forecast:
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
     block = tokens * (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
     inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
-    flops = _flops(sizes, specs, kept)
+    speed = EFFICIENCY * gpu.bf16_tflops * 1e12 / _flops(sizes, specs, kept)
+    teacher, trained = _models(sizes, specs, crew)
     return Forecast(
-        teacher=sizes.parameters * HALF,
-        trained=sizes.trained * TRAINED,
+        teacher=teacher,
+        trained=trained,
         composed=composed / sizes.blocks * shared,
         activations=block * shared + inputs * kept + 2 * tokens * sizes.width * SINGLE,
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
         micro=micro,
         checkpointing=kept,
-        room=room,
-        tokens_per_second=EFFICIENCY * gpu.bf16_tflops * 1e12 / flops,
+        room=crew.room or 0.0,
+        tokens_per_second=speed * (crew.count * TOGETHER if crew.count > 1 else 1),
+        gpus=crew.count,
+        sharded=crew.sharded,
     )
+
+
+def _models(sizes: Sizes, specs: Mapping[str, Spec], crew: Crew) -> tuple[float, float]:
+    """Bytes of the teacher, and of what is trained with its optimizer."""
+    largest = max((masters(s) for s in specs.values() if s.quantized), default=0)
+    if not crew.sharded:
+        return sizes.parameters * HALF, sizes.trained * TRAINED + largest * ROUNDING
+    inside = sizes.parameters - sizes.tables
+    whole = 2 * inside / sizes.blocks  # the block that computes, and the next one
+    teacher = (inside / crew.count + whole + sizes.tables) * HALF
+    part = sizes.trained / crew.count * SLICED
+    return teacher, part + 2 * sizes.trained / sizes.blocks * (HALF + SINGLE)
 
 
 def _composed(spec: Spec) -> int:
     """Numbers that the backward pass of one layer's weight keeps."""
-    if isinstance(spec, LowRankSpec):
-        return 0
-    mixed = spec.blocks * spec.in_features * spec.rank if isinstance(spec, BlastSpec) else 0
-    return spec.dense_parameters + mixed
+    inner = _plain(spec.correction if isinstance(spec, CorrectedSpec) else spec)
+    mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
+    if isinstance(spec, CorrectedSpec):  # the correction's weight, and the sum
+        return 2 * spec.dense_parameters + mixed
+    return 0 if isinstance(inner, LowRankSpec | DenseSpec) else spec.dense_parameters + mixed
+
+
+def _plain(spec: Spec) -> Spec:
+    return spec.of if isinstance(spec, QuantizedSpec) else spec
 
 
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
     """Multiplications and additions a token: the teacher forward, the student forward and twice that
     backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
-    saved = sum(s.dense_parameters - s.parameters for s in specs.values() if isinstance(s, LowRankSpec))
+    plain = map(_plain, specs.values())
+    saved = sum(s.dense_parameters - s.parameters for s in plain if isinstance(s, LowRankSpec))
     return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
 
 
-def planned(source: Source, plan: Plan, gpu: Gpu) -> dict[str, Any]:
+def planned(source: Source, plan: Plan, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
     """What healing by default the output of `plan` would take, JSON-ready; `said` is one line."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
-    found = predicted(source, specs, HealOptions(""), gpu)
+    found = predicted(source, specs, HealOptions(""), gpu, Crew(gpus))
     said = words(found, gpu.name, None)
     return {**asdict(found), "total": found.total, "fits": found.fits, "said": said}
 
 
 def predicted(
-    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, room: float | None = None
+    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
-    """As `forecast`, for the dense model in `source` with `specs` in it."""
+    """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
+    GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)
     if options.lora:
         added = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
         sizes = replace(sizes, trained=added)
-    return forecast(sizes, specs, options, gpu, room)
+    found = forecast(sizes, specs, options, gpu, crew)
+    open_ = crew.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
+    if found.fits or not open_:
+        return found
+    return forecast(sizes, specs, options, gpu, replace(crew, sharded=True))
 
 
 def words(found: Forecast, gpu: str, minutes: float | None) -> str:
@@ -182,13 +248,15 @@ def words(found: Forecast, gpu: str, minutes: float | None) -> str:
             ("logits", found.logits),
         )
     )
-    need = f"{found.total / 1e9:,.1f} GB ({parts}) of the {found.room / 1e9:,.0f} of {gpu}"
+    each = "" if found.gpus == 1 else f"each of {found.gpus} "
+    need = f"{found.total / 1e9:,.1f} GB ({parts}) of the {found.room / 1e9:,.0f} of {each}{gpu}"
     if not found.fits:
         return f"healing does not fit: {need}; {REMEDY}"
-    how = " with --checkpointing" if found.checkpointing else ""
+    how = " with --fsdp" if found.sharded else ""
+    how += (" and" if how else " with") + " --checkpointing" if found.checkpointing else ""
     text = f"healing{how}: {need}, {found.micro} windows a pass, "
     text += f"at most about {found.tokens_per_second:,.0f} tokens/s (predicted)"
     return text if minutes is None else text + f", {found.tokens_per_second * 60 * minutes:,.0f} in all"
 
 
-REMEDY = "take shorter windows, a higher --cf, --lora 8 or a larger GPU"
+REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"

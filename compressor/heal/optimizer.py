@@ -12,17 +12,17 @@ BETAS = (0.9, 0.95)
 SMALL = 0.02  # root mean square that a tensor of zeros (a bias, often) is taken to have
 STEP = 1.1  # sizes are rounded to its powers, so that tensors of like size are moved by one kernel
 
+Moments = dict[str, Tensor]
+
 
 def make_optimizer(
-    masters: Iterable[Tensor], rate: float, shares: Iterable[float] | None = None
+    masters: Iterable[Tensor], rate: float, sizes: Iterable[float], shares: Iterable[float]
 ) -> torch.optim.AdamW:
-    """A group for every size of tensor; `base` is its rate at the height of the schedule: `rate` × the
-    root mean square, or the share of it that `shares` gives."""
+    """A group for every size of tensor; `base` is its rate at the height of the schedule: the share in
+    `shares` of `rate` × the root mean square in `sizes`."""
     tensors = list(masters)
-    parts = [1.0] * len(tensors) if shares is None else list(shares)
-    sizes = torch.stack([m.detach().double().square().mean().sqrt() for m in tensors]).tolist()
     found: dict[int, list[Tensor]] = {}
-    for master, size, part in zip(tensors, sizes, parts, strict=True):
+    for master, size, part in zip(tensors, sizes, shares, strict=True):
         found.setdefault(round(math.log(part * (size or SMALL), STEP)), []).append(master)
     groups = [{"params": found[k], "lr": 0.0, "base": rate * STEP**k} for k in sorted(found)]
     fused = all(tensor.is_cuda for tensor in tensors)
@@ -42,6 +42,16 @@ def schedule(done: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
 
 
-def load_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str, Tensor]]) -> None:
-    """Give a fresh optimizer the moments that another one of the same tensors had."""
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+def moments_of(optimizer: torch.optim.Optimizer, masters: dict[str, Tensor]) -> dict[str, Moments]:
+    """What it keeps of every master, by name."""
+    return {name: optimizer.state[m] for name, m in masters.items() if m in optimizer.state}
+
+
+def load_moments(
+    optimizer: torch.optim.Optimizer, masters: dict[str, Tensor], moments: dict[str, Moments]
+) -> None:
+    """Give a fresh optimizer of the same masters what `moments_of` another one gave."""
+    names = {id(master): name for name, master in masters.items()}
+    order = [names[id(m)] for group in optimizer.param_groups for m in group["params"]]
+    known = {n: moments[name] for n, name in enumerate(order) if name in moments}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": known})

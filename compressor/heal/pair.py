@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.errors import CapabilityError, InputError, UsageError
@@ -17,13 +18,15 @@ from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.compose import compose_layers
 from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.norms import fuse_norms
+from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
-from blr.compressor.rounding.latent import SCALE_RATE, Latent
+from blr.compressor.rounding.latent import Latent, Plain, Trained, collect_all, publish_all
 from blr.compressor.text.own import working_dtype
 
 SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
@@ -34,66 +37,75 @@ GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 class Pair:
     """Both models in evaluation mode on one device and in one dtype to compute in.
 
-    `masters` are what the optimizer moves, by parameter name: the student's own parameters where
-    the computation is in float32, else float32 copies of them. `sentences` says how an encoder's hidden
-    states become an embedding; None for decoders.
+    `trained` are what is trained of the student, by parameter name. `sentences` says how an encoder's
+    hidden states become an embedding; None for decoders. `masters` are what the optimizer moves, by
+    name, and `shares` the part of the rate that each gets.
     """
 
     teacher: Any
     student: Any
-    masters: dict[str, Tensor]
+    trained: dict[str, Trained]
     sentences: Sentences | None = None
     twins: dict[str, Twin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.parameters = dict(self.student.named_parameters())
-        self.latents = {n: found for n, found in latents_of(self.twins).items() if n in self.masters}
+        self.masters: dict[str, Tensor] = {}
+        self.shares: list[float] = []
+        for name, part in self.trained.items():
+            for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
+                self.masters[name + suffix] = master
+                self.shares.append(share)
+        self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
 
     @property
     def device(self) -> torch.device:
         return self.student.device
 
-    def trained(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Every master with the parameter it stands for; scales, which stand for none, left out."""
-        known = self.parameters
-        return [(master, known[name]) for name, master in self.masters.items() if name in known]
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, of all processes where they are shared out."""
+        own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
+        return sum(tensor.numel() for tensor in own.values())
 
-    def shares(self) -> list[float]:
-        """Of the rate, for each of the masters."""
-        return [SCALE_RATE if name.endswith(SCALES) else 1.0 for name in self.masters]
+    def kept_whole(self) -> list[Tensor]:
+        """Masters that every process has."""
+        return [master for name, master in self.masters.items() if name not in self.slices]
 
-    @torch.no_grad()
+    def sizes(self, processes: Processes) -> list[float]:
+        """Root mean square of every master, over all processes where it is shared out."""
+        squares = torch.stack([m.detach().double().square().sum() for m in self.masters.values()])
+        split = [name in self.slices for name in self.masters]
+        if any(split):
+            mask = torch.tensor(split, device=squares.device)
+            squares = torch.where(mask, processes.sum(squares), squares)
+        counts = [
+            (self.slices[n].parameter if n in self.slices else m).numel()
+            for n, m in self.masters.items()
+        ]
+        return [(s / max(n, 1)) ** 0.5 for s, n in zip(squares.tolist(), counts, strict=True)]
+
+    def norm(self, processes: Processes) -> Tensor:
+        """Of the gradients of all masters."""
+        found = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        whole = [grad for name, grad in found.items() if name not in self.slices]
+        total = _norm(whole, self.device).square()
+        if self.slices:
+            own = [grad for name, grad in found.items() if name in self.slices]
+            total = total + processes.sum(_norm(own, self.device).square())
+        return total.sqrt()
+
     def publish(self) -> None:
         """Round the masters to the student's parameters."""
-        pairs = [(p, m) for m, p in self._plain() if p is not m]
-        if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
-        for latent in self.latents.values():
-            latent.publish()
+        publish_all(self.trained.values())
 
-    def _plain(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """As `trained`, without what is rounded."""
-        rounded = {id(latent.parameter) for latent in self.latents.values()}
-        return [
-            (master, parameter) for master, parameter in self.trained() if id(parameter) not in rounded
-        ]
-
-    @torch.no_grad()
     def collect(self) -> None:
         """Add the gradients of a micro-batch to those of the masters, in float32."""
-        for latent in self.latents.values():
-            latent.collect()
-        for master, parameter in self._plain():
-            if parameter is master or parameter.grad is None:
-                continue
-            fresh = parameter.grad.to(master.dtype)
-            master.grad = fresh if master.grad is None else master.grad.add_(fresh)
-            parameter.grad = None
+        collect_all(self.trained.values())
 
     def forget_fresh(self) -> None:
         """Drop the gradients that were not collected."""
-        for _, parameter in self.trained():
-            parameter.grad = None
+        for part in self.trained.values():
+            part.parameter.grad = None
 
     def forget(self) -> None:
         """Drop all gradients."""
@@ -102,7 +114,7 @@ class Pair:
             master.grad = None
 
     def values(self) -> dict[str, Tensor]:
-        """Copies of the masters on the CPU, contiguous, by parameter name."""
+        """Copies of this process's masters on the CPU, contiguous, by name."""
         return {n: m.detach().cpu().clone().contiguous() for n, m in self.masters.items()}
 
     @torch.no_grad()
@@ -111,6 +123,20 @@ class Pair:
         for name, master in self.masters.items():
             master.copy_(values[name])
         self.publish()
+
+    def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors like `values` (or some of them) put together of all processes' slices."""
+        return {n: self.slices[n].whole(v) if n in self.slices else v for n, v in values.items()}
+
+    def parted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `joined`."""
+        return {n: self.slices[n].part(v).cpu() if n in self.slices else v for n, v in values.items()}
+
+
+def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def check_same_vocabulary(student: Checkpoint, teacher: Checkpoint) -> None:
@@ -158,9 +184,11 @@ def task_of(checkpoint: Checkpoint) -> str:
     )
 
 
-def load_teacher(folder: Path, device: torch.device, task: str = GENERATES) -> Any:
-    """The dense model, frozen, in the dtype to compute in."""
-    model = load_model(folder, task, dtype=working_dtype(device), device=str(device))
+def load_teacher(
+    folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
+) -> Any:
+    """The dense model, frozen, in `dtype`, by default that to compute in."""
+    model = load_model(folder, task, dtype=dtype or working_dtype(device), device=str(device))
     fuse_norms(model)
     return model.requires_grad_(False)
 
@@ -171,43 +199,89 @@ def load_pair(
     kinds: tuple[str, ...],
     sentences: Sentences | None = None,
     additions: tuple[int, int] | None = None,
+    sharding: Sharding | None = None,
 ) -> Pair:
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
 
     Args:
         kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
         additions: rank and seed of what is trained in place of factors (`additions.py`).
+        sharding: shares the student out, and `teacher`, which is whole until then.
 
     Raises UsageError when there is nothing of these kinds.
     """
     task = GENERATES if sentences is None else EMBEDS
-    student = load_model(folder, task, dtype="float32", device=str(teacher.device))
+    place = teacher.device if sharding is None else "cpu"
+    student = load_model(folder, task, dtype="float32", device=str(place))
     twins = take_twins(student, folder)
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    rounded = latents_of(twins)
-    latents = rounded if "factors" in kinds else {}
-    named = {n: p for n, p in student.named_parameters() if n not in rounded}
-    chosen = {n: p for n, p in named.items() if _is_trained(student, n, kinds, added)}
-    if not chosen and not latents:
-        raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
-    if teacher.dtype == torch.float32:
-        masters: dict[str, Tensor] = dict(chosen)
-    else:
-        masters = {name: p.detach().clone().requires_grad_() for name, p in chosen.items()}
-        student.to(teacher.dtype)
-    for parameter in [*chosen.values(), *(latent.parameter for latent in latents.values())]:
-        parameter.requires_grad_()
-    for name, latent in latents.items():
-        masters |= {name: latent.latent, name + SCALES: latent.scale}
-    _share(student, teacher)
+    chosen = _chosen(student, kinds, twins, added)
     compose_layers(student)
     add_products(student, added)
     fuse_norms(student)
-    pair = Pair(teacher, student, masters, sentences, twins)
+    if sharding is not None:
+        _share_out(student, teacher, sharding)
+    trained = _trained(student, teacher, chosen, twins)
+    pair = Pair(teacher, student, trained, sentences, twins)
     pair.publish()
     return pair
+
+
+def _chosen(student: Any, kinds: tuple[str, ...], twins: dict[str, Twin], added: set[str]) -> list[str]:
+    """Names of the parameters that are trained, which want gradients from here on."""
+    rounded = latents_of(twins)
+    named = dict(student.named_parameters())
+    plain = (n for n in named if n not in rounded and _is_trained(student, n, kinds, added))
+    found = [*plain, *(rounded if "factors" in kinds else ())]
+    if not found:
+        raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
+    for name in found:
+        named[name].requires_grad_()
+    return found
+
+
+def _share_out(student: Any, teacher: Any, sharding: Sharding) -> None:
+    """Both models' blocks over the processes, the student's to be computed in the teacher's dtype."""
+    dtype = None if teacher.dtype == torch.float32 else teacher.dtype
+    sharding.shard(teacher)
+    sharding.shard(student, dtype)
+
+
+def _trained(
+    student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
+) -> dict[str, Trained]:
+    """What is trained, by parameter name. The student computes in the teacher's dtype from here on;
+    masters stay in float32."""
+    parameters, latents = dict(student.named_parameters()), latents_of(twins)
+    narrow = teacher.dtype != torch.float32
+    found: dict[str, Trained] = {}
+    for name in chosen:
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            found[name] = Slice(parameter)
+        elif name in latents:
+            found[name] = latents[name]
+        else:
+            master = parameter.detach().clone().requires_grad_() if narrow else None
+            found[name] = Plain(parameter, master)
+    if narrow:
+        narrowed(student, teacher)
+    _share(student, teacher)
+    return found
+
+
+def narrowed(student: Any, teacher: Any) -> None:
+    """Give the parameters of `student`, but slices, the dtype of `teacher`'s, and its buffers those of
+    the teacher's of the same name: rotations in few bits would turn keys by other angles."""
+    for parameter in student.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(teacher.dtype)
+    theirs = dict(teacher.named_buffers())
+    for name, buffer in student.named_buffers():
+        if name in theirs:
+            buffer.data = buffer.data.to(theirs[name].dtype)
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
@@ -291,7 +365,8 @@ def _share(student: Any, teacher: Any) -> None:
     theirs = dict(teacher.named_parameters())
     for name, parameter in student.named_parameters():
         other = theirs.get(name)
-        if other is None or parameter.requires_grad or other.shape != parameter.shape:
+        split = isinstance(parameter, DTensor)
+        if other is None or split or parameter.requires_grad or other.shape != parameter.shape:
             continue
         if torch.equal(parameter, other):
             parameter.data = other.data

@@ -19,16 +19,18 @@ class Passes:
 
     Args:
         scored: tokens (or sentences) that the loss of a whole batch sums over, of all processes.
-        micro: windows a pass, to begin with.
+        most: windows of a step that a process has at most. micro: windows a pass, to begin with
+            (None: all).
     """
 
     def __init__(
-        self, pair: Pair, objective: Objective | Embedding, scored: int, micro: int, progress: Progress
-    ) -> None:
+        self, pair: Pair, objective: Objective | Embedding, scored: int, most: int, micro: int | None,
+        progress: Progress,
+    ) -> None:  # fmt: skip
         self.pair, self.objective, self.scored = pair, objective, scored
-        self.micro, self.progress = micro, progress
+        self.most, self.micro, self.progress = most, min(micro or most, most), progress
         self.graphs: dict[torch.Size, Captured] = {}
-        self.captures = pair.device.type == "cuda"
+        self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
         """This process's share of the loss of a batch; `rows` are its windows.
@@ -44,8 +46,12 @@ class Passes:
 
     def _run(self, rows: Tensor) -> Tensor:
         total = torch.zeros((), device=self.pair.device)
-        for part in rows.split(self.micro):
+        parts = rows.split(self.micro)
+        for part in parts:
             total += self._part(part)
+            self.pair.collect()
+        if self.pair.slices and len(parts) < -(-self.most // self.micro):
+            self._eager(parts[0][:1], 0.0)  # others need this process's slices in their passes
             self.pair.collect()
         return total
 
@@ -56,8 +62,8 @@ class Passes:
             return self._eager(part)
         return self.graphs[part.shape].replay(part)
 
-    def _eager(self, part: Tensor) -> Tensor:
-        loss = self.objective(part.to(self.pair.device)) / self.scored
+    def _eager(self, part: Tensor, weight: float = 1.0) -> Tensor:
+        loss = self.objective(part.to(self.pair.device)) * (weight / self.scored)
         loss.backward()
         return loss.detach()
 
@@ -78,10 +84,10 @@ class Passes:
         self.graphs.clear()
         self.pair.forget()
         torch.cuda.empty_cache()
-        if self.micro == 1:
+        if self.micro == 1 or self.pair.slices:  # the others have gone on: no pass is made again
             raise CapabilityError(
-                f"one window of {window} tokens does not fit {self.pair.device}; "
-                "lower --window, pass --checkpointing or take a larger GPU"
+                f"{self.micro} windows of {window} tokens do not fit {self.pair.device}; "
+                "lower --window or --batch, pass --checkpointing or take a larger GPU"
             )
         self.micro = max(1, self.micro // 2)
         self.progress.notes([f"out of memory: {self.micro} windows a pass from here on"])
@@ -105,13 +111,14 @@ class Captured:
         # Threads of NCCL may ask for their events meanwhile
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.loss = passes._eager(self.windows)
-        self.gradients = [parameter.grad for _, parameter in self.pair.trained()]
+        self.parameters = [part.parameter for part in self.pair.trained.values()]
+        self.gradients = [parameter.grad for parameter in self.parameters]
         self.pair.forget_fresh()
 
     def replay(self, part: Tensor) -> Tensor:
         """The loss, and fresh gradients in the student's parameters."""
         self.windows.copy_(part, non_blocking=True)
         self.graph.replay()
-        for (_, parameter), gradient in zip(self.pair.trained(), self.gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return self.loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from blr.compressor.heal.data import Data, Reading
     from blr.compressor.heal.pair import Pair
+    from blr.compressor.heal.sharding import Sharding
     from blr.compressor.heal.state import State
     from blr.compressor.output.check import Check
     from blr.compressor.parallel.processes import Processes
@@ -76,6 +77,10 @@ def heal(
         check_apart(output, place)
     from blr.compressor.parallel.processes import Processes
 
+    if options.track:
+        from blr.compressor.heal.tracking import check_tracker
+
+        check_tracker(options.track)
     if options.allow_pickle and environment.count() > 1:
         raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
     processes = Processes(options.device)
@@ -169,20 +174,55 @@ class Job:
         from blr.compressor.heal.trainer import Place, Trainer
 
         reading = reading_of(self.teacher, self.options)
-        self._plan_memory()
+        sharding = self._plan_sharding()
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
         data = self._data(teacher, reading)
+        if data.batch < self.processes.count:
+            raise UsageError(
+                f"a batch of {data.batch} windows for {self.processes.count} processes; raise --batch"
+            )
         folder, kinds = self.checkpoint.source.folder, self.options.train
         added = (self.options.lora, self.options.seed) if self.options.lora else None
-        pair = load_pair(folder, teacher, kinds, reading.sentences, added)
-        place = Place(self.workspace.journal, layer_key(state=[read, data.digest]), self._tell)
-        trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
-        self.state = trainer.run()
+        how = kinds, reading.sentences, added
+        pair = load_pair(folder, teacher, *how, sharding)
+        key = layer_key(state=[read, data.digest])
+        with self._tracked() as tell:
+            place = Place(self.workspace.journal, key, tell)
+            trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
+            self.state = trainer.run()
         self.facts = self._facts(pair, data)
-        return pair, data
+        return self._whole(pair, how) if sharding else pair, data
+
+    def _whole(self, pair: Pair, how: Any) -> Pair:
+        """A pair that was shared out, whole on the CPU in the first process."""
+        import torch
+
+        from blr.compressor.heal.pair import load_pair, load_teacher, task_of
+
+        values, dtype = pair.joined(pair.values()), str(pair.teacher.dtype).removeprefix("torch.")
+        if not self.processes.first:
+            return pair
+        cpu = torch.device("cpu")
+        teacher = load_teacher(self.teacher.source.folder, cpu, task_of(self.teacher), dtype)
+        found = load_pair(self.checkpoint.source.folder, teacher, *how)
+        found.restore(values)
+        return found
+
+    def _plan_sharding(self) -> Sharding | None:
+        """How both models are shared out, if they are: where that is asked for or memory demands it."""
+        from blr.compressor.heal.sharding import Sharding, check_shardable, wants_sharding
+
+        self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
+        if self.options.fsdp:
+            check_shardable(self.checkpoint, self.processes)
+        self._plan_memory()
+        if not self.options.fsdp:
+            return None
+        check_shardable(self.checkpoint, self.processes)
+        return Sharding(self.processes)
 
     def _plan_memory(self) -> None:
-        """Say what a GPU will hold, and decide on checkpointing where that is open.
+        """Say what a GPU will hold, and decide on checkpointing and sharing out where these are open.
 
         Raises CapabilityError if it cannot hold it.
         """
@@ -191,16 +231,35 @@ class Job:
             return
         import torch
 
-        from blr.compressor.heal.forecast import predicted, words
+        from blr.compressor.heal.forecast import Crew, predicted, words
 
-        room = torch.cuda.mem_get_info(device)[0]
+        room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
-        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, room)
+        crew = Crew(self.processes.count, bool(self.options.fsdp), room)
+        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
         said = words(found, _device_name(device), None).partition(", at most")[0]
         if not found.fits:
             raise CapabilityError(said)
         self.progress.notes([said])
-        self.options = replace(self.options, checkpointing=found.checkpointing)
+        micro = found.micro if found.sharded else self.options.micro
+        self.options = replace(
+            self.options, checkpointing=found.checkpointing, fsdp=found.sharded, micro=micro
+        )
+
+    @contextmanager
+    def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """What is told of every logged line."""
+        from blr.compressor.heal.tracking import Tracking
+
+        name = self.options.track if self.processes.first else None
+        tracking = Tracking(name or "", self.workspace.output.name, self.progress)
+
+        def tell(line: dict[str, Any]) -> None:
+            self._tell(line)
+            tracking.log(line)
+
+        yield tell
+        tracking.finish()
 
     def _data(self, teacher: Any, reading: Reading) -> Data:
         from blr.compressor.heal.data import make_data
@@ -251,7 +310,7 @@ class Job:
             "steps": state.step,
             "tokens": state.step * data.tokens,
             "minutes": state.seconds / 60,
-            "parameters": sum(master.numel() for master in pair.masters.values()),
+            "parameters": pair.parameters,
             "best_step": state.best_step,
             "before": state.before,
             "after": state.best_merits,

@@ -17,6 +17,7 @@ MINUTES = 3.0  # when no budget is given
 MIX = 2 / 3  # of own text beside the user's: see design notes in compressor/text/own.py
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
+    *("fsdp", "micro", "track"),
 )
 
 
@@ -29,7 +30,9 @@ class HealOptions:
     share of every batch is `mix`. `rate` is relative to a tensor's root mean square; `batch` and
     `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and `hidden` shape the
     loss (None: hidden states count for encoders alone); `lora` is the rank of additions that are
-    trained in place of factors; `patience` counts evaluations on held-back windows without a new best.
+    trained in place of factors; `fsdp` shares the model out over processes (None: where it must), of
+    which each takes `micro` windows a pass (None: what fits); `track` names a tracker; `patience`
+    counts evaluations on held-back windows without a new best.
     """
 
     source_name: str
@@ -54,6 +57,9 @@ class HealOptions:
     patience: int | None = None
     checkpointing: bool | None = None
     compile: bool = False
+    fsdp: bool | None = None
+    micro: int | None = None
+    track: str | None = None
     seed: int = 0
     device: str = "auto"
     save_minutes: float = 5.0

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.heal.optimizer import Moments, moments_of
+from blr.compressor.heal.pair import Pair
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
 
@@ -36,32 +38,42 @@ class State:
 
 
 def save_state(
-    journal: Journal, key: str, state: State, masters: dict[str, Tensor], optimizer: Any
+    journal: Journal, key: str, state: State, pair: Pair, optimizer: Any, write: bool
 ) -> None:
-    """Keep all that a resumed run needs to go on as if it had never stopped."""
-    tensors = {f"{MASTER}{name}": value for name, value in masters.items()}
-    for name, value in (state.values or {}).items():
+    """Keep all that a resumed run needs to go on as if it had never stopped.
+
+    All processes call it where masters are shared out; `write`: whether this one writes.
+    """
+    tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
+    for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value
-    for index, moments in optimizer.state_dict()["state"].items():
-        for name, value in moments.items():
+    for name, moments in moments_of(optimizer, pair.masters).items():
+        for part, value in moments.items():
             kept = torch.as_tensor(value).detach().cpu().clone()
-            tensors[f"{OPTIMIZER}{index}.{name}"] = kept.contiguous()
-    journal.store(key, tensors, state.record())
+            whole = pair.joined({name: kept})[name] if kept.dim() else kept
+            tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
+    if write:
+        journal.store(key, tensors, state.record())
 
 
-def load_state(journal: Journal, key: str) -> tuple[State, dict[str, Tensor], dict[int, Any]] | None:
-    """What `save_state` kept: the state, masters and moments by index; None if there is nothing."""
+def load_state(
+    journal: Journal, key: str, pair: Pair
+) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
+    """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
+    if there is nothing."""
     found = journal.load(key)
     if found is None:
         return None
     tensors = journal.tensors(key)
     state = State(**found[1])
-    best = {n.removeprefix(BEST): t for n, t in tensors.items() if n.startswith(BEST)}
-    state.values = best or None
-    moments: dict[int, Any] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(OPTIMIZER):
-            index, _, part = name.removeprefix(OPTIMIZER).partition(".")
-            moments.setdefault(int(index), {})[part] = tensor
-    masters = {n.removeprefix(MASTER): t for n, t in tensors.items() if n.startswith(MASTER)}
-    return state, masters, moments
+    state.values = pair.parted(_named(tensors, BEST)) or None
+    moments: dict[str, Moments] = {}
+    for label, tensor in _named(tensors, OPTIMIZER).items():
+        part, _, name = label.partition(".")
+        own = pair.parted({name: tensor})[name] if tensor.dim() else tensor
+        moments.setdefault(name, {})[part] = own
+    return state, pair.parted(_named(tensors, MASTER)), moments
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -49,7 +49,8 @@ class Trainer:
         self.pair, self.data, self.options = pair, data, options
         self.processes, self.place, self.progress = processes, place, progress
         self.masters = list(pair.masters.values())
-        self.optimizer = make_optimizer(self.masters, options.rate, pair.shares())
+        sizes = pair.sizes(processes)
+        self.optimizer = make_optimizer(self.masters, options.rate, sizes, pair.shares)
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         self.objective = _objective(pair, data, options)
@@ -58,9 +59,9 @@ class Trainer:
         if options.compile:
             compile_blocks(pair.student)
             compile_blocks(pair.teacher)
-        micro = -(-data.batch // processes.count)
         scored = data.batch * self.objective.scored(data.window)
-        self.passes = Passes(pair, self.objective, scored, micro, progress)
+        most = -(-data.batch // processes.count)
+        self.passes = Passes(pair, self.objective, scored, most, options.micro, progress)
         self.total = options.steps or (options.epochs and data.steps(options.epochs)) or 0
         self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
         self.since = _Since(pair.device)
@@ -94,20 +95,21 @@ class Trainer:
         return self.state.seconds / (60 * (self.options.minutes or 1))
 
     def _resume(self) -> None:
-        found = load_state(self.place.journal, self.place.key)
+        found = load_state(self.place.journal, self.place.key, self.pair)
         if found is None:
             return
         self.state, masters, moments = found
         self.pair.restore(masters)
-        load_moments(self.optimizer, moments)
+        load_moments(self.optimizer, self.pair.masters, moments)
 
     def _step(self) -> None:
         half = 0.5 / self.total if self.total else 1e-6
         set_rates(self.optimizer, schedule(self.spent + half, self.options.warmup))
         rows = self.data.take(self.state.step)[self.processes.rank :: self.processes.count]
         loss = self.processes.sum(self.passes(rows))
-        self.processes.sum_gradients(self.masters)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.options.clip)
+        self.processes.sum_gradients(self.pair.kept_whole())
+        norm = self.pair.norm(self.processes)
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.options.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.pair.publish()
@@ -152,7 +154,7 @@ class Trainer:
     def _judged(self, merits: dict[str, Any]) -> float:
         """The figure to lower, each part with its share of a batch. Raises NumericsError."""
         parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
-        found = sum(parts) / self.data.batch
+        found = self.processes.agreed(sum(parts) / self.data.batch)[0]
         if not math.isfinite(found):
             raise NumericsError(
                 f"the loss on held-back windows is not finite at step {self.state.step}; "
@@ -194,9 +196,9 @@ class Trainer:
 
     def _save(self) -> None:
         self._flush()
-        if self.processes.first:
-            masters = self.pair.values()
-            save_state(self.place.journal, self.place.key, self.state, masters, self.optimizer)
+        if self.processes.first or self.pair.slices:
+            place = self.place.journal, self.place.key
+            save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
         self.processes.wait()
         self.saved = monotonic()
 

@@ -178,7 +178,7 @@ class Processes:
         """Over the processes."""
         if self.count == 1:
             return value
-        held = value.to(self.wire)
+        held = value.to(self.wire, copy=True)
         with _lost():
             dist.all_reduce(held)
         return held.to(value.device)

@@ -125,8 +125,7 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
         )
     if result["from"] == "config.json":
         lines.append("shapes are those that config.json implies: no weights were found")
-    if "heal" in result:
-        lines.append(result["heal"]["said"])
+    lines += [result[step]["said"] for step in ("compress", "heal") if step in result]
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
 
 

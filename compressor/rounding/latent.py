@@ -8,7 +8,7 @@ plain model, whatever is rounded in it, and rounding costs a step, not a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -125,21 +125,78 @@ def _add(master: Tensor, gradient: Tensor) -> None:
 
 
 class Plain:
-    """A parameter that is stored as it is: its own master."""
+    """A parameter that is stored as it is.
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    Args:
+        parameter: what the model computes with. master: what an optimizer moves in its place, in a wider
+            dtype; None: the parameter itself.
+    """
+
+    def __init__(self, parameter: nn.Parameter, master: Tensor | None = None) -> None:
         self.parameter = parameter
+        self.master: Tensor = parameter if master is None else master
 
     @property
     def masters(self) -> list[tuple[Tensor, float]]:
         """As of `Latent`."""
-        return [(self.parameter, 1.0)]
+        return [(self.master, 1.0)]
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Nothing to do."""
+        """Give the parameter the value of its master."""
+        if self.master is not self.parameter:
+            self.parameter.copy_(self.master)
 
+    @torch.no_grad()
     def collect(self) -> None:
-        """Nothing to do."""
+        """As of `Latent`."""
+        if self.master is self.parameter or self.parameter.grad is None:
+            return
+        _add(self.master, self.parameter.grad.to(self.master.dtype))
+        self.parameter.grad = None
 
 
 Trained = Plain | Latent
+
+
+@torch.no_grad()
+def publish_all(trained: Iterable[Trained]) -> None:
+    """As `publish` of each; those stored as they are together, by a few kernels of a GPU."""
+    plain, others = _copied(trained)
+    if plain:
+        torch._foreach_copy_([part.parameter for part in plain], [part.master for part in plain])
+    for part in others:
+        part.publish()
+
+
+@torch.no_grad()
+def collect_all(trained: Iterable[Trained]) -> None:
+    """As `collect` of each, by a few kernels as well."""
+    plain, others = _copied(trained)
+    fresh = [part for part in plain if part.parameter.grad is not None]
+    if fresh:
+        wide = [torch.empty_like(part.master) for part in fresh]
+        torch._foreach_copy_(wide, [_taken(part.parameter) for part in fresh])
+        known = [(part.master, new) for part, new in zip(fresh, wide, strict=True)]
+        if later := [(m.grad, new) for m, new in known if m.grad is not None]:
+            torch._foreach_add_([old for old, _ in later], [new for _, new in later])
+        for master, new in known:
+            master.grad = new if master.grad is None else master.grad
+    for part in others:
+        part.collect()
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, which it has no more."""
+    found = parameter.grad
+    assert found is not None
+    parameter.grad = None
+    return found
+
+
+def _copied(trained: Iterable[Trained]) -> tuple[list[Plain], list[Trained]]:
+    """Those whose masters are plain copies, and all others."""
+    parts = list(trained)
+    copies = [p for p in parts if type(p) is Plain and p.master is not p.parameter]
+    known = {id(part) for part in copies}
+    return copies, [part for part in parts if id(part) not in known]

@@ -14,7 +14,16 @@ from heal_models import QUIET
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export.origin import open_checkpoint
-from blr.compressor.heal.forecast import TRAINED, forecast, predicted, sizes_of, words
+from blr.compressor.heal.forecast import (
+    SLICED,
+    TRAINED,
+    Crew,
+    forecast,
+    masters,
+    predicted,
+    sizes_of,
+    words,
+)
 from blr.compressor.heal.run import Job
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.planning.outline import open_or_outline
@@ -59,11 +68,41 @@ def test_inputs_alone_are_kept_where_all_would_not_fit(tmp_path: Path) -> None:
     assert roomy.fits and not roomy.checkpointing and roomy.micro > 1
 
 
+def test_several_gpus_share_a_batch_and_where_they_must_the_model(tmp_path: Path) -> None:
+    source, specs = large(tmp_path)
+    alone, four = (predicted(source, specs, HealOptions(""), H200, Crew(n)) for n in (1, 4))
+    assert not four.sharded and four.trained == alone.trained
+    assert 3 < four.tokens_per_second / alone.tokens_per_second < 4
+    small = find_gpu("a40")
+    assert not predicted(source, specs, HealOptions(""), small).fits
+    shared = predicted(source, specs, HealOptions(""), small, Crew(8))
+    assert shared.fits and shared.sharded
+    parts = sum(spec.parameters for spec in specs.values()) * SLICED / 8
+    assert parts < shared.trained < 1.5 * parts + 6 * 8e9 / 32
+    assert "with --fsdp" in words(shared, "a40", None)
+    kept_whole = predicted(source, specs, HealOptions("", fsdp=False), small, Crew(8))
+    assert not kept_whole.fits and not kept_whole.sharded
+
+
+def test_full_numbers_of_what_is_packed_are_trained(tmp_path: Path) -> None:
+    """W = Q + S holds every number of the dense weight as a master, and the scales of its groups."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    source, _ = open_or_outline(tmp_path)
+    plan = make_plan(source, Recipe(method="svd", rank=16, base="int2"))
+    specs = {planned.layer.module: planned.spec for planned in plan.layers}
+    dense = sum(spec.dense_parameters for spec in specs.values())
+    found = predicted(source, specs, HealOptions(""), H200)
+    assert sum(map(masters, specs.values())) > dense * (1 + 1 / 128)
+    assert found.trained > TRAINED * dense and not found.fits
+    shared = predicted(source, specs, HealOptions(""), H200, Crew(8))
+    assert not shared.sharded, "what is packed is not shared out"
+
+
 def test_more_room_gives_more_windows_a_pass(tmp_path: Path) -> None:
     source, specs = large(tmp_path)
     sizes = sizes_of(source.config, specs, 0, ("factors",))
     rooms = [1.3e11, 2e11, 4e11]
-    found = [forecast(sizes, specs, HealOptions(""), H200, room) for room in rooms]
+    found = [forecast(sizes, specs, HealOptions(""), H200, Crew(room=room)) for room in rooms]
     assert [f.fits for f in found] == [True] * 3
     assert found[0].micro < found[1].micro < found[2].micro <= 64
 
@@ -83,7 +122,7 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     room = [10_000_000]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room[0], room[0]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    processes: Any = SimpleNamespace(device=torch.device("cuda"))
+    processes: Any = SimpleNamespace(device=torch.device("cuda"), count=1, gather=lambda value: [value])
     student, teacher = open_checkpoint(compressed), open_checkpoint(dense)
     workspace: Any = None
     job = Job(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)

@@ -226,7 +226,7 @@ def test_out_of_memory_makes_parts_smaller_and_changes_nothing_else(
     assert run(compressed, dense, tmp_path / "parts", steps=4).after == whole.after
     assert sizes[:4] == [4, 2, 1, 1]
     limit = 0
-    with pytest.raises(BlrError, match="one window of 16 tokens does not fit") as raised:
+    with pytest.raises(BlrError, match="1 windows of 16 tokens do not fit") as raised:
         run(compressed, dense, tmp_path / "none", steps=4)
     assert raised.value.exit_code == 9
 

@@ -1,0 +1,51 @@
+"""What compressing is predicted to take, against what was measured (scripts/LOG.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blr.compressor.fitting.forecast import CALIBRATED, forecast, words
+from blr.compressor.planning.outline import open_or_outline
+from blr.compressor.planning.plan import make_plan
+from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.recipe.schema import Recipe
+
+H200 = find_gpu("h200")
+LAYER = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096},
+    **{
+        "intermediate_size": 11008,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+}
+MEASURED = {"q_proj": (3.1, 1.7), "up_proj": (6.2, 2.9), "down_proj": (19.6, 5.0)}  # seconds, GiB
+
+
+def layers(folder: Path, recipe: Recipe) -> Any:
+    (folder / "config.json").write_text(json.dumps(LAYER))
+    return make_plan(open_or_outline(folder)[0], recipe, calibrated=True).layers
+
+
+def test_a_7b_layer_takes_what_was_measured(tmp_path: Path) -> None:
+    recipe = Recipe(method="blast", blocks=16, cf=2, samples=1, refit=0)
+    for layer in layers(tmp_path, recipe):
+        if layer.layer.type in MEASURED:
+            seconds, memory = MEASURED[layer.layer.type]
+            found = forecast([layer], recipe, H200, 1, calibrated=True)
+            assert found.seconds - CALIBRATED == pytest.approx(seconds, rel=0.4), layer.layer.module
+            assert memory * 2**30 * 0.8 < found.memory < memory * 2**30 * 2
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_gpus_share_the_work(calibrated: bool, tmp_path: Path) -> None:
+    recipe = Recipe(method="svd", cf=2)
+    found = layers(tmp_path, recipe)
+    one, two = (forecast(found, recipe, H200, n, calibrated) for n in (1, 2))
+    assert one.seconds / 2 < two.seconds < one.seconds
+    assert "of each of 2 h200" in words(two, "h200") and "each" not in words(one, "h200")
