@@ -135,7 +135,10 @@ def heal(
         ),
     ] = None,
     track: Annotated[
-        str | None, typer.Option(help="Also log to tensorboard, wandb or another of accelerate's.")
+        str | None,
+        typer.Option(
+            help="Also log to tensorboard, wandb or another of accelerate's.", show_default="none"
+        ),
     ] = None,
     save_minutes: Annotated[
         float, typer.Option(min=0.0, callback=values.number, help="Minutes between saved states.")

@@ -60,7 +60,10 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4096, help="Also what compressing, and healing, would take of so many of them."
+            min=1,
+            max=4096,
+            help="Also what compressing, and healing, would take of so many of them.",
+            show_default="not told",
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
