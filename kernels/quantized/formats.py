@@ -5,6 +5,8 @@ What the bytes mean is said in `reference.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 GROUP = 128
 GROUPS = (128, 64, 32)
 ROW = 0  # the group of numbers in float8 that share a scale a row
@@ -37,3 +39,29 @@ def check_format(bits: int, group: int = GROUP, fp8: bool = False) -> None:
             *others, last = map(str, known)
             names = f"{', '.join(others)} or {last}" if others else last
             raise ValueError(f"{what} {found!r}: expected {names}")
+
+
+class Form(NamedTuple):
+    """Where kernels find levels, in quads of 16 bytes of the lowest plane.
+
+    BITS, GROUP: of the format. FIELDS: of a word of the plane. WORDS: of a group in the plane. STEP:
+    words from one group to the next, all planes counted. COLUMNS: levels of a quad.
+    """
+
+    BITS: int
+    GROUP: int
+    FIELDS: int
+    WORDS: int
+    STEP: int
+    COLUMNS: int
+
+    def quads(self, K: int) -> int:
+        """Quads of a row of K columns; the last may be half empty."""
+        return -(-(-(-K // self.GROUP) * self.WORDS) // 4)
+
+
+def form_of(bits: int, group: int = GROUP) -> Form:
+    """The form of a format. Raises ValueError as `check_format`."""
+    check_format(bits, group)
+    low = PLANES[bits][0]
+    return Form(bits, group, 32 // low, group * low // 32, group * bits // 32, 128 // low)

@@ -20,7 +20,7 @@ from blr.kernels.quantized.launch import (
     tile_shape,
     token_slots,
 )
-from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage
+from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
 
 try:
     import triton
@@ -116,10 +116,10 @@ def grouped(
         config: BR, BQ and num_warps of each segment in place of `tile_shape`'s; the launch has the
             most warps of any.
     """
-    tokens = _checked(segments)
+    tokens = same_format(segments)
     total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
     shapes = [
-        {**_shape(s, tokens, total), **(config[i] if config else {})} for i, s in enumerate(segments)
+        {**segment_shape(s, tokens, total), **(config[i] if config else {})} for i, s in enumerate(segments)
     ]
     warps = max(shape["num_warps"] for shape in shapes)
     run_grouped(
@@ -152,42 +152,60 @@ def dual(
     By default those of `tile_shape`, where half of the lanes are for each of one or two tokens' rows
     and, if that leaves less than a chunk, twice the warps.
     """
-    tokens = _checked((gate, up))
-    wider, halves = max(gate, up, key=lambda s: s.K), 2 if tokens <= 2 else 1
-    shape = _shape(wider, tokens, wider.packed.shape[0] * wider.packed.shape[1], pair=True)
-    shape |= {"num_warps": max(shape["num_warps"], halves * shape["BQ"] // 32), **config}
-    warps = shape["num_warps"]
-    shape = complete(shape, max(warps // halves, 1), tokens)
-    tile = quantized_tile(wider, shape, gain)
-    both = stage(gate), stage(up)
-    dual_kernel[(gate.packed.shape[0] * -(-gate.packed.shape[1] // tile.BR),)](
-        *(*both, _apart(*both), gate.x if gain is None else gain, eps, tokens),
+    tokens = same_format((gate, up))
+    first, second, tiles, warps = pair_stages(gate, up, tokens, gain, config)
+    dual_kernel[(gate.packed.shape[0] * -(-gate.packed.shape[1] // tiles[0].BR),)](
+        *(first, second, apart(first, second), gate.x if gain is None else gain, eps, tokens),
         N=token_slots(tokens),
-        T0=tile._replace(BIAS=gate.bias is not None),
-        T1=tile._replace(BIAS=up.bias is not None),
+        T0=tiles[0],
+        T1=tiles[1],
         ACT=activation,
         num_warps=warps,
         **launch_options(pdl),
     )
 
 
-def _checked(segments: Sequence[QuantizedSegment]) -> int:
-    """Tokens of a launch. Raises ValueError for too many, or segments of different bits."""
-    tokens, bits = checked_tokens(segments), {s.bits for s in segments}
-    if len(bits) != 1:
-        raise ValueError(f"grouped gemv: segments of {sorted(bits)} bits; one launch takes one kind")
+def pair_stages(
+    gate: QuantizedSegment,
+    up: QuantizedSegment,
+    tokens: int,
+    gain: Tensor | None,
+    config: dict[str, int],
+    counting: tuple[Tensor | None, int] = (None, 0),
+) -> tuple[QuantizedStage, QuantizedStage, list[QuantizedTile], int]:
+    """Both stages of a `dual`, their tiles and the warps of a program. counting: as `stage` takes it."""
+    wider, halves = max(gate, up, key=lambda s: s.K), 2 if tokens <= 2 else 1
+    shape = segment_shape(wider, tokens, wider.packed.shape[0] * wider.packed.shape[1], pair=True)
+    shape |= {"num_warps": max(shape["num_warps"], halves * shape["BQ"] // 32), **config}
+    warps = shape["num_warps"]
+    shape = complete(shape, max(warps // halves, 1), tokens)
+    awaits = counting[0] is not None
+    tiles = [quantized_tile(s, shape, gain, awaits) for s in (gate, up)]
+    unit, one = min(tile.UNIT for tile in tiles), all(tile.ONE for tile in tiles)
+    tiles = [tile._replace(UNIT=unit, ONE=one) for tile in tiles]
+    first, second = (stage(s, *counting, unit) for s in (gate, up))
+    return first, second, tiles, warps
+
+
+def same_format(segments: Sequence[QuantizedSegment]) -> int:
+    """Tokens of a launch. Raises ValueError for too many, or segments of different formats."""
+    tokens, found = checked_tokens(segments), {(s.bits, s.group) for s in segments}
+    if len(found) != 1:
+        raise ValueError(f"grouped gemv: segments of {sorted(found)}; one launch takes one format")
     return tokens
 
 
-def _shape(s: QuantizedSegment, tokens: int, total: int, pair: bool = False) -> dict[str, int]:
+def segment_shape(
+    s: QuantizedSegment, tokens: int, total: int, pair: bool = False
+) -> dict[str, int]:
     """Sizes of `tile_shape` in a launch of `total` rows; a mixing program has a tile of every block."""
     blocks, rows, _ = s.packed.shape
     if s.mix is not None:
-        return mixed_shape(blocks, rows, s.K, s.bits)
-    return tile_shape(rows, s.K, tokens, s.bits, total, pair)
+        return mixed_shape(blocks, rows, s.K, s.bits, s.group)
+    return tile_shape(rows, s.K, tokens, s.bits, total, pair, s.group)
 
 
-def _apart(first: QuantizedStage, second: QuantizedStage) -> QuantizedStage:
+def apart(first: QuantizedStage, second: QuantizedStage) -> QuantizedStage:
     """From one stage to another, as `pair_rows` takes it."""
     fields = zip(QuantizedStage._fields, first, second, strict=True)
     return QuantizedStage(*(_distance(a, b) if name in APART else 0 for name, a, b in fields))

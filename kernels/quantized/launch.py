@@ -15,19 +15,30 @@ from blr.kernels.gemv.launch import (
     ready,
     run_stage,
 )
-from blr.kernels.quantized.formats import packed_width
-from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
+from blr.kernels.quantized.formats import GROUP, form_of, packed_width
+from blr.kernels.quantized.segments import (
+    Correction,
+    QuantizedSegment,
+    QuantizedStage,
+    QuantizedTile,
+)
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
-CHUNK = {4: 128, 8: 256}
+CHUNK = {2: 128, 3: 128, 4: 128, 8: 256}
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
 # More tokens, on the tensor cores. Bits -> rows, quads and warps of a program.
-MANY = {4: (32, 8, 8), 8: (16, 16, 4)}
+MANY = {2: (32, 8, 8), 3: (32, 8, 8), 4: (32, 8, 8), 8: (16, 16, 4)}
 
 
 def tile_shape(
-    rows: int, width: int, tokens: int, bits: int, total: int | None = None, pair: bool = False
+    rows: int,
+    width: int,
+    tokens: int,
+    bits: int,
+    total: int | None = None,
+    pair: bool = False,
+    group: int = GROUP,
 ) -> dict[str, int]:
     """Rows BR and quads BQ of a program's tile, and its warps.
 
@@ -39,7 +50,7 @@ def tile_shape(
         rows, width: of a block of weights. total: rows of the whole launch (default: `rows`).
         pair: one of two segments that share programs.
     """
-    quads = power_of_two(packed_width(width, bits) // 16)
+    quads = max(power_of_two(form_of(bits, group).quads(width)), 4)
     if tokens > 2:
         least, chunk, warps = MANY[bits]
         return {"BR": least, "BQ": min(chunk, quads), "num_warps": warps}
@@ -55,10 +66,11 @@ def tile_shape(
     return {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
 
 
-def mixed_shape(blocks: int, ranks: int, width: int, bits: int) -> dict[str, int]:
+def mixed_shape(blocks: int, ranks: int, width: int, bits: int, group: int = GROUP) -> dict[str, int]:
     """The same for a stage that mixes its blocks: BR ranks of every block, BQ quads of each."""
     across = power_of_two(blocks)
-    chunk = min(power_of_two(packed_width(width, bits) // 16), max(128 // across, 8))
+    quads = max(power_of_two(form_of(bits, group).quads(width)), 4)
+    chunk = min(quads, max(128 // across, 8))
     warps = min(max(across * chunk // 32, 1), 8)
     return {"BR": min(power_of_two(ranks), 4), "BQ": chunk, "num_warps": warps}
 
@@ -70,6 +82,8 @@ def gemv_quantized(
     bits: int,
     K: int,
     *,
+    group: int = GROUP,
+    correction: Correction | None = None,
     bias: Tensor | None = None,
     gain: Tensor | None = None,
     eps: float = 0.0,
@@ -87,7 +101,8 @@ def gemv_quantized(
         x: [n, …], any float dtype.
         packed: [B, R, bytes], int8 or uint8, rows of stride-1 bytes that start at multiples of 16.
         scale: [B, R, groups], columns of stride 1.
-        K: columns of the weights before padding.
+        K: columns of the weights before padding. group: of the scales.
+        correction: added, of a z that is there.
         dtype: of the result (default: that of `x`); ignored when `out` [n, B·R] is given.
         pdl: launched while the kernel before it still runs (compute capability 9 and later).
         config: BR, BQ (at least 8), num_warps in place of `tile_shape`'s.
@@ -102,8 +117,10 @@ def gemv_quantized(
     if not len(x):
         return out
     scale = scale if scale.stride(-1) == 1 else scale.contiguous()
-    s = QuantizedSegment(x, packed, scale, bits, K, out, bias, part=part)
-    config = {**tile_shape(rows, K, len(x), bits, blocks * rows), **config}
+    s = QuantizedSegment(
+        x, packed, scale, bits, K, out, bias, part=part, group=group, correction=correction
+    )
+    config = {**tile_shape(rows, K, len(x), bits, blocks * rows, group=group), **config}
     config = complete(config, config["num_warps"], len(x))
     run_stage(
         gemv_kernel,
@@ -120,9 +137,15 @@ def gemv_quantized(
     return out
 
 
-def stage(s: QuantizedSegment) -> QuantizedStage:
-    """What kernels take of a segment. Raises ValueError as `as_words`."""
-    words = as_words(s.packed, s.bits, s.K)
+def stage(
+    s: QuantizedSegment, counter: Tensor | None = None, arrivals: int = 0, unit: int | None = None
+) -> QuantizedStage:
+    """What kernels take of a segment. counter, arrivals: of a launch that makes z of its correction.
+    unit: in place of `row_unit`, of which it is a divisor.
+
+    Raises ValueError as `as_words`.
+    """
+    words = as_words(s.packed, s.bits, s.K, s.group)
     blocks, rows, _ = words.shape
     mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return QuantizedStage(
@@ -131,7 +154,7 @@ def stage(s: QuantizedSegment) -> QuantizedStage:
         x_block=0 if s.x.shape[1] == s.K else s.K,
         w=words,
         w_block=words.stride(0),
-        w_row=words.stride(1),
+        w_row=words.stride(1) // (unit or row_unit(words)),
         scale=s.scale,
         scale_block=s.scale.stride(0),
         scale_row=s.scale.stride(1),
@@ -146,17 +169,54 @@ def stage(s: QuantizedSegment) -> QuantizedStage:
         K=s.K,
         blocks=blocks,
         part=s.part or rows,
+        counter=words if counter is None else counter,
+        arrivals=arrivals,
+        **_correction(s),
     )
 
 
-def quantized_tile(s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None) -> QuantizedTile:
-    """The tile of a shape that is `complete`."""
+def _correction(s: QuantizedSegment) -> dict[str, Any]:
+    if s.correction is None:
+        none = dict.fromkeys(("z_token", "u_row", "u_scale_row", "u_part", "ranks"), 0)
+        return {"z": s.x, "u": s.x, "u_scale": s.x, **none}
+    z, u = s.correction.first.y, s.correction.u
+    scale = u.levels if u.scale is None else u.scale
+    return {
+        "z": z,
+        "z_token": z.stride(0),
+        "u": u.levels,
+        "u_row": u.levels.stride(1),
+        "u_scale": scale,
+        "u_scale_row": scale.stride(1),
+        "u_part": u.shape[1],
+        "ranks": u.shape[2],
+    }
+
+
+def row_unit(words: Tensor) -> int:
+    """Words of which rows of `words` [B, R, …] are a multiple apart: 4 where the loads of 16 bytes that
+    begin with them are aligned, else 1."""
+    aligned = words.data_ptr() % 16 == 0 and words.stride(0) % 4 == 0 and words.stride(1) % 4 == 0
+    return 4 if aligned else 1
+
+
+def quantized_tile(
+    s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None, awaits: bool = False
+) -> QuantizedTile:
+    """The tile of a shape that is `complete`. awaits: of a launch that makes z of its correction."""
+    form, words = form_of(s.bits, s.group), as_words(s.packed, s.bits, s.K, s.group)
+    u = None if s.correction is None else s.correction.u
     return QuantizedTile(
-        *(s.bits, shape["BR"], shape["BQ"], shape["T"]),
-        ONE=packed_width(s.K, s.bits) <= 16 * shape["BQ"],
+        *form,
+        *(shape["BR"], shape["BQ"], shape["T"]),
+        ONE=form.quads(s.K) <= shape["BQ"],
+        UNIT=row_unit(words),
         NORM=norm_kind(s.x, s.K, gain),
         BIAS=s.bias is not None,
         MIX=0 if s.mix is None else power_of_two(len(s.mix)),
+        RANKS=0 if u is None else power_of_two(u.shape[2]),
+        U_GROUP=0 if u is None or u.scale is None else u.group,
+        AWAIT=awaits,
     )
 
 
@@ -171,12 +231,12 @@ def complete(tile: dict[str, int], num_warps: int, tokens: int) -> dict[str, int
     return {**tile, "BR": max(tile["BR"], beside), "T": beside, "num_warps": num_warps}
 
 
-def as_words(packed: Tensor, bits: int, K: int) -> Tensor:
+def as_words(packed: Tensor, bits: int, K: int, group: int = GROUP) -> Tensor:
     """Packed bytes as int32 [B, R, bytes/4], without a copy where rows allow it.
 
-    Raises ValueError for a row that is not `packed_width(K, bits)` bytes long.
+    Raises ValueError for a row that is not `packed_width(K, bits, group)` bytes long.
     """
-    expected = packed_width(K, bits)
+    expected = packed_width(K, bits, group)
     if packed.shape[-1] != expected:
         raise ValueError(
             f"packed rows of {packed.shape[-1]} bytes: expected {expected} for {K} columns of int{bits}"

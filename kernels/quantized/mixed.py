@@ -16,45 +16,43 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.quantized.triton import rows_by_fma, whole_sum
-from blr.kernels.quantized.words import field_columns, load_chunk
+from blr.kernels.quantized.words import (
+    lane_columns,
+    load_chunk,
+    row_quads,
+    row_words,
+    scale_at,
+    words_left,
+)
 
 
 @triton.jit
-def mixed_rows(
-    chunk, words, scales, x, gain, eps, s_tile, K, blocks,
-    L: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+def mixed_rows(chunk, words, scales, x, gain, eps, s_tile, K, blocks, L: tl.constexpr, T: tl.constexpr):
     """One token: [BR, L] in float32, ranks by output blocks.
 
     chunk, words, scales: as `load_chunk` has them. s_tile: [rank, k, l] in float32.
     """
-    LANES: tl.constexpr = L * BQ
-    block = tl.arange(0, LANES * 4) // (4 * BQ)
-    at = field_columns(LANES, BQ, BITS)
+    LANES: tl.constexpr = L * T.BQ
+    block = tl.arange(0, LANES * 4) // (4 * T.BQ)
+    at = lane_columns(LANES, T)
     x_at = x + (block * K + at)
     inputs = x_at, x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
-    end = tl.cdiv(K, 128) * BITS
-    sums, _, square, _ = rows_by_fma(chunk, words, scales, inputs, end, 1, BQ, BITS, NORM, False)
-    z = tl.sum(tl.reshape(sums, (sums.shape[0], L, BQ)), 2)
+    sums, _, square, _ = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), 1, T)
+    z = tl.sum(tl.reshape(sums, (sums.shape[0], L, T.BQ)), 2)
     mixed = tl.sum(s_tile * z[:, None, :], 2)
-    if NORM:
+    if T.NORM:
         mixed *= tl.rsqrt(whole_sum(square) / (blocks * K) + eps)
     return mixed
 
 
 @triton.jit
-def mixed_places(
-    index, rank, ranks, row_step, block_step, K, blocks,
-    L: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+def mixed_places(index, rank, ranks, row_step, block_step, blocks, L: tl.constexpr, T: tl.constexpr):
     """Of quads number `index` of a tile of ranks by L blocks by BQ quads, ranks from `rank` on: where
-    their rows begin, their place in the row, and the quads from there to its end."""
-    here = rank + index // (L * BQ)
-    block = index // BQ % L
+    their rows begin, their place in the row, and whether there is such a row."""
+    here = rank + index // (L * T.BQ)
+    block = index // T.BQ % L
     at = here.to(tl.int64) * row_step + block.to(tl.int64) * block_step
-    quad = index % BQ
-    there = (here < ranks) & (block < blocks)
-    return at, quad, tl.where(there, tl.cdiv(K, 128) * BITS - quad, 0)
+    return at, index % T.BQ, (here < ranks) & (block < blocks)
 
 
 @triton.jit
@@ -63,20 +61,20 @@ def mixed_segment(
 ):  # fmt: skip
     """Tile number `tile` of a stage of up to L blocks, for all tokens one by one."""
     BR: tl.constexpr = T.BR
-    BQ: tl.constexpr = T.BQ
-    BITS: tl.constexpr = T.BITS
-    LANES: tl.constexpr = L * BQ
+    LANES: tl.constexpr = L * T.BQ
+    PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     K, ranks, blocks = s.K, s.rows, s.blocks
     index = tl.arange(0, BR * LANES * 4)
-    at, quad, left = mixed_places(
-        index // 4, tile * BR, ranks, s.w_row, s.w_block, K, blocks, L, BQ, BITS
+    at, quad, there = mixed_places(index // 4, tile * BR, ranks, s.w_row * T.UNIT, s.w_block, blocks, L, T)
+    left = tl.where(there, words_left(quad, index % 4, K, T), 0)
+    words = row_words(s.w + at, quad, index % 4, left, T)
+    index = tl.arange(0, BR * LANES * PARTS)
+    at, quad, there = mixed_places(
+        index // PARTS, tile * BR, ranks, s.scale_row, s.scale_block, blocks, L, T
     )
-    words = s.w + (at + quad * 4 + index % 4), left
-    at, quad, left = mixed_places(
-        tl.arange(0, BR * LANES), tile * BR, ranks, s.scale_row, s.scale_block, K, blocks, L, BQ, BITS
-    )
-    scales = s.scale + (at + quad // BITS), left
-    first = load_chunk(words, scales, 0, LANES, BITS)
+    group = scale_at(quad, index % PARTS, T)
+    scales = s.scale + (at + group), tl.where(there, tl.cdiv(K, T.GROUP) - group, 0)
+    first = load_chunk(words, scales, 0, T, LANES)
     rank = tile * BR + tl.arange(0, BR)
     rank_ok = rank < ranks
     block = tl.arange(0, L)
@@ -89,7 +87,7 @@ def mixed_segment(
         gdc_wait()
     for token in range(tokens):
         mixed = mixed_rows(
-            first, words, scales, s.x + token * s.x_token, gain, eps, mix, K, blocks, L, BQ, BITS, T.NORM
+            first, words, scales, s.x + token * s.x_token, gain, eps, mix, K, blocks, L, T
         )  # fmt: skip
         to = s.y + token * s.y_token + block[None, :] * ranks + rank[:, None]
         tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)

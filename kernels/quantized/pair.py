@@ -8,36 +8,48 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.gemv.triton import bias_of, outputs, tile_start
+from blr.kernels.quantized.correction import correction, narrow_rows
 from blr.kernels.quantized.triton import inverse_rms, rows_by_fma, whole_sum
-from blr.kernels.quantized.words import field_columns, load_chunk
+from blr.kernels.quantized.words import (
+    lane_columns,
+    load_chunk,
+    row_quads,
+    row_words,
+    scale_at,
+    words_left,
+)
 
 
 @triton.jit
 def pair_places(s, apart, block, start, T: tl.constexpr):
     """What `load_chunk` takes, for the rows from `start` on of a block of two stages side by side."""
     RT: tl.constexpr = T.BR // T.T
+    PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     wide, below = block.to(tl.int64), start.to(tl.int64)
-    w = s.w + (wide * s.w_block + below * s.w_row)
-    w_apart = apart.w + wide * apart.w_block + below * apart.w_row
+    w_row, row_apart = s.w_row * T.UNIT, apart.w_row * T.UNIT
+    w = s.w + (wide * s.w_block + below * w_row)
+    w_apart = apart.w + wide * apart.w_block + below * row_apart
     index = tl.arange(0, RT * 2 * T.T * T.BQ * 4)
-    half, row, quad, left = pair_quads(index // 4, s, apart, start, T)
-    words = w + (row * s.w_row + half * (w_apart + row * apart.w_row) + (quad * 4 + index % 4)), left
+    half, row, quad = pair_quads(index // 4, T)
+    left = words_left(quad, index % 4, s.K + half * apart.K, T)
+    at = w + (row * w_row + half * (w_apart + row * row_apart))
+    words = row_words(at, quad, index % 4, tl.where(row < s.rows - start, left, 0), T)
     scale = s.scale + (wide * s.scale_block + below * s.scale_row)
     scale_apart = apart.scale + wide * apart.scale_block + below * apart.scale_row
-    half, row, quad, left = pair_quads(tl.arange(0, RT * 2 * T.T * T.BQ), s, apart, start, T)
-    at = row * s.scale_row + half * (scale_apart + row * apart.scale_row) + quad // T.BITS
-    return words, (scale + at, left)
+    index = tl.arange(0, RT * 2 * T.T * T.BQ * PARTS)
+    half, row, quad = pair_quads(index // PARTS, T)
+    group = scale_at(quad, index % PARTS, T)
+    left = tl.cdiv(s.K + half * apart.K, T.GROUP) - group
+    at = row * s.scale_row + half * (scale_apart + row * apart.scale_row) + group
+    return words, (scale + at, tl.where(row < s.rows - start, left, 0))
 
 
 @triton.jit
-def pair_quads(index, s, apart, start, T: tl.constexpr):
-    """Of quads number `index`: which stage they are of, their row from `start` on, their place in it,
-    and the quads from there to its end."""
+def pair_quads(index, T: tl.constexpr):
+    """Of quads number `index`: which stage they are of, their row and their place in it."""
     half = index // (T.T * T.BQ) % 2
     row = index // (2 * T.T * T.BQ) * T.T + index // T.BQ % T.T
-    quad = index % T.BQ
-    left = tl.cdiv(s.K + half * apart.K, 128) * T.BITS - quad
-    return half, row, quad, tl.where(row < s.rows - start, left, 0)
+    return half, row, index % T.BQ
 
 
 @triton.jit
@@ -54,12 +66,13 @@ def pair_rows(
     """
     block, start = tile_start(tile, s, T.BR)
     words, scales = pair_places(s, apart, block, start, T)
-    chunk = load_chunk(words, scales, 0, 2 * T.T * T.BQ, T.BITS)
+    chunk = load_chunk(words, scales, 0, T, 2 * T.T * T.BQ)
     rows = start + tl.arange(0, T.BR)
     ok = rows < s.rows
     out = outputs(s, block, rows)
+    narrow, narrow_up = narrow_rows(s, out, ok, T), narrow_rows(up, out, ok, UP)
     constant, constant_up = bias_of(s, out, ok, T.BIAS), bias_of(up, out, ok, UP.BIAS)
-    at = field_columns(2 * T.T * T.BQ, T.BQ, T.BITS)
+    at = lane_columns(2 * T.T * T.BQ, T)
     half = tl.arange(0, 8 * T.T * T.BQ) // (4 * T.T * T.BQ)
     x = s.x + (block * s.x_block + at + half * (apart.x + block * apart.x_block))
     past = at - (s.K + half * apart.K)
@@ -68,10 +81,8 @@ def pair_rows(
     inputs = x, x + (s.x_token + half * apart.x_token), gain + at, past
     if WAIT:
         gdc_wait()
-    end = tl.cdiv(tl.maximum(s.K, s.K + apart.K), 128) * T.BITS
-    sums, sums2, square, square2 = rows_by_fma(
-        chunk, words, scales, inputs, end, N, T.BQ, T.BITS, T.NORM, T.ONE
-    )  # fmt: skip
+    end = row_quads(tl.maximum(s.K, s.K + apart.K), T)
+    sums, sums2, square, square2 = rows_by_fma(chunk, words, scales, inputs, end, N, T)
     gate, up_sum = pair_sums(sums, T.BQ, T.T)
     gate2, up_sum2 = gate, up_sum
     if N == 2:
@@ -87,7 +98,12 @@ def pair_rows(
             norm2 = inverse_rms(s.x, s.x_token, one + N - 1, one < tokens, width, eps, 1024)
         gate, up_sum, gate2, up_sum2 = gate * norm, up_sum * norm, gate2 * norm2, up_sum2 * norm2
     gate, gate2 = gate + constant, gate2 + constant
-    return gate, up_sum + constant_up, gate2, up_sum2 + constant_up, out, ok
+    up_sum, up_sum2 = up_sum + constant_up, up_sum2 + constant_up
+    gate, up_sum = gate + correction(s, narrow, 0, T), up_sum + correction(up, narrow_up, 0, UP)
+    if N == 2:
+        gate2 += correction(s, narrow, 1, T)
+        up_sum2 += correction(up, narrow_up, 1, UP)
+    return gate, up_sum, gate2, up_sum2, out, ok
 
 
 @triton.jit

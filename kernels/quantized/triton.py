@@ -1,4 +1,4 @@
-"""Segmented matrix-vector products with int8 or int4 weights, dequantized in registers.
+"""Segmented matrix-vector products with weights in 8, 4, 3 or 2 bits, dequantized in registers.
 
 One program owns `BR` rows of one block and walks them in chunks of `BQ` quads of 16 bytes, each loaded
 by one thread. The lanes of a tile are T rows by BQ quads: where they are as many as the threads, a
@@ -15,12 +15,15 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.gemv.triton import activate, bias_of, outputs, store_rows, tile_start
+from blr.kernels.quantized.correction import correction, corrections, narrow_rows
 from blr.kernels.quantized.words import (
     chunk_inputs,
-    field_columns,
+    column_at,
     field_level,
+    lane_columns,
     load_chunk,
     quad_sums,
+    row_quads,
     tile_places,
 )
 
@@ -39,50 +42,43 @@ def inverse_rms(x, x_token, token, there, width, eps, BK: tl.constexpr):
 
 
 @triton.jit
-def chunk_products(
-    chunk, inputs, start, EXACT: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr
-):
+def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, N: tl.constexpr, T: tl.constexpr):
     """[RT, lanes, 1] products of a chunk and [1, lanes, 4] squares of its inputs, of two tokens each."""
     tile, factor = chunk
     x, x2, gain, past = inputs
-    column = start // BITS * 128
-    v, square = chunk_inputs(x, gain, past, column, BITS, NORM)
-    first = quad_sums(tile, v, BITS, EXACT) * factor
+    column = start * T.COLUMNS
+    v, square = chunk_inputs(x, gain, past, column, T)
+    first = quad_sums(tile, factor, v, EXACT, T)
     second = first
     square2 = square
     if N == 2:
-        v, square2 = chunk_inputs(x2, gain, past, column, BITS, NORM)
-        second = quad_sums(tile, v, BITS, EXACT) * factor
+        v, square2 = chunk_inputs(x2, gain, past, column, T)
+        second = quad_sums(tile, factor, v, EXACT, T)
     return first, second, square, square2
 
 
 @triton.jit
-def rows_by_fma(
-    chunk, words, scales, inputs, end,
-    N: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
+def rows_by_fma(chunk, words, scales, inputs, end, N: tl.constexpr, T: tl.constexpr):
     """Products of rows with one or two tokens on the CUDA cores, and squares of their inputs before
     the gain, in float32 and still to be summed: [RT, lanes, 1] twice, [1, lanes, 4] twice.
 
-    chunk: what `load_chunk` gave of words and scales; ONE: there is no other. inputs: pointers
-    [lanes·4] to those of the first and the second token and to the gain (used if NORM) for field 0, and
-    how far each is past the end of the row (valid if negative). end: quads of the longest row.
+    chunk: what `load_chunk` gave of words and scales; T.ONE: there is no other. inputs: pointers
+    [lanes·4] to those of the first and the second token and to the gain (used if T.NORM) for field 0,
+    and how far each is past the end of the row (valid if negative). end: quads of the longest row.
     """
-    EXACT: tl.constexpr = BITS == 4 and scales[0].dtype.element_ty == tl.float32
-    if ONE:
-        sums, sums2, square, square2 = chunk_products(chunk, inputs, 0, EXACT, N, BITS, NORM)
+    EXACT: tl.constexpr = T.BITS == 3 or (T.BITS < 8 and scales[0].dtype.element_ty == tl.float32)
+    if T.ONE:
+        sums, sums2, square, square2 = chunk_products(chunk, inputs, 0, EXACT, N, T)
     else:
         tile, factor = chunk
-        lanes: tl.constexpr = tile.shape[1]
-        sums = tl.zeros([tile.shape[0], lanes, 1], tl.float32)
+        lanes: tl.constexpr = factor.shape[1]
+        sums = tl.zeros([factor.shape[0], lanes, 1], tl.float32)
         sums2 = sums
         square = tl.zeros([1, lanes, 4], tl.float32)
         square2 = square
-        for start in range(0, end, BQ):
-            following, next_factor = load_chunk(words, scales, start + BQ, lanes, BITS)
-            first, second, squares, squares2 = chunk_products(
-                (tile, factor), inputs, start, EXACT, N, BITS, NORM
-            )
+        for start in range(0, end, T.BQ):
+            following, next_factor = load_chunk(words, scales, start + T.BQ, T, lanes)
+            first, second, squares, squares2 = chunk_products((tile, factor), inputs, start, EXACT, N, T)
             sums += first
             square += squares
             if N == 2:
@@ -129,32 +125,29 @@ def token_chunk(x, x_token, token, there, gain, cols, K, NORM: tl.constexpr):
 
 
 @triton.jit
-def rows_by_dot(
-    chunk, words, scales, x, x_token, tokens, gain, K,
-    NP: tl.constexpr, BQ: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+def rows_by_dot(chunk, words, scales, x, x_token, tokens, gain, K, NP: tl.constexpr, T: tl.constexpr):
     """Products of rows with up to NP tokens on the tensor cores, [BR, NP] in float32, and sums of
     squares of their inputs before the gain [NP].
 
     One product a field, over the words of a chunk. Weights are rounded to the dtype of their scales,
     as `reference.dequantize` rounds them.
     """
-    WIDTH: tl.constexpr = 4 * BITS  # words of a group
-    BR: tl.constexpr = chunk[0].shape[0]
-    word = tl.arange(0, 4 * BQ)
-    cols = word // WIDTH * 128 + word % WIDTH
+    tile, factor = chunk
+    BR: tl.constexpr = factor.shape[0]
+    word = tl.arange(0, 4 * T.BQ)
+    cols = column_at(word // 4, word % 4, T)
     token = tl.arange(0, NP)
     there = token < tokens
     operand = scales[0].dtype.element_ty
-    tile, factor = chunk
     sums = tl.zeros([BR, NP], tl.float32)
     square = tl.zeros([NP], tl.float32)
-    for start in range(0, tl.cdiv(K, 128) * BITS, BQ):
-        following, next_factor = load_chunk(words, scales, start + BQ, BQ, BITS)
-        for field in tl.static_range(32 // BITS):
-            at = start // BITS * 128 + field * WIDTH + cols
-            v, squares = token_chunk(x, x_token, token, there, gain, at, K, NORM)
-            weights = tl.reshape(field_level(tile, field, BITS) * factor, (BR, 4 * BQ)).to(operand)
+    for start in range(0, row_quads(K, T), T.BQ):
+        following, next_factor = load_chunk(words, scales, start + T.BQ, T, T.BQ)
+        wide = each_word(factor)
+        for field in tl.static_range(T.FIELDS):
+            at = start * T.COLUMNS + field * T.WORDS + cols
+            v, squares = token_chunk(x, x_token, token, there, gain, at, K, T.NORM)
+            weights = tl.reshape(field_level(tile, field, T.BITS) * wide, (BR, 4 * T.BQ)).to(operand)
             sums = tl.dot(weights, tl.trans(v.to(operand)), sums, input_precision="ieee")
             square += squares
         tile = following
@@ -163,20 +156,32 @@ def rows_by_dot(
 
 
 @triton.jit
+def each_word(factor):
+    """Scales [RT, lanes, 1 or 2] of quads or their halves for each word of them."""
+    if factor.shape[2] == 1:
+        return factor
+    else:
+        RT: tl.constexpr = factor.shape[0]
+        lanes: tl.constexpr = factor.shape[1]
+        wide = tl.broadcast_to(tl.reshape(factor, (RT, lanes, 2, 1)), (RT, lanes, 2, 2))
+        return tl.reshape(wide, (RT, lanes, 4))
+
+
+@triton.jit
 def stage_start(tile, s, T: tl.constexpr):
     """What does not depend on the inputs of tile number `tile` of a stage (see `stage_products`):
-    (first chunk, words, scales, block, rows [BR], valid)."""
+    (first chunk, words, scales, block, outputs [BR], valid, what corrects them)."""
     block, start = tile_start(tile, s, T.BR)
     # Pointers to the first row of the tile; within a tile, offsets of 32 bits do.
-    w = s.w + (block.to(tl.int64) * s.w_block + start.to(tl.int64) * s.w_row)
+    w_row = s.w_row * T.UNIT
+    w = s.w + (block.to(tl.int64) * s.w_block + start.to(tl.int64) * w_row)
     scale = s.scale + (block.to(tl.int64) * s.scale_block + start.to(tl.int64) * s.scale_row)
     rows = s.rows - start
-    words, scales = tile_places(
-        w, s.w_row, scale, s.scale_row, rows, s.K, T.BR // T.T, T.T, T.BQ, T.BITS
-    )  # fmt: skip
-    chunk = load_chunk(words, scales, 0, T.T * T.BQ, T.BITS)
+    words, scales = tile_places(w, w_row, scale, s.scale_row, rows, s.K, T)
+    chunk = load_chunk(words, scales, 0, T, T.T * T.BQ)
     row = tl.arange(0, T.BR)
-    return chunk, words, scales, block, start + row, row < rows
+    out = outputs(s, block, start + row)
+    return chunk, words, scales, block, out, row < rows, narrow_rows(s, out, row < rows, T)
 
 
 @triton.jit
@@ -185,39 +190,37 @@ def stage_products(started, s, gain, tokens, N: tl.constexpr, T: tl.constexpr):
 
     s, T: `segments.QuantizedStage` and `segments.QuantizedTile`.
     """
-    chunk, words, scales, block, _rows, _ok = started
+    chunk, words, scales, block = started[0], started[1], started[2], started[3]
     x = s.x + block * s.x_block
     if T.NORM == 2:
         gain += block * s.x_block
     if N <= 2:
-        lanes: tl.constexpr = chunk[0].shape[1]
-        at = field_columns(lanes, T.BQ, T.BITS)
+        at = lane_columns(T.T * T.BQ, T)
         inputs = x + at, x + (s.x_token + at), gain + at, at - s.K
-        end = tl.cdiv(s.K, 128) * T.BITS
-        return rows_by_fma(chunk, words, scales, inputs, end, N, T.BQ, T.BITS, T.NORM, T.ONE)
+        return rows_by_fma(chunk, words, scales, inputs, row_quads(s.K, T), N, T)
     else:
-        return rows_by_dot(
-            chunk, words, scales, x, s.x_token, tokens, gain, s.K, N, T.BQ, T.BITS, T.NORM
-        )  # fmt: skip
+        return rows_by_dot(chunk, words, scales, x, s.x_token, tokens, gain, s.K, N, T)
 
 
 @triton.jit
 def stage_rows(products, started, s, eps, tokens, N: tl.constexpr, T: tl.constexpr):
-    """What `stage_products` gave as (first, second, outputs, valid), as `gemv.triton.stage_rows`."""
-    block, rows, ok = started[3], started[4], started[5]
-    out = outputs(s, block, rows)
+    """What `stage_products` gave as (first, second, outputs, valid), as `gemv.triton.stage_rows`, with
+    what corrects it."""
+    out, ok, narrow = started[4], started[5], started[6]
     constant = bias_of(s, out, ok, T.BIAS)
     if N <= 2:
         first = normed_sums(products[0], products[2], s.K, eps, T.BQ, T.NORM)
         if T.NORM == 2:
             one = tl.arange(0, 1)
             first *= inverse_rms(s.x, s.x_token, one, one < tokens, s.blocks * s.K, eps, 1024)
+        first += correction(s, narrow, 0, T)
         second = first
         if N == 2:
             second = normed_sums(products[1], products[3], s.K, eps, T.BQ, T.NORM)
             if T.NORM == 2:
                 two = tl.arange(0, 1) + 1
                 second *= inverse_rms(s.x, s.x_token, two, two < tokens, s.blocks * s.K, eps, 1024)
+            second += correction(s, narrow, 1, T)
         return first + constant, second + constant, out, ok
     else:
         sums, square = products
@@ -228,6 +231,8 @@ def stage_rows(products, started, s, eps, tokens, N: tl.constexpr, T: tl.constex
             norm = inverse_rms(s.x, s.x_token, token, token < tokens, s.blocks * s.K, eps, 128)
             sums *= norm[None, :]
         sums += constant[:, None]
+        if T.RANKS > 0:
+            sums += corrections(s, narrow, tokens, N, T)
         return sums, sums, out, ok
 
 

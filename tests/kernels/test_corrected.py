@@ -1,0 +1,127 @@
+"""Stages of few bits with a correction: every format, in one launch and after V's own. Interpreter only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tolerances import TOLERANCES
+
+from blr.kernels.common.available import has_triton
+from blr.kernels.gemv.segments import Segment
+from blr.kernels.quantized import segments
+from blr.kernels.quantized.formats import BITS, GROUPS
+from blr.kernels.quantized.reference import quantize, unpack
+from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+FORMATS = [(bits, group) for bits in BITS for group in GROUPS]
+TOKENS = pytest.mark.parametrize("tokens", [1, 2, 3])
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return error < TOLERANCES[torch.float32]
+
+
+def quantized(x: torch.Tensor, rows: int, form: tuple[int, int], **more: Any) -> QuantizedSegment:
+    bits, group = form
+    packed, scale = quantize(torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5, bits, group=group)
+    y = torch.full((len(x), rows), float("nan"))
+    return QuantizedSegment(x, packed, scale, bits, x.shape[1], y, group=group, **more)
+
+
+def narrow(rows: int, ranks: int, blocks: int = 1) -> Narrow:
+    packed, scale = quantize(torch.randn(blocks, rows // blocks, ranks) / ranks**0.5, 4, group=32)
+    return Narrow(unpack(packed, 4, 32)[..., :ranks].contiguous(), scale, 32)
+
+
+def corrected(
+    tokens: int, rows: int, ranks: int, K: int, form: tuple[int, int], x: torch.Tensor | None = None
+) -> QuantizedSegment:
+    x = torch.randn(tokens, K) if x is None else x
+    first = quantized(x, ranks, (4, 64))
+    made = Correction(first, narrow(rows, ranks))
+    return quantized(x, rows, form, correction=made, bias=torch.randn(rows))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("K", [90, 328])
+def test_every_format_is_multiplied_as_it_is_dequantized(
+    K: int, tokens: int, form: tuple[int, int]
+) -> None:
+    """Rows of odd numbers of groups, of half quads, of one chunk and of several."""
+    from blr.kernels.quantized.grouped import grouped
+
+    torch.manual_seed(0)
+    s, options = quantized(torch.randn(tokens, K), 7, form), {"gain": torch.rand(K), "eps": 1e-5}
+    grouped([s], **options, config=[{"BQ": 8}] if tokens < 3 else None)
+    assert near(s.y, replace(s, x=s.x.double()).product(**options))
+
+
+@TOKENS
+@pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_corrections_in_the_launch_of_their_layers(
+    count: int, form: tuple[int, int], tokens: int
+) -> None:
+    """Twice: the counter is back at zero. Added to what is there; ranks of 5 and 20."""
+    from blr.kernels.quantized.corrected import corrected as launch
+
+    torch.manual_seed(0)
+    x, counter = torch.randn(tokens, 200), torch.zeros(2, dtype=torch.int32)
+    made = [corrected(tokens, 9 + n, 5 + 15 * n, 200, form, x) for n in range(count)]
+    options = {"gain": torch.rand(200), "eps": 1e-5}
+    expected = [s.product(**options) for s in made]
+    for s in made:
+        s.correction.first.y.fill_(float("nan"))
+    launch(made, counter, **options)
+    assert all(near(s.y, y) for s, y in zip(made, expected, strict=True))
+    launch(made, counter, add=True, **options)
+    assert all(near(s.y, 2 * y) for s, y in zip(made, expected, strict=True))
+    assert not counter.any()
+
+
+@TOKENS
+def test_corrected_pair_in_one_launch(tokens: int) -> None:
+    from blr.kernels.quantized.corrected import corrected_dual
+
+    torch.manual_seed(0)
+    x, counter = torch.randn(tokens, 200), torch.zeros(2, dtype=torch.int32)
+    gate, up = (corrected(tokens, 9, ranks, 200, (2, 64), x) for ranks in (16, 4))
+    options = {"activation": "silu", "gain": torch.rand(200), "eps": 1e-5}
+    segments.dual(gate, up, **options)
+    expected = up.y.clone()
+    for s in (gate, up):
+        s.correction.first.y.fill_(float("nan"))
+        s.y.fill_(float("nan"))
+    corrected_dual(gate, up, counter, **options)
+    assert near(up.y, expected) and not counter.any()
+
+
+@TOKENS
+def test_corrections_after_a_launch_of_their_own(tokens: int) -> None:
+    """V and U of plain numbers, and blocks that see z of their own."""
+    from blr.kernels.quantized.grouped import grouped
+
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 200)
+    z = torch.full((tokens, 15), float("nan"))
+    first = Segment(x, torch.randn(3, 5, 200), z)
+    s = quantized(x, 12, (3, 128), correction=Correction(first, Narrow(torch.randn(3, 4, 5))))
+    expected = s.product(None, 0.0)
+    grouped([s])
+    assert near(s.y, expected)
+
+
+def test_a_plain_first_stage_is_refused() -> None:
+    from blr.kernels.quantized.corrected import corrected as launch
+
+    x = torch.randn(1, 200)
+    first = Segment(x, torch.randn(1, 5, 200), torch.zeros(1, 5))
+    s = quantized(x, 12, (3, 128), correction=Correction(first, narrow(12, 5)))
+    with pytest.raises(ValueError, match="plain first stage"):
+        launch([s], torch.zeros(2, dtype=torch.int32))
