@@ -249,4 +249,4 @@ def _ends(segments: Sequence[QuantizedSegment], tiles: Sequence[QuantizedTile]) 
 
 def _thrice(found: Sequence[Any]) -> tuple[Any, ...]:
     """Three of one to three, the last ones the same."""
-    return (*found, *found[-1:] * 2)[:3]
+    return (*found, found[-1], found[-1])[:3]

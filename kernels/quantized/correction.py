@@ -57,7 +57,7 @@ def corrections(s, narrow, tokens, N: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def leave(counter, programs):
-    """A program needs the counter no more: the last of `programs` puts it back to 0 for the next launch."""
+    """A program needs the counter no more: the last of `programs` puts it back to 0."""
     if tl.atomic_add(counter + 1, 1) == programs - 1:
         tl.store(counter, 0)
         tl.store(counter + 1, 0)

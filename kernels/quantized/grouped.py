@@ -119,7 +119,8 @@ def grouped(
     tokens = same_format(segments)
     total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
     shapes = [
-        {**segment_shape(s, tokens, total), **(config[i] if config else {})} for i, s in enumerate(segments)
+        {**segment_shape(s, tokens, total), **(config[i] if config else {})}
+        for i, s in enumerate(segments)
     ]
     warps = max(shape["num_warps"] for shape in shapes)
     run_grouped(
@@ -195,9 +196,7 @@ def same_format(segments: Sequence[QuantizedSegment]) -> int:
     return tokens
 
 
-def segment_shape(
-    s: QuantizedSegment, tokens: int, total: int, pair: bool = False
-) -> dict[str, int]:
+def segment_shape(s: QuantizedSegment, tokens: int, total: int, pair: bool = False) -> dict[str, int]:
     """Sizes of `tile_shape` in a launch of `total` rows; a mixing program has a tile of every block."""
     blocks, rows, _ = s.packed.shape
     if s.mix is not None:

@@ -65,7 +65,8 @@ def mixed_segment(
     PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     K, ranks, blocks = s.K, s.rows, s.blocks
     index = tl.arange(0, BR * LANES * 4)
-    at, quad, there = mixed_places(index // 4, tile * BR, ranks, s.w_row * T.UNIT, s.w_block, blocks, L, T)
+    w_row = s.w_row * T.UNIT
+    at, quad, there = mixed_places(index // 4, tile * BR, ranks, w_row, s.w_block, blocks, L, T)
     left = tl.where(there, words_left(quad, index % 4, K, T), 0)
     words = row_words(s.w + at, quad, index % 4, left, T)
     index = tl.arange(0, BR * LANES * PARTS)

@@ -99,8 +99,8 @@ class QuantizedSegment:
 
 class QuantizedStage(NamedTuple):
     """What kernels take of a `QuantizedSegment`, as `blr.kernels.gemv.segments.Stage`; w and its
-    strides count words of 4 bytes, w_row units of them. z, u…: of a correction; counter, arrivals: what a
-    launch that makes z itself counts and waits for."""
+    strides count words of 4 bytes, w_row units of them. z, u…: of a correction; counter, arrivals: what
+    a launch that makes z itself counts and waits for."""
 
     x: Any
     x_token: int
@@ -136,9 +136,9 @@ class QuantizedStage(NamedTuple):
 
 class QuantizedTile(NamedTuple):
     """What the code for a stage is specialized by: the `formats.Form` of its weights, rows BR and quads
-    BQ of a program's tile, its rows T that lie side by side, whether a row has ONE chunk, by what UNIT of
-    words rows are counted; NORM, BIAS and MIX as of `blr.kernels.gemv.segments.Tile`; the power of two
-    RANKS of a correction or 0, U_GROUP of its levels or 0, and whether it has to AWAIT its z."""
+    BQ of a program's tile, its rows T that lie side by side, whether a row has ONE chunk, by what UNIT
+    of words rows are counted; NORM, BIAS and MIX as of `blr.kernels.gemv.segments.Tile`; the power of
+    two RANKS of a correction or 0, U_GROUP of its levels or 0, and whether it has to AWAIT its z."""
 
     BITS: int
     GROUP: int

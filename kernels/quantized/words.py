@@ -142,7 +142,7 @@ def field_number(tile, FIELD: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 4:
         return nibble(tile[0], FIELD)
     else:
-        # Zero, which no compiler knows: constants stay in registers, and one instruction masks and joins.
+        # Zero, which no compiler knows: constants stay in registers, one instruction masks and joins.
         zero = tl.program_id(2) << 15
         moved = moved_byte(tile[0], FIELD * BITS // 8)
         if BITS == 8:
@@ -193,7 +193,7 @@ def field_offset(FIELD: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 3:
         return 259.5 if FIELD // 2 % 2 == 0 else 19.5
     else:
-        return 1.5 + (256.0 if FIELD % 4 == 0 else 64.0 if FIELD % 4 == 1 else 16.0 if FIELD % 4 == 2 else 4.0)
+        return 1.5 + 2.0 ** (8 - FIELD % 4 * 2)
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def chunk_inputs(x, gain, past, column, T: tl.constexpr):
     inputs = (v,)
     for field in tl.static_range(1, T.FIELDS):
         v, more = field_inputs(x, gain, past, column + field * T.WORDS, T.NORM)
-        inputs = inputs + (v,)  # noqa: RUF005 (a tuple of the kernel's language)
+        inputs = inputs + (v,)  # type: ignore[assignment]  # noqa: RUF005 (the kernel's language)
         square += more
     return inputs, square
 

@@ -1,4 +1,5 @@
-"""Stages of few bits with a correction: every format, in one launch and after V's own. Interpreter only."""
+"""Stages of few bits with a correction: every format, in one launch and after V's own. Interpreter
+only."""
 
 from __future__ import annotations
 

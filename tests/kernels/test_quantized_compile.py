@@ -8,7 +8,7 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized.formats import packed_width
+from blr.kernels.quantized.formats import form_of
 from blr.kernels.quantized.segments import QuantizedStage, QuantizedTile
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -23,9 +23,11 @@ def _compiled(
 
     shape = tile_shape(4096, width, tokens, bits)
     shape = complete(shape, shape["num_warps"], tokens)
-    one = packed_width(width, bits) <= 16 * shape["BQ"]
-    tile = QuantizedTile(bits, shape["BR"], shape["BQ"], shape["T"], one, int(norm))
-    types = dict.fromkeys(QuantizedStage._fields, "i32") | {"x": "*fp32", "w": "*i32"}
+    form = form_of(bits)
+    sizes = shape["BR"], shape["BQ"], shape["T"], form.quads(width) <= shape["BQ"]
+    tile = QuantizedTile(*form, *sizes, NORM=int(norm))
+    types = dict.fromkeys(QuantizedStage._fields, "i32") | {"x": "*fp32", "w": "*i32", "counter": "*i32"}
+    types |= {"z": "*fp32", "u": "*i8", "u_scale": "*bf16"}
     types |= dict.fromkeys(("scale", "mix", "bias", "y"), f"*{dtype}")
     aligned = [f"s.{n}" for n, t in types.items() if t != "i32"]
     aligned += [f"s.{n}" for n in ("x_token", "x_block", "w_block", "w_row", "K")]

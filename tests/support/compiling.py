@@ -34,8 +34,9 @@ constexprs, attrs = dict(ask["constexprs"]), {}
 
 def typed(path, name, given):
     if isinstance(given, tuple):
-        leaves = enumerate(zip(given._fields, given))
-        return type(given)(*(typed((*path, i), f"{name}.{field}", leaf) for i, (field, leaf) in leaves))
+        leaves = enumerate(zip(getattr(given, "_fields", range(len(given))), given))
+        made = [typed((*path, i), f"{name}.{field}", leaf) for i, (field, leaf) in leaves]
+        return type(given)(*made) if hasattr(given, "_fields") else tuple(made)
     if given == 1:
         constexprs[path] = 1
         return "constexpr"
