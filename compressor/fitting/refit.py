@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.blocks import Batch, run_block
+from blr.compressor.fitting.capture import Captured, alike
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.rounding.bank import Banks
@@ -72,6 +73,8 @@ class Refitting:
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
         self.train = [n for n in range(len(batches)) if n not in held]
+        self.graph: Captured | None = None
+        self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
         self.held = held or self.train
 
     def run(self, epochs: int, seed: int) -> Refit:
@@ -124,7 +127,10 @@ class Refitting:
         total = OrderedSum(self.processes, parts)
         for turn in rounds(self.processes, parts):
             at = turn * self.processes.count + self.processes.rank
-            total.add(self._part(batch, student, target, windows[at], tokens) if at < parts else None)
+            whole = parts == 1 and at == 0 and self._replayed(n, student, target)
+            if at < parts and not whole:
+                self._part(batch, student, target, windows[at], tokens)
+            total.add(self._flat() if at < parts else None)
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, found in zip(self.parameters, total.total().split(sizes), strict=True):
             parameter.grad = found.view_as(parameter)
@@ -135,10 +141,8 @@ class Refitting:
         most = min(len(batch.mask), max(work // PART_WORK, 1))
         return 1 << (most.bit_length() - 1)
 
-    def _part(
-        self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int
-    ) -> Tensor:
-        """Gradients [n] of all parameters by the error of some windows of the batch."""
+    def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
+        """Leave the gradients of the error of some windows of the batch."""
         part = window_rows(batch, windows)
         if part is not batch:
             rows = windows.to(student.device)
@@ -146,7 +150,27 @@ class Refitting:
         for parameter in self.parameters:
             parameter.grad = None
         self._loss(part, student, target, tokens).backward()
+
+    def _flat(self) -> Tensor:
+        """The gradients [n] of all parameters."""
         return torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])
+
+    def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
+        """Whether a CUDA graph has left the gradients of a batch's error."""
+        if not self.captured[n]:
+            return False
+        batch = self.batches[n]
+
+        def passes(student: Tensor, target: Tensor) -> None:
+            self._loss(batch, student, target, batch.tokens).backward()
+
+        try:
+            self.graph = self.graph or Captured(passes, self.parameters, (student, target))
+        except RuntimeError:  # whatever a model does that no graph can hold
+            self.captured = [False] * len(self.batches)
+            return False
+        self.graph.replay(student, target)
+        return True
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
         """Error of the batch's tokens, as its share in a mean over so many `tokens`."""

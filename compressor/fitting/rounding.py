@@ -130,7 +130,8 @@ def round_layer(
 def _compensated(
     weight: Tensor, spec: QuantizedSpec, metric: Metric, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A dense weight by GPTQ."""
+    """A dense weight by GPTQ; on a GPU in float32, for which there is a kernel."""
+    weight = weight.float() if weight.is_cuda else weight
     found = gptq(weight, metric.root.to(weight), spec.bits, spec.group, dtype)
     padded = torch.nn.functional.pad(found.levels, (0, -weight.shape[1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)

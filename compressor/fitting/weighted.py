@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,24 @@ CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 
 RIDGE = 1e-3  # of the mean diagonal of the output metric
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What errors of a layer's outputs cost: Fisher information [o, o], or its diagonal [o], float64."""
+
+    information: Tensor
+
+    @cached_property
+    def root(self) -> Tensor:
+        """Upper Cholesky factor of the whole, with a small ridge."""
+        identity = torch.eye(len(self.information)).to(self.information)
+        return cholesky(self.information + RIDGE * identity).mT
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Roots of the diagonal."""
+        return self.information.sqrt() + RIDGE
+
+
 def fit_weighted(
     job: Job, weight: Tensor, moments: Moments, metric: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -45,9 +64,9 @@ def fit_weighted(
     work = weight.to(job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
     target = moments.target(work, correct_drift=True)
-    metric = None if metric is None else metric.to(job.device, torch.float64)
+    outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
     with layer_errors(job), recorded_fallbacks() as fallbacks:
-        found, notes = _found(job, weight, target, moments.metric, metric)
+        found, notes = _found(job, weight, target, moments.metric, outputs)
     tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
     dtype = job.stored_dtype(weight)
     latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
@@ -59,13 +78,13 @@ def fit_weighted(
 
 
 def _found(
-    job: Job, weight: Tensor, target: Tensor, inputs: Metric, metric: Tensor | None
+    job: Job, weight: Tensor, target: Tensor, inputs: Metric, outputs: Outputs | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
     notes: list[str] = []
 
     def fit(matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
-        found = _fit(job, spec, matrix, inputs.gram, metric)
+        found = _fit(job, spec, matrix, inputs.gram, outputs)
         notes.extend(found.notes)
         return found.tensors
 
@@ -73,7 +92,7 @@ def _found(
     return round_layer(target, job.planned.spec, inputs, dtype, fit), list(dict.fromkeys(notes))
 
 
-def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None) -> Fit:
+def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
     """Fit the target with its outputs weighted, then take the weights out of the factors again.
 
     Low rank takes the whole metric in closed form; the others, and groups of its output rows, its
@@ -81,15 +100,13 @@ def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | No
     """
     dtype, options = fitting_dtype(job.device), _options(job, spec)
     structure = STRUCTURES[spec.structure].factorizer()
-    if metric is None:
+    if outputs is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
     if takes_whole_metric(spec):
-        identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
-        root = cholesky(metric + RIDGE * identity).mT
-        fit = structure.fit(root @ target, spec, gram, options)
-        fit.tensors["U"] = solve_upper(root, fit.tensors["U"])
+        fit = structure.fit(outputs.root @ target, spec, gram, options)
+        fit.tensors["U"] = solve_upper(outputs.root, fit.tensors["U"])
         return fit
-    rows = metric.sqrt() + RIDGE
+    rows = outputs.rows
     fit = structure.fit((rows[:, None] * target).to(dtype), spec, gram.to(dtype), options)
     fit.tensors = divide_rows(fit.tensors, spec, rows.to(dtype))
     return fit

@@ -7,12 +7,14 @@ there costs. Columns are taken as they are stored: taking the costly ones first 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.compressor.structures.linalg import cholesky, inverse_spd
+from blr.kernels.common.available import kernel_device
 from blr.kernels.quantized.reference import levels_of, scales_of, values_of
 
 DAMP = 0.01  # of the mean diagonal, added to H
@@ -55,14 +57,23 @@ def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch
         columns = slice(start, min(start + group, weight.shape[1]))
         part, own = left[:, columns], root[columns, columns].contiguous()
         scale = scales_of(part, bits, scale_dtype, own.diagonal().pow(-2))
-        levels[:, columns], latent[:, columns], missed = _round_group(part, own, scale, bits)
+        levels[:, columns], latent[:, columns], missed = _rounding(part)(part, own, scale, bits)
         value[:, columns] = values_of(levels[:, columns], scale, bits)
         left[:, columns.stop :] -= missed @ root[columns, columns.stop :]
         scales.append(scale)
     return Rounded(levels, torch.cat(scales, -1), value, latent)
 
 
-def _round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rounding(part: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`round_group`, by one kernel where it can be."""
+    if part.dtype != torch.float32 or not kernel_device(part):
+        return round_group
+    from blr.kernels.quantized import compensate
+
+    return compensate.round_group
+
+
+def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Levels of the columns of `part` [o, g] in turn, what was rounded, and the errors over the
     diagonal of `root` [g, g]."""
     left, missed = part.clone(), torch.empty_like(part)

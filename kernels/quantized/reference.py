@@ -90,14 +90,28 @@ def scales_of(
     whole = -largest / 8 if bits == 4 else largest.abs() / top
     best = torch.full_like(largest, torch.inf)
     scale = whole.to(scale_dtype)  # of weights that no scale brings near: not finite, if they are not
-    for turn in range(len(RATIOS[bits]) + REFINED[bits]):
-        ratios = RATIOS[bits][turn : turn + 1]
-        tried = whole * ratios[0] if ratios else _least_squares(work, scale, bits, importance)
-        tried = tried.to(scale_dtype)
-        missed = (values_of(levels_of(work, tried, bits), tried, bits) - work).square()
-        error = (missed if importance is None else missed * importance).sum(-1, keepdim=True)
+    ratios = whole.new_tensor(RATIOS[bits]).view(-1, *[1] * whole.dim())
+    for some in ratios.split(_at_once(work)):
+        tried = (whole * some).to(scale_dtype)
+        error, at = _error(work, tried, bits, importance).nan_to_num(nan=torch.inf).min(0, keepdim=True)
+        error, tried = error[0], tried.gather(0, at)[0]
+        scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
+    for _ in range(REFINED[bits]):
+        tried = _least_squares(work, scale, bits, importance).to(scale_dtype)
+        error = _error(work, tried, bits, importance)
         scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
     return scale
+
+
+def _at_once(work: Tensor) -> int:
+    """Ratios tried together: one on a CPU, whose caches hold no more; many on a GPU."""
+    return max(CHUNK // max(work.numel(), 1), 1) if work.is_cuda else 1
+
+
+def _error(work: Tensor, scale: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+    """What rounding with `scale` costs [..., 1]."""
+    missed = (values_of(levels_of(work, scale, bits), scale, bits) - work).square()
+    return (missed if importance is None else missed * importance).sum(-1, keepdim=True)
 
 
 def levels_of(w: Tensor, scale: Tensor, bits: int) -> Tensor:
