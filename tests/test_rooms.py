@@ -46,6 +46,7 @@ ROOMS = (
         "harness",
         "generate",
         "inspect",
+        "sweep",
         "bench",
         "tune",
         "cli",

@@ -26,6 +26,7 @@ from blr.compressor.cli import (
     push,
     recipes,
     streams,
+    sweep,
     tune,
     verify,
 )
@@ -56,6 +57,7 @@ app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
 app.command("push")(push.push)
 app.command("plan")(plan.plan)
+app.command("sweep")(sweep.sweep)
 app.command("tune")(tune.tune)
 app.add_typer(recipes.recipes_app, name="recipes")
 app.add_typer(bench.bench_app, name="bench")

@@ -1,0 +1,130 @@
+"""`blr sweep`: many compressions of one model, and which of them are worth their bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.options import (
+    Blocks,
+    Device,
+    Exclude,
+    Format,
+    FormatOption,
+    Group,
+    Include,
+    Model,
+    Offline,
+    Quiet,
+    Restart,
+    print_result,
+)
+from blr.compressor.errors import CapabilityError
+
+
+def sweep(
+    model: Model,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of the sweep; one that stopped goes on.")
+    ],
+    text: Annotated[
+        list[Path],
+        typer.Option("--eval", help="Text file that losses are measured on; repeatable."),
+    ],
+    methods: Annotated[str, typer.Option(help="Structures, as svd,blast,auto.")] = "svd,blast",
+    cf: Annotated[str, typer.Option(help="Compression factors of structures alone, as 1.5,2.")] = "",
+    quantize: Annotated[
+        str, typer.Option(help="What their factors are stored in, as none,int8.")
+    ] = "none",
+    base: Annotated[str, typer.Option(help="Bases that structures correct, as int2,int3.")] = "",
+    rank: Annotated[str, typer.Option(help="Ranks of these corrections, as 8,16.")] = "",
+    plain: Annotated[
+        str, typer.Option(help="Dense weights in few bits, the line to beat; none for no such line.")
+    ] = "int4,int3,int2",
+    heal: Annotated[str, typer.Option(help="Minutes of healing of every point, as 0,8.")] = "0",
+    calibration: Annotated[
+        str | None, typer.Option(help="Calibration of every point, as of blr compress.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration windows at most.", show_default="256")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens a calibration window.", show_default="512")
+    ] = None,
+    mix: Annotated[
+        float | None,
+        typer.Option(help="Share of the calibration that is the model's own text.", show_default="none"),
+    ] = None,
+    refit: Annotated[
+        int | None, typer.Option(help="Epochs of the refit.", show_default="as blr compress")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of BLAST's solver.", show_default="the solver's")
+    ] = None,
+    blocks: Blocks = None,
+    group: Group = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every point.", show_default="0")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    window: Annotated[
+        int, typer.Option(min=2, callback=values.count, help="Tokens a window of --eval.")
+    ] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, callback=values.count, help="Only the first tokens of each text."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=64, help="Points at once on each GPU, or on the CPU.")
+    ] = 1,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep every checkpoint, not its figures.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="GPU that speed is predicted for.")] = "h200",
+    device: Device = "auto",
+    restart: Restart = False,
+    offline: Offline = False,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Compress one model in many ways, and show bits a weight against what is lost in texts."""
+    from blr.compressor.cli.signals import stop_on_signals
+    from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.progress import Progress
+    from blr.compressor.sweep.grid import NONE, Grid, listed
+    from blr.compressor.sweep.page import table
+    from blr.compressor.sweep.run import Settings
+    from blr.compressor.sweep.run import sweep as run
+
+    given = {
+        **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "rounds": rounds},
+        **{"blocks": blocks, "group": group, "seed": seed},
+        **{"include": include or None, "exclude": exclude or None},
+    }
+    lines = () if plain == NONE else listed(plain)
+    sizes = listed(cf, float), listed(quantize), listed(base), listed(rank, int)
+    grid = Grid(listed(methods), *sizes, lines, listed(heal, float))
+    offline_too = ("--offline",) if offline else ()
+    tokens = () if max_tokens is None else ("--max-tokens", str(max_tokens))
+    with stop_on_signals() as running:
+        running.kept = "finished points are"
+        found = resolve_model(model, offline=offline)
+        settings = Settings(
+            model=model,
+            texts=tuple(text),
+            common={k: v for k, v in given.items() if v is not None},
+            calibration=calibration,
+            more=offline_too,
+            evaluate=("--window", str(window), *tokens, *offline_too),
+            device=device,
+            jobs=jobs,
+            keep=keep,
+            restart=restart,
+            gpu=gpu,
+        )
+        result = run(found.folder, grid, output, settings, Progress(quiet))
+    print_result(result, table, format)
+    if result["failed"] and not result["points"]:
+        raise CapabilityError(f"none of {len(result['failed'])} points could be made; see {output}/logs")

@@ -1,0 +1,1 @@
+"""`blr sweep`: many compressions of one model, and what each loses for its bits."""

@@ -1,0 +1,109 @@
+"""What is done for one point: compress, evaluate, keep what was found."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.sweep.folder import Folder, read_json
+from blr.compressor.sweep.launch import Command
+
+REPORT = "report.json"
+SAID = "blr: error: "
+
+
+@dataclass
+class PointChain:
+    """The commands of a point, whose record the folder then has; `failure` says why it has none.
+
+    Args:
+        compress: options of `blr compress` but for the output; None for the dense model itself.
+        evaluate: options of `blr eval`.
+    """
+
+    folder: Folder
+    name: str
+    model: str
+    compress: tuple[str, ...] | None
+    evaluate: tuple[str, ...]
+    keep: bool = False
+    failure: str = ""
+    begun: Callable[[str], None] = lambda name: None
+    began: float = 0.0
+    done: int = 0
+
+    def command(self) -> Command | None:
+        """The next one, None where the point is done or has failed."""
+        if self.failure or self.done == 2:
+            return None
+        if self.done == 0:
+            self.begun(self.name)
+            self.began, output = time.monotonic(), self.folder.output(self.name)
+            if self.compress is not None and not (output / MANIFEST).exists():
+                arguments = (
+                    "compress",
+                    self.model,
+                    *self.compress,
+                    "-o",
+                    str(output),
+                    "--format",
+                    "json",
+                )
+                return self._command(arguments)
+            self.done = 1
+        checkpoint = self.model if self.compress is None else str(self.folder.output(self.name))
+        return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
+
+    def ended(self, code: int) -> None:
+        """Note the end of the command."""
+        self.done += 1
+        found = read_json(self._out)
+        if code:
+            self.failure = str(found.get("error") or self._last_words(code))
+        elif self.done == 2:
+            self.folder.write(f"points/{self.name}.json", self._record(found))
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Remove the checkpoint of a point that is done, unless checkpoints are kept."""
+        if self.compress is not None and not self.keep:
+            shutil.rmtree(self.folder.output(self.name), ignore_errors=True)
+
+    @property
+    def _out(self) -> Path:
+        return self.folder.log(self.name).with_suffix(".out")
+
+    def _command(self, arguments: tuple[str, ...]) -> Command:
+        return Command(arguments, self._out, self.folder.log(self.name))
+
+    def _last_words(self, code: int) -> str:
+        lines = self.folder.log(self.name).read_text(errors="replace").splitlines()
+        said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
+        ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+        return f"{said[-1] if said else 'it said nothing'} ({ended})"
+
+    def _record(self, found: dict[str, Any]) -> dict[str, Any]:
+        texts = found.get("texts") or [found]
+        record: dict[str, Any] = {"perplexities": [text["perplexity"] for text in texts]}
+        if self.compress is not None:
+            output = self.folder.output(self.name)
+            record |= {"bits": read_json(output / REPORT)["totals"]["bits"], "bytes": _bytes(output)}
+        return record | {"seconds": round(time.monotonic() - self.began, 1)}
+
+
+def _bytes(folder: Path) -> int:
+    """Of all tensors."""
+    headers = (read_header(path) for path in folder.glob("*.safetensors"))
+    return sum(entry.nbytes for header in headers for entry in header.entries.values())
+
+
+def command_line(model: str, options: tuple[str, ...], name: str) -> str:
+    """What makes a point, to be typed."""
+    return shlex.join(["blr", "compress", model, *options, "-o", name])

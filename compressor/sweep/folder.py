@@ -1,0 +1,113 @@
+"""The folder of a sweep: what is done lies in it point by point, and another run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.checkpoint.disk import write_stream
+from blr.compressor.checkpoint.lock import Lock
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.errors import OutputError
+
+ABOUT = "sweep of blr"
+RESULT = "sweep.json"
+PARTS = ("points", "logs", "outputs")
+
+
+class Folder:
+    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and, while
+    it is made or if outputs are kept, ``outputs/NAME``.
+
+    Args:
+        common: what all points have in common; a folder of another sweep is refused.
+    """
+
+    def __init__(self, path: Path, common: dict[str, Any]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.common = json.loads(json.dumps(common))
+
+    @contextmanager
+    def held(self, restart: bool) -> Iterator[None]:
+        """While active the folder is this process's.
+
+        Raises OutputError: something else lies there, a sweep of other settings, or one that runs.
+        """
+        with storage_errors(self.path):
+            self._claim(restart)
+            lock = Lock(self.path / "sweep.lock", self.path)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _claim(self, restart: bool) -> None:
+        if not self.path.parent.is_dir():
+            raise OutputError(f"{self.path.parent}: no such folder; create it first")
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
+        found = self._found()
+        if found is not None and found != self.common:
+            self._differs(found, restart)
+        if restart and found is not None:
+            for part in PARTS:
+                shutil.rmtree(self.path / part, ignore_errors=True)
+        for part in PARTS:
+            (self.path / part).mkdir(parents=True, exist_ok=True)
+        if found is None or found != self.common:
+            self.write(RESULT, {"about": ABOUT, "common": self.common})
+
+    def _found(self) -> dict[str, Any] | None:
+        """What the sweep that lies here has in common; None if there is nothing."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return None
+        found = read_json(self.path / RESULT)
+        if found.get("about") != ABOUT or not isinstance(found.get("common"), dict):
+            raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
+        return found["common"]
+
+    def _differs(self, found: dict[str, Any], restart: bool) -> None:
+        names = [key for key in {**found, **self.common} if found.get(key) != self.common.get(key)]
+        if not restart:
+            raise OutputError(
+                f"{self.path}: a sweep that differs in {', '.join(names)}; choose another --output, or "
+                "pass --restart to begin it anew"
+            )
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """What is known of a point that is done."""
+        return read_json(self.path / "points" / f"{name}.json") or None
+
+    def output(self, name: str) -> Path:
+        """Where a point's checkpoint is made."""
+        return self.path / "outputs" / name
+
+    def log(self, name: str) -> Path:
+        """What a point's commands have said."""
+        return self.path / "logs" / f"{name}.log"
+
+    def write(self, name: str, content: dict[str, Any] | str) -> None:
+        """A file, whole or not at all."""
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        write_stream(self.path / name, [text.encode()])
+
+    @cached_property
+    def source(self) -> str:
+        """The model's name."""
+        return str(self.common["model"])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

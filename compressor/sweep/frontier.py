@@ -1,0 +1,53 @@
+"""What the points of a sweep say: losses, the line of plain quantization, and the frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Found:
+    """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
+    `speed` in tokens a second, predicted, None where that cannot be; `command` makes it."""
+
+    name: str
+    kind: str
+    plain: bool
+    heal: float
+    bits: float
+    losses: tuple[float, ...]
+    speed: float | None
+    command: str
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def frontier(found: Sequence[Found]) -> list[Found]:
+    """Points to which no other is equal or better in bits and in all losses, by falling bits."""
+    kept = [point for point in found if not any(_beats(other, point) for other in found)]
+    return sorted(kept, key=lambda point: -point.bits)
+
+
+def _beats(one: Found, other: Found) -> bool:
+    mine, its = (one.bits, *one.losses), (other.bits, *other.losses)
+    return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
+
+def line_at(plain: Sequence[Found], bits: float, text: int) -> float | None:
+    """The loss that plain quantization has at so many bits, on straight lines between its points; None
+    beyond them."""
+    points = sorted((point.bits, point.losses[text]) for point in plain)
+    for (low, high_loss), (high, low_loss) in pairwise(points):
+        if low <= bits <= high:
+            share = (bits - low) / (high - low) if high > low else 0.0
+            return high_loss + share * (low_loss - high_loss)
+    return None
+
+
+def share_of_plain(found: Sequence[Found], point: Found, text: int) -> float | None:
+    """A point's loss over what plain quantization, healed as long, has at the same bits."""
+    plain = [other for other in found if other.plain and other.heal == point.heal]
+    line = None if point.plain else line_at(plain, point.bits, text)
+    return None if line is None or line <= 0 else point.losses[text] / line

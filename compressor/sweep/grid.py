@@ -1,0 +1,126 @@
+"""The points of a sweep: which compressions of a model are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from blr.compressor.errors import UsageError
+from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
+    corrections by `methods` of each of `bases` in each of `ranks`; and `plain` quantization, which they
+    have to beat. All of it with each of so many minutes of healing (0: none)."""
+
+    methods: tuple[str, ...]
+    cfs: tuple[float, ...]
+    quantize: tuple[str, ...] = (NONE,)
+    bases: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    plain: tuple[str, ...] = ()
+    heals: tuple[float, ...] = (0.0,)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One compression. `name` is that of its files; `settings` are those of its recipe that differ from
+    other points', `heal` minutes of training, `kind` the curve that it belongs to."""
+
+    name: str
+    kind: str
+    settings: tuple[tuple[str, Any], ...]
+    heal: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is quantization alone."""
+        return ("method", DENSE) in self.settings
+
+    @property
+    def options(self) -> list[str]:
+        """Of `blr compress`."""
+        found = [
+            part
+            for name, value in self.settings
+            for part in (f"--{name}", f"{value:g}" if isinstance(value, float) else str(value))
+        ]
+        return found + ([f"--heal={self.heal:g}"] if self.heal else [])
+
+
+def points_of(grid: Grid, common: dict[str, Any]) -> dict[Point, Recipe]:
+    """Every point with its recipe, plain quantization first.
+
+    Args:
+        common: settings of all recipes.
+
+    Raises:
+        UsageError: settings that do not fit together, a point twice, or none.
+    """
+    bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
+    found = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
+    names = [point.name for point in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
+    if not found:
+        raise UsageError("the sweep holds no point; give --methods with --cf, or --base with --rank")
+    return {point: make_recipe(**_fitting(point, common)) for point in found}
+
+
+def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
+    """Its settings, with those of all that it has a use for."""
+    own = dict(point.settings)
+    blocked = own["method"] in ("blast", "monarch")
+    return {k: v for k, v in common.items() if k != "blocks" or blocked} | own
+
+
+def _plain(grid: Grid) -> Iterator[Point]:
+    for kind in grid.plain:
+        yield Point(kind, "plain", (("method", DENSE), ("quantize", kind)))
+
+
+def _structured(grid: Grid) -> Iterator[Point]:
+    for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
+        stored = () if kind == NONE else (("quantize", kind),)
+        suffix = "" if kind == NONE else f"-{kind}"
+        yield Point(
+            f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (("method", method), ("cf", cf), *stored)
+        )
+
+
+def _corrected(grid: Grid) -> Iterator[Point]:
+    for base, method, rank in product(grid.bases, grid.methods, grid.ranks):
+        settings = (("base", base), ("method", method), ("rank", rank))
+        yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
+
+
+def _healed(point: Point, minutes: float) -> Point:
+    if not minutes:
+        return point
+    return Point(f"{point.name}-heal{minutes:g}", f"{point.kind}, healed", point.settings, minutes)
+
+
+def listed(text: str, kind: type = str) -> tuple[Any, ...]:
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError for what is no such list."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return tuple(kind(part) for part in parts)
+    except ValueError:
+        raise UsageError(f"{text!r}: expected {kind.__name__}s with commas between") from None
+
+
+def common_options(common: dict[str, Any], point: Point) -> Sequence[str]:
+    """`common` settings as options of `blr compress`."""
+    found: list[str] = []
+    for name, value in _fitting(point, common).items():
+        if name in dict(point.settings):
+            continue
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
+    return found

@@ -1,0 +1,121 @@
+"""The page and the table of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.output.report import PAGE, STYLE
+from blr.compressor.output.svg import Series, chart, legend
+from blr.compressor.tables import aligned
+
+CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
+
+
+def page(result: dict[str, Any]) -> str:
+    """Well-formed XHTML: a chart of losses against bits for every text, losses against predicted speed,
+    and the commands of the frontier."""
+    kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
+    colours = {kind: n % 8 for n, kind in enumerate(kinds)}
+    parts = [legend(list(colours.items()))] if kinds else []
+    for n, text in enumerate(result["texts"]):
+        name = escape(Path(text).name)
+        loss = "nats a token over dense"
+        parts += [
+            f"<h2>Loss in {name}</h2>",
+            chart(_series(result, colours, "bits", n), "stored bits a weight", loss),
+            chart(
+                _series(result, colours, "speed", n),
+                f"tokens a second on {result['gpu']}, predicted from rooflines, not measured",
+                loss,
+            ),
+        ]
+    parts += [_frontier(result), _rows(result), _failed(result)]
+    title = escape(f"{result['model']}: bits against loss, swept by blr")
+    return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
+
+
+def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int) -> list[Series]:
+    """A series of points for every kind; plain quantization as the line to beat."""
+    found = []
+    for kind, colour in colours.items():
+        points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
+        points.sort(key=lambda point: point[key])
+        places = [(float(point[key]), float(point["losses"][text])) for point in points]
+        titles = [f"{p['name']}: {p['bits']:.3f} bits, {p['losses'][text]:.4f}" for p in points]
+        plain = bool(points) and points[0]["plain"]
+        best = [
+            (*place, p["name"])
+            for place, p in zip(places, points, strict=True)
+            if p["name"] in result["frontier"]
+        ]
+        found.append(Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles))
+    return found
+
+
+def _frontier(result: dict[str, Any]) -> str:
+    by_name = {point["name"]: point for point in result["points"]}
+    parts = [
+        f"<h3>{escape(name)}, {by_name[name]['bits']:.3f} bits</h3>"
+        f"<pre>{escape(by_name[name]['command'])}</pre>"
+        for name in result["frontier"]
+    ]
+    return "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>" + "".join(
+        parts
+    )
+
+
+def _rows(result: dict[str, Any]) -> str:
+    head, *rows = table_rows(result)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>"
+
+
+def _failed(result: dict[str, Any]) -> str:
+    items = "".join(
+        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
+    )
+    return f"<h2>Failed</h2><ul>{items}</ul>" if items else ""
+
+
+def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
+    """A row a point, by rising bits, a head first."""
+    names = [Path(text).name for text in result["texts"]]
+    head = ["", "point", "bits"]
+    for name in names:
+        head += [f"loss in {name}", "of plain"]
+    rows: list[Sequence[str]] = [[*head, "tokens/s (predicted)", "seconds"]]
+    for point in sorted(result["points"], key=lambda point: point["bits"]):
+        cells = [
+            "*" if point["name"] in result["frontier"] else "",
+            point["name"],
+            f"{point['bits']:.3f}",
+        ]
+        for loss, share in zip(point["losses"], point["of_plain"], strict=True):
+            cells += [f"{loss:.4f}", "" if share is None else f"{share:.2f}"]
+        speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
+        rows.append([*cells, speed, f"{point['seconds']:.0f}"])
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    """As plain text: what failed in a line each, what is on the frontier with its command."""
+    rows = table_rows(result)
+    by_name = {point["name"]: point for point in result["points"]}
+    dense = ", ".join(
+        f"{value:.3f} in {Path(text).name}"
+        for value, text in zip(result["dense"], result["texts"], strict=True)
+    )
+    return "\n".join(
+        [
+            f"perplexity of the dense model: {dense}; losses below in nats a token over it",
+            aligned(rows, numbers=range(2, len(rows[0]))),
+            *(f"failed: {point['name']}: {point['why']}" for point in result["failed"]),
+            "* the frontier: no other point is better in bits and in every text",
+            *(f"  {name}: {by_name[name]['command']}" for name in result["frontier"]),
+        ]
+    )

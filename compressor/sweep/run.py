@@ -1,0 +1,177 @@
+"""A sweep from a model and a grid to a table: what is missing is made, what fails is said and left."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.fingerprint import headers_digest
+from blr.compressor.checkpoint.regular import read_pieces
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.errors import CapabilityError
+from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.progress import Progress
+from blr.compressor.sweep.chain import PointChain, command_line
+from blr.compressor.sweep.folder import ABOUT, RESULT, Folder
+from blr.compressor.sweep.frontier import Found, frontier, share_of_plain
+from blr.compressor.sweep.grid import Grid, Point, common_options, points_of
+from blr.compressor.sweep.launch import Pool, slots
+from blr.compressor.sweep.page import page
+from blr.compressor.sweep.predict import tokens_per_second
+from blr.compressor.text.reading import calibration_digest
+
+DENSE = "dense"  # the record of the model itself
+MAX_TEXT = 2 * 2**30  # bytes
+PAGE = "sweep.html"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a sweep runs.
+
+    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes, `more`
+    further options of `blr compress`, `evaluate` of `blr eval`; `jobs` run at once on each GPU; `keep`
+    keeps the checkpoints; `gpu` is what speed is predicted for.
+    """
+
+    model: str
+    texts: tuple[Path, ...]
+    common: dict[str, Any] = field(default_factory=dict)
+    calibration: str | None = None
+    more: tuple[str, ...] = ()
+    evaluate: tuple[str, ...] = ()
+    device: str = "auto"
+    jobs: int = 1
+    keep: bool = False
+    restart: bool = False
+    gpu: str = "h200"
+
+
+def sweep(
+    folder: Path, grid: Grid, output: Path, settings: Settings, progress: Progress
+) -> dict[str, Any]:
+    """Make every point of `grid` that `output` does not have, and say what all of them lose.
+
+    Args:
+        folder: the model's.
+
+    Returns:
+        JSON-ready: `points` that were made, `failed` ones with the reason, the names of the `frontier`.
+
+    Raises:
+        UsageError, InputError, OutputError: before anything is made. CapabilityError: the dense model
+        cannot be evaluated, so that nothing can be judged.
+    """
+    check_apart(output, folder)
+    source, recipes = open_source(folder), points_of(grid, settings.common)
+    gpu = find_gpu(settings.gpu)
+    place = Folder(output, _common(source, settings))
+    with place.held(settings.restart):
+        chains = _chains(place, list(recipes), settings)
+        _run(chains, settings, progress)
+        if chains[DENSE].failure:
+            raise CapabilityError(f"the dense model cannot be judged: {chains[DENSE].failure}")
+        calibrated = settings.calibration is not None
+        speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
+        result = _result(place, chains, speeds, settings)
+        place.write(RESULT, {"about": ABOUT, "common": place.common, **result})
+        place.write(PAGE, page(result))
+    return result
+
+
+def _common(source: Source, settings: Settings) -> dict[str, Any]:
+    """What all points of a sweep have in common, and another run of it must have as well."""
+    calibration = settings.calibration
+    return {
+        "model": settings.model,
+        "headers": headers_digest(source),
+        "settings": settings.common,
+        "calibration": None if calibration is None else calibration_digest(calibration),
+        "texts": {str(path): _digest(path) for path in settings.texts},
+        "compress": list(settings.more),
+        "evaluate": list(settings.evaluate),
+        "version": __version__,
+    }
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for piece in read_pieces(path, MAX_TEXT):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
+    """By name, the dense model first."""
+    judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
+    here = ("--device", settings.device)
+    evaluate = (*judged, *settings.evaluate, *here)
+    found = {DENSE: PointChain(place, DENSE, settings.model, None, evaluate)}
+    for point in points:
+        options = (*_options(point, settings), *here)
+        found[point.name] = PointChain(
+            place, point.name, settings.model, options, evaluate, settings.keep
+        )
+    return found
+
+
+def _options(point: Point, settings: Settings) -> tuple[str, ...]:
+    """Of `blr compress`, as a user would give them."""
+    text = [] if settings.calibration is None else ["--calibration", settings.calibration]
+    return (*point.options, *text, *common_options(settings.common, point), *settings.more)
+
+
+def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) -> None:
+    """Make what there is no record of, some at once."""
+    missing = [chain for name, chain in chains.items() if chain.folder.record(name) is None]
+    for chain in chains.values():
+        if chain not in missing:
+            chain.tidy()  # a run was killed before it did
+    if done := len(chains) - len(missing):
+        progress.say(f"{done} of {len(chains)} points are there already")
+    with progress.layers(len(missing), "sweeping") as advance:
+        for chain in missing:
+            chain.begun = advance
+        if missing:
+            Pool(slots(settings.device, settings.jobs)).run(missing)
+    lost = [chain for chain in missing if chain.failure]
+    progress.notes([f"{chain.name} failed: {chain.failure}" for chain in lost])
+
+
+def _result(
+    place: Folder,
+    chains: dict[str, PointChain],
+    speeds: dict[Point, float | None],
+    settings: Settings,
+) -> dict[str, Any]:
+    base = (place.record(DENSE) or {})["perplexities"]
+    found, failed = [], []
+    for point, speed in speeds.items():
+        record = place.record(point.name)
+        line = command_line(settings.model, _options(point, settings), point.name)
+        if record is None:
+            failed.append({"name": point.name, "why": chains[point.name].failure, "command": line})
+            continue
+        losses = [math.log(p / d) for p, d in zip(record["perplexities"], base, strict=True)]
+        facts = (point.name, point.kind, point.plain, point.heal, record["bits"], tuple(losses))
+        found.append(Found(*facts, speed, line, record["bytes"], record["seconds"]))
+    texts = range(len(settings.texts))
+    rows = [
+        {**asdict(one), "of_plain": [share_of_plain(found, one, text) for text in texts]}
+        for one in found
+    ]
+    return {
+        "model": settings.model,
+        "texts": [str(path) for path in settings.texts],
+        "dense": base,
+        "gpu": settings.gpu,
+        "points": rows,
+        "failed": failed,
+        "frontier": [one.name for one in frontier(found)],
+    }

@@ -1,0 +1,147 @@
+"""`blr sweep`: every point is a command, what fails is one line, and a killed sweep goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from limited import Limited, refused
+
+from blr.compressor.errors import UsageError
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.sweep.frontier import Found, frontier, share_of_plain
+from blr.compressor.sweep.grid import Grid, listed, points_of
+
+# The sweep's own processes as forks of the warm one
+FORKED = """
+import os, sys
+from blr.compressor.__main__ import main
+from blr.compressor.parallel import environment
+from blr.compressor.sweep import folder, launch
+
+class Forked:
+    def __init__(self, pid):
+        self.pid, self.code = pid, None
+    def poll(self):
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
+        return self.code
+    def kill(self):
+        os.kill(self.pid, 9)
+
+def start(command, environ, alive):
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    code = 99
+    try:
+        os.dup2(os.open(command.out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        os.environ.update(environ, **{environment.PARENT: str(alive)})
+        sys.argv = ["blr", *command.arguments]
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+launch.start = start
+"""
+DYING = """
+import signal
+kept = folder.Folder.write
+def write(self, name, content):
+    kept(self, name, content)
+    if name == "points/svd-cf2.json":
+        os.kill(os.getpid(), signal.SIGKILL)
+folder.Folder.write = write
+"""
+
+
+@pytest.fixture
+def arguments(dense: Path, tmp_path: Path) -> list[str]:
+    """A sweep of two points that can be made and one that cannot, judged by two texts."""
+    for n, name in enumerate(("one", "two")):
+        (tmp_path / f"{name}.txt").write_text(" ".join(f"w{k * (n + 3) % 40}" for k in range(80)))
+    texts = ["--eval", "one.txt", "--eval", "two.txt"]
+    grid = ["--methods", "svd", "--cf", "2,500", "--plain", "int4", "--group", "32"]
+    return ["sweep", str(dense), "-o", "out", *texts, *grid, "--device", "cpu", "--window", "16"]
+
+
+def _read(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "out/sweep.json").read_text())
+
+
+def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    killed = limited.run(*arguments, cwd=tmp_path, patch=FORKED + DYING)
+    assert killed.code == -9
+    made = tmp_path / "out/points/svd-cf2.json"
+    before = made.stat().st_mtime_ns
+    done = limited.run(*arguments, "--jobs", "2", cwd=tmp_path, patch=FORKED)
+    assert done.code == 0, done.err
+    assert made.stat().st_mtime_ns == before
+    found = _read(tmp_path)
+    assert [point["name"] for point in found["points"]] == ["int4", "svd-cf2"]
+    assert [point["name"] for point in found["failed"]] == ["svd-cf500"]
+    assert done.out.count("failed: svd-cf500: cf 500 cannot be met") == 1
+    assert "blr compress" in done.out and "--method dense --quantize int4" in done.out
+    assert all(len(point["losses"]) == 2 and point["bits"] > 1 for point in found["points"])
+    assert not any((tmp_path / "out/outputs").iterdir())  # only figures are kept
+    ElementTree.fromstring((tmp_path / "out/sweep.html").read_text().partition("\n")[2])
+    again = limited.run(*arguments, "--format", "json", cwd=tmp_path, patch=FORKED)
+    assert json.loads(again.out)["points"] == found["points"]
+    other = [part.replace("one.txt", "two.txt") for part in arguments]
+    refused(limited.run(*other, cwd=tmp_path), 5, "differs in texts")
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("mine")
+    refused(limited.run(*arguments, cwd=tmp_path), 5, "no sweep of blr")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    refused(limited.run(*arguments, "--cf", "2,2", cwd=tmp_path), 2, "svd-cf2 twice")
+
+
+def test_the_grid_combines_what_belongs_together() -> None:
+    grid = Grid(("svd", "blast"), (2.0,), ("none", "int8"), ("int2",), (8,), ("int3",), (0.0, 5.0))
+    found = points_of(grid, {"blocks": 4, "group": 64})
+    names = [point.name for point in found if not point.heal]
+    assert names == [
+        *("int3", "svd-cf2", "svd-cf2-int8", "blast-cf2", "blast-cf2-int8"),
+        *("int2-svd-r8", "int2-blast-r8"),
+    ]
+    assert len(found) == 2 * len(names)
+    by_name: dict[str, Recipe] = {point.name: recipe for point, recipe in found.items()}
+    assert by_name["int2-blast-r8-heal5"].blocks == 4 and by_name["svd-cf2"].blocks is None
+    assert by_name["int3"].quantize == "int3" and by_name["int3"].group == 64
+
+
+@pytest.mark.parametrize("text", ["1.5,x", "2;3"])
+def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="with commas between"):
+        listed(text, float)
+
+
+def _found(name: str, bits: float, *losses: float, plain: bool = False) -> Found:
+    return Found(name, "", plain, 0.0, bits, losses, None, "")
+
+
+def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:
+    points = [
+        _found("int4", 4.0, 0.1, 0.2, plain=True),
+        _found("int2", 2.0, 0.7, 1.2, plain=True),
+        _found("better", 3.0, 0.2, 0.4),
+        _found("worse", 3.5, 0.3, 0.5),
+        _found("elsewhere", 3.5, 0.3, 0.3),
+    ]
+    assert [point.name for point in frontier(points)] == ["int4", "elsewhere", "better", "int2"]
+    assert share_of_plain(points, points[2], 0) == pytest.approx(0.2 / 0.4)
+    assert share_of_plain(points, _found("beyond", 1.0, 0.1, 0.1), 0) is None
