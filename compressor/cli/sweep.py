@@ -35,12 +35,18 @@ def sweep(
         typer.Option("--eval", help="Text file that losses are measured on; repeatable."),
     ],
     methods: Annotated[str, typer.Option(help="Structures, as svd,blast,auto.")] = "svd,blast",
-    cf: Annotated[str, typer.Option(help="Compression factors of structures alone, as 1.5,2.")] = "",
+    cf: Annotated[
+        str, typer.Option(help="Compression factors of structures alone, as 1.5,2.", show_default="none")
+    ] = "",
     quantize: Annotated[
         str, typer.Option(help="What their factors are stored in, as none,int8.")
     ] = "none",
-    base: Annotated[str, typer.Option(help="Bases that structures correct, as int2,int3.")] = "",
-    rank: Annotated[str, typer.Option(help="Ranks of these corrections, as 8,16.")] = "",
+    base: Annotated[
+        str, typer.Option(help="Bases that structures correct, as int2,int3.", show_default="none")
+    ] = "",
+    rank: Annotated[
+        str, typer.Option(help="Ranks of these corrections, as 8,16.", show_default="none")
+    ] = "",
     plain: Annotated[
         str, typer.Option(help="Dense weights in few bits, the line to beat; none for no such line.")
     ] = "int4,int3,int2",
