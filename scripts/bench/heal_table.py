@@ -1,13 +1,17 @@
-"""What compression loses and healing brings back, in nats a token over the dense model, by domain.
+"""The table of healing: what compression loses and minutes of training bring back, a row a setting.
 
-    python scripts/bench/heal_table.py MODEL --eval prose=FILE --eval wiki=FILE --train FILE --out FOLDER
-        [--settings 'blast-*'] [--minutes 3] [--gpus 0,0] [--blr 'python -m blr.compressor']
+    python scripts/bench/heal_table.py --data FOLDER --mini FOLDER [--smol FOLDER] --out FOLDER
+        [--rows 'mini-*'] [--sweep 0.75] [--gpus 0,0,1] [--blr 'python -m blr.compressor']
 
-Every setting compresses MODEL (calibrated on --train and the model's own text), evaluates, heals on each
-of --heal-on, evaluates. A line of JSON a setting goes to FOLDER/table.jsonl as it is done: `nats` by
-domain over `dense` (perplexities), before (`of` empty) or after healing; what was done before is not
-done again. --gpus names one for every job at a time, the same one twice for two jobs on it. Texts
-may be .xz. --list prints the settings.
+FOLDER of --data holds heldout.txt, calibration.txt, train-prose.txt(.xz) and wikitext2-test.txt. Rows
+run concurrently, one on each GPU (--gpus: their numbers, one twice for two rows on it; by default all
+that are visible). Everything a row runs is kept: what is done is not done again by another call of the
+same options, also after a failure. OUT/logs/ROW.log has the commands and what they said, OUT/results
+the figures of each. Minutes are those of training alone (`trained_seconds`: no start, no own text, no
+compression, no evaluation).
+
+--sweep trains every row with each of TRIALS for so many minutes first and takes the one whose held-back
+windows (of the training texts, never the reported ones) are nearest the dense model's answers.
 """
 
 from __future__ import annotations
@@ -17,131 +21,265 @@ import fnmatch
 import json
 import lzma
 import math
+import os
 import shlex
 import shutil
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from threading import Lock
+from typing import Any
 
-from healing import Bench, Row
-
-# Options of `blr compress` by name; CALIBRATED are added to each.
-SETTINGS = {
-    "blast-cf2": ["--method", "blast", "--blocks", "16", "--cf", "2"],
-    "blast-cf1.5": ["--method", "blast", "--blocks", "16", "--cf", "1.5"],
-    "svd-cf2": ["--method", "svd", "--cf", "2"],
-    "svd-cf1.5": ["--method", "svd", "--cf", "1.5"],
-    "monarch-cf2": ["--method", "monarch", "--cf", "2"],
-    "ks-cf2": ["--method", "ks", "--cf", "2"],
-}
-HEAL_ON = {"text": ["--mix", "0"], "mixed": [], "self": []}  # beside --data
+Result = dict[str, Any]
+TRAIN = "factors,norms,biases,embeddings"
 
 
-class Table(Bench):
-    """The bench, whose lines are losses over the dense model's."""
+@dataclass(frozen=True)
+class Row:
+    """A setting: how `model` is compressed (rows of the same `compress` share it) and healed, and what
+    the perplexities of prose, and of WikiText-2, should be or, for SmolLM2, the nats over dense."""
 
-    lock = Lock()
-    dense: Row
+    name: str
+    model: str
+    compress: str
+    heal: str
+    target: tuple[float, ...]
+    notes: list[str] = field(default_factory=list)
 
-    def measure_dense(self) -> None:
-        gpu = self.free.get()
-        self.dense = self.evaluate(gpu, Path(self.config["teacher"]))
-        self.free.put(gpu)
-        if wrong := [value for value in self.dense.values() if not isinstance(value, float)]:
-            sys.exit(f"the dense model: {wrong[0]}")
 
-    def nats(self, found: Row) -> Row:
-        """Loss a token over the dense model's, by domain."""
+MINI = f"--minutes 3 --lr 0.01 --train {TRAIN} --data {{train}}"
+SMOL = "--minutes 8 --lr 0.005 --data {train}"
+MINI_FIT = "--calibration {data}/calibration.txt --samples 1600 --refit 3"
+SMOL_FIT = "--calibration {train} --samples 512 --mix 0.67"
+ROWS = (
+    Row("mini-blast", "mini", f"--method blast --blocks 16 --cf 2 {MINI_FIT}", MINI, (12.55,)),
+    Row("mini-svd", "mini", f"--method svd --cf 2 {MINI_FIT}", MINI, (13.2,)),
+    Row("mini-monarch", "mini", f"--method monarch --cf 2 {MINI_FIT}", MINI, (13.5,)),
+    Row("mini-ks", "mini", f"--method ks --cf 2 {MINI_FIT}", MINI, (13.5,)),
+    Row("mini-svd-int4", "mini", f"--method svd --cf 2 --quantize int4 {MINI_FIT}", MINI, (13.6,)),
+    Row("smol-blast-1.5", "smol", f"--method blast --blocks 16 --cf 1.5 {SMOL_FIT}", SMOL, (0.05, 0.15)),
+    Row("smol-blast-2", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", SMOL, (0.12, 0.3)),
+    Row(
+        "smol-blast-2-self", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}",
+        SMOL.replace("{train}", "self"), (0.12, 0.3),
+    ),
+)  # fmt: skip
+TRIALS = (
+    *(f"--lr {rate}" for rate in ("0.003", "0.005", "0.01", "0.02")),
+    *(f"--lr {rate} --train {TRAIN}" for rate in ("0.005", "0.01")),
+)
+EVALS = {"mini": "--batch 32", "smol": "--batch 32 --max-tokens 65536"}
+
+
+class Table:
+    """Runs rows and keeps what they give under `out`."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.out = given, given.out
+        self.models = {"mini": given.mini, "smol": given.smol}
+        self.texts = {"prose": given.data / "heldout.txt", "wiki": given.data / "wikitext2-test.txt"}
+        for name in ("logs", "results", "models"):
+            (self.out / name).mkdir(parents=True, exist_ok=True)
+        self.words = {"data": str(given.data), "train": str(plain_text(given.data, self.out))}
+        self.free: Queue[str] = Queue()
+        for gpu in given.gpus:
+            self.free.put(gpu)
+        self.locks: dict[str, Lock] = {}
+        self.guard = Lock()
+
+    def command(self, key: str, log: str, *arguments: str) -> Result:
+        """The JSON object that a command prints, from OUT/results/KEY.json if it is there.
+
+        Raises RuntimeError with what it said last if it failed.
+        """
+        kept = self.out / "results" / f"{key}.json"
+        with self._lock(key):
+            found = json.loads(kept.read_text()) if kept.exists() else {}
+            if found.get("arguments") == list(arguments):
+                return found
+            gpu = self.free.get()
+            try:
+                found = self._run(gpu, log, [*arguments, "--format", "json", "--offline"])
+            finally:
+                self.free.put(gpu)
+            found["arguments"] = list(arguments)
+            kept.with_suffix(".part").write_text(json.dumps(found))
+            kept.with_suffix(".part").rename(kept)
+            return found
+
+    def _run(self, gpu: str, log: str, arguments: list[str]) -> Result:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
+        started = time.monotonic()
+        with open(self.out / "logs" / f"{log}.log", "a", encoding="utf-8") as file:
+            file.write(f"$ CUDA_VISIBLE_DEVICES={gpu} blr {shlex.join(arguments)}\n")
+            file.flush()
+            done = subprocess.run(
+                [*shlex.split(self.given.blr), *arguments],
+                **{"stdout": subprocess.PIPE, "stderr": file, "text": True, "env": environment},
+                check=False,
+            )
+            file.write(done.stdout)
+        lines = done.stdout.strip().splitlines()
+        if done.returncode or not lines:
+            said = json.loads(lines[-1]).get("error", "") if lines else "see its log"
+            raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {said[:200]}")
+        return {**json.loads(lines[-1]), "wall": round(time.monotonic() - started, 1)}
+
+    def _lock(self, key: str) -> Lock:
+        with self.guard:
+            return self.locks.setdefault(key, Lock())
+
+    def evaluated(self, key: str, log: str, folder: Path, model: str) -> dict[str, float]:
+        """Perplexity by text."""
+        found = {}
+        for name, text in self.texts.items():
+            options = ["--text", str(text), *shlex.split(EVALS[model])]
+            result = self.command(f"{key}.{name}", log, "eval", str(folder), *options)
+            found[name] = float(result["perplexity"])
+        return found
+
+    def compressed(self, row: Row) -> tuple[str, Path]:
+        """Key and folder of the checkpoint that a row heals."""
+        options = shlex.split(row.compress.format(**self.words))
+        key = next(other.name for other in ROWS if other.compress == row.compress)
+        folder = self.out / "models" / key
+        place = ["-o", str(folder), "--overwrite"]
+        self.command(key, key, "compress", str(self.models[row.model]), *options, *place)
+        return key, folder
+
+    def healed(self, row: Row, key: str, source: Path, options: str) -> tuple[Result, Path]:
+        """What a training says and makes."""
+        folder = self.out / "models" / key
+        teacher = ["--teacher", str(self.models[row.model]), "-o", str(folder), "--overwrite"]
+        given = shlex.split(options.format(**self.words))
+        return self.command(key, row.name, "heal", str(source), *teacher, *given), folder
+
+    def settled(self, row: Row, source: Path) -> str:
+        """The row's options, or the best of the trials."""
+        if not self.given.sweep:
+            return row.heal
+
+        def tried(number: int) -> float:
+            trial = f"{row.heal} {TRIALS[number]} --minutes {self.given.sweep} --no-check"
+            found, folder = self.healed(row, f"{row.name}.try{number}", source, trial)
+            shutil.rmtree(folder, ignore_errors=True)
+            return sum(text["kl"] for text in found["after"].values()) / len(found["after"])
+
+        with ThreadPoolExecutor(len(TRIALS)) as pool:
+            merits = list(pool.map(tried, range(len(TRIALS))))
+        best = TRIALS[min(range(len(TRIALS)), key=merits.__getitem__)]
+        told = ", ".join(f"{t} {m:.4f}" for t, m in zip(TRIALS, merits, strict=True))
+        row.notes.append(f"held-back KL of the trials: {told}")
+        return f"{row.heal} {best}"
+
+    def run(self, row: Row) -> Result:
+        """Every step of a row."""
+        try:
+            dense = self.evaluated(f"{row.model}.dense", row.model, self.models[row.model], row.model)
+            key, source = self.compressed(row)
+            before = self.evaluated(f"{key}.before", row.name, source, row.model)
+            options = self.settled(row, source)
+            healed, folder = self.healed(row, f"{row.name}.healed", source, options)
+            after = self.evaluated(f"{row.name}.after", row.name, folder, row.model)
+        except RuntimeError as error:
+            return {"row": row.name, "error": str(error)}
         return {
-            name: round(math.log(value / self.dense[name]), 4) if isinstance(value, float) else value
-            for name, value in found.items()
+            **{"row": row.name, "dense": dense, "before": before, "after": after},
+            **{"minutes": healed["trained_seconds"] / 60, "tokens": healed["tokens"]},
+            "speed": healed["tokens"] / max(healed["trained_seconds"], 1e-9),
+            "met": met(row, dense, after),
+            "command": f"blr compress {row.model} {row.compress.format(**self.words)} -o {key} && "
+            f"blr heal {key} --teacher {row.model} {options.format(**self.words)} -o {row.name}",
+            "notes": row.notes,
         }
 
-    def tell(self, row: Row) -> None:
-        kept = ("name", "of", "error", "cf", "factor", "steps", "best_step", "parameters")
-        line = {key: row[key] for key in kept if key in row}
-        line |= {"nats": self.nats(row.get("eval", {})), "perplexity": row.get("eval", {})}
-        line |= {"dense": self.dense, "seconds": round(row.get("wall", 0.0), 1)}
-        line |= {k: round(row[k], 1) for k in ("trained_seconds",) if k in row}
-        line |= {k: {n: m["kl"] for n, m in row[k].items()} for k in ("before", "after") if k in row}
-        line |= {"notes": row.get("notes", []), "options": row.get("heal", [])}
-        with self.lock, open(self.out / "table.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps(line), flush=True)
+
+def met(row: Row, dense: dict[str, float], after: dict[str, float]) -> bool:
+    """Whether the figures are those asked for: perplexity of mini-llama, nats over dense of SmolLM2."""
+    if row.model == "mini":
+        return after["prose"] <= row.target[0]
+    return all(
+        math.log(after[name] / dense[name]) <= wanted
+        for name, wanted in zip(("prose", "wiki"), row.target, strict=True)
+    )
 
 
-def plain_text(path: Path, out: Path) -> Path:
-    """`path`, or what it is unpacked to."""
-    if path.suffix != ".xz":
-        return path
-    target = out / path.stem
+def line(found: Result) -> str:
+    """A row of the printed table."""
+    if "error" in found:
+        return f"{found['row']:18s} {found['error']}"
+    cells = []
+    for name, dense in found["dense"].items():
+        was, now = found["before"][name], found["after"][name]
+        nats = f"{math.log(was / dense):+.3f} -> {math.log(now / dense):+.3f}"
+        cells.append(f"{name} {was:.2f} -> {now:.3f} (dense {dense:.2f}; {nats})")
+    said = f"{found['minutes']:.2f} min, {found['speed'] / 1e3:,.0f}k tokens/s"
+    verdict = "met" if found["met"] else "MISSED"
+    rest = [f"    {text}" for text in (found["command"], *found["notes"])]
+    return "\n".join([f"{found['row']:18s} {' | '.join(cells)} | {said} | {verdict}", *rest])
+
+
+def plain_text(data: Path, out: Path) -> Path:
+    """The training text, unpacked."""
+    if (data / "train-prose.txt").exists():
+        return data / "train-prose.txt"
+    target = out / "train-prose.txt"
     if not target.exists():
-        with lzma.open(path) as packed, open(target, "wb") as file:
+        with lzma.open(data / "train-prose.txt.xz") as packed, open(f"{target}.part", "wb") as file:
             shutil.copyfileobj(packed, file)
+        Path(f"{target}.part").rename(target)
     return target
 
 
-def settings(given: argparse.Namespace, train: Path) -> Row:
-    """What `Bench` is told."""
-    calibrated = ["--calibration", str(train), *shlex.split(given.calibrate)]
-    chosen = [n for n in SETTINGS if any(fnmatch.fnmatch(n, p) for p in given.settings.split(","))]
-    compressed: Row = {name: [*SETTINGS[name], *calibrated, "--offline"] for name in chosen}
-    for name in chosen:
-        if (given.out / name / "blr_manifest.json").exists():
-            compressed[name] = str(given.out / name)
-    evals = dict(pair.split("=", 1) for pair in given.eval)
-    budget = ["--minutes", f"{given.minutes:g}", *shlex.split(given.heal), "--offline"]
-    runs = []
-    for name in chosen:
-        for kind in given.heal_on.split(","):
-            data = ["--data", "self"] if kind == "self" else ["--data", str(train), *HEAL_ON[kind]]
-            runs.append({"name": f"{name}-healed-{kind}", "of": name, "heal": [*data, *budget]})
-    options = ["--max-tokens", str(given.eval_tokens), "--offline"]
-    done = {run["name"] for run in runs if (given.out / run["name"]).exists()}
-    return {
-        "teacher": str(given.model),
-        "eval": {name: ["--text", file, *options] for name, file in evals.items()},
-        "compressed": compressed,
-        "runs": [run for run in runs if run["name"] not in done],
-    }
+def visible_gpus() -> list[str]:
+    """Their numbers, [""] for none."""
+    import torch
+
+    return [str(n) for n in range(torch.cuda.device_count())] or [""]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--eval", action="append", default=[], help="NAME=FILE, repeatable")
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--settings", default="*", help="their names or globs, by comma")
-    parser.add_argument("--also", action="append", default=[], help="NAME=OPTIONS of blr compress")
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--heal-on", default="mixed,self", help="of text, mixed, self")
-    parser.add_argument("--calibrate", default="--samples 512 --mix 0.67", help="more for compress")
-    parser.add_argument("--heal", default="", help="more options of heal")
-    parser.add_argument("--eval-tokens", type=int, default=65536)
-    parser.add_argument("--gpus", default="0")
-    parser.add_argument("--blr", default="blr")
-    parser.add_argument("--until", type=float, default=1e9, help="seconds after which nothing starts")
-    parser.add_argument("--list", action="store_true")
-    return parser.parse_args()
+    for name in ("data", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("mini", "smol"):
+        parser.add_argument(f"--{name}", type=Path, help="its folder; without, its rows are left out")
+    parser.add_argument("--rows", default="*", help="their names or globs, by comma")
+    parser.add_argument("--sweep", type=float, default=0.0, help="minutes a trial")
+    parser.add_argument("--more", default="", help="options of heal for every row, as '--minutes 0.1'")
+    parser.add_argument("--fit", default="", help="the same of compress")
+    parser.add_argument("--gpus", help="as 0,1")
+    parser.add_argument("--blr", default=f"{sys.executable} -m blr.compressor")
+    found = parser.parse_args()
+    found.gpus = found.gpus.split(",") if found.gpus else visible_gpus()
+    return found
 
 
 def main() -> None:
     given = arguments()
-    for name, _, said in (also.partition("=") for also in given.also):
-        SETTINGS[name] = shlex.split(said)
-    if given.list:
-        print("\n".join(f"{name}: {shlex.join(options)}" for name, options in SETTINGS.items()))
-        return
-    given.out.mkdir(parents=True, exist_ok=True)
-    config = settings(given, plain_text(given.train, given.out))
-    gpus = [int(gpu) for gpu in given.gpus.split(",")]
-    bench = Table(config, given.out, gpus, shlex.split(given.blr), given.until)
-    bench.measure_dense()
-    found = bench.run()
-    sys.exit(any("error" in row for row in [*found["compressed"], *found["runs"]]))
+    global ROWS
+    ROWS = tuple(
+        Row(row.name, row.model, f"{row.compress} {given.fit}", f"{row.heal} {given.more}", row.target)
+        for row in ROWS
+    )
+    chosen = [
+        row
+        for row in ROWS
+        if getattr(given, row.model) and any(fnmatch.fnmatch(row.name, p) for p in given.rows.split(","))
+    ]
+    table = Table(given)
+    with ThreadPoolExecutor(max(len(chosen), 1)) as pool:
+        found = list(pool.map(table.run, chosen))
+    text = "\n".join(map(line, found))
+    (given.out / "table.txt").write_text(text + "\n")
+    print(text)
+    sys.exit(any("error" in row for row in found))
 
 
 if __name__ == "__main__":
