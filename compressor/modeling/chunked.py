@@ -22,6 +22,7 @@ from blr.compressor.modeling.expressions import (
     Permuted,
     Region,
     Repeated,
+    forget_parts,
     sliced,
 )
 from blr.compressor.modeling.rank_store import Held
@@ -172,9 +173,11 @@ def _part(tensor: Any, region: Region, heads: int, memo: Memo) -> Tensor:
         start, stop = region["h"]
         times = heads // tensor.shape[1]
         region = {**region, "h": (start // times, stop // times)}
-    if isinstance(tensor, Node):
-        return tensor.part(region, memo)
-    return sliced(tensor, tensor.shape, HEADS, region)
+    if not isinstance(tensor, Node):
+        return sliced(tensor, tensor.shape, HEADS, region)
+    part = tensor.part(region, memo)
+    forget_parts(memo)
+    return part
 
 
 def _repeats(key: Any) -> int:

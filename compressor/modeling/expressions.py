@@ -17,7 +17,9 @@ from torch import Size, Tensor
 
 Label = int | str | None
 Region = dict[Any, tuple[int, int]]  # label to (start, stop); what is not named is whole
-Memo = dict[int, Tensor]  # what parts of one region share: by source, its input in the space of ranks
+# What parts of one region share: by source, its input in the space of ranks; by node and region, a part
+# that several nodes are made from.
+Memo = dict[Any, Tensor]
 HEADS = (0, "h", 1, None)  # labels of [B, H, T, D]
 
 
@@ -25,8 +27,10 @@ class Node:
     """A tensor that is not computed yet.
 
     labels: one a dimension. value: the whole tensor, once somebody had to have it. widest: the most
-    features of it and of what it is made from.
+    features of it and of what it is made from. uses: nodes that are made from it at once.
     """
+
+    uses = 0
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, labels: tuple[Label, ...], of: Sequence[Node]
@@ -35,6 +39,8 @@ class Node:
         self.value: Tensor | None = None
         self.widest: int = max(self.shape[-1], *(node.widest for node in of), 1)
         self.inputs: frozenset[Source] = frozenset().union(*(node.sources for node in of))
+        for node in of:
+            node.uses += 1
         for source in self.sources:
             source.dependents.add(self)
 
@@ -52,7 +58,12 @@ class Node:
         """The part that `region` names."""
         if self.value is not None:
             return sliced(self.value, self.shape, self.labels, region)
-        return self._part(region, memo)
+        if self.uses < 2 or isinstance(self, Source | Narrow):  # parts of these are other ones each time
+            return self._part(region, memo)
+        key = (id(self), *region.items())
+        if key not in memo:
+            memo[key] = self._part(region, memo)
+        return memo[key]
 
     def settle(self) -> Tensor:
         """The whole tensor, kept, and that of all that it is made from, so that views are views."""
@@ -233,6 +244,12 @@ def leaves(tree: Any, kind: Any) -> list[Any]:
     found: list[Any] = []
     mapped(kind, found.append, tree)
     return found
+
+
+def forget_parts(memo: Memo) -> None:
+    """What only parts of one tensor share: from here on they would take memory beside it."""
+    for key in [key for key in memo if isinstance(key, tuple)]:
+        del memo[key]
 
 
 def sliced(tensor: Tensor, shape: Sequence[int], labels: Sequence[Label], region: Region) -> Tensor:

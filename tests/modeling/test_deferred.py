@@ -21,6 +21,7 @@ from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.modeling import chunked, settings
 from blr.compressor.modeling.deferred import Deferred
 from blr.compressor.modeling.layers import LowRankLinear, defer_large
+from blr.compressor.modeling.products import LowRankProduct
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
 
@@ -184,6 +185,25 @@ def test_heads_are_reconstructed_few_at_a_time(bound: Bound) -> None:
     assert (
         taken < 3.9 * 2**20
     )  # ranks of three projections 1.5, attention's output 1, o's output 1 + ranks
+
+
+@torch.no_grad()
+def test_what_is_rotated_is_made_once_a_chunk(bound: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings read queries and keys three times; their products are the cost of a chunk."""
+    made = Counter[int]()
+
+    def counted(self: LowRankProduct, x: Tensor) -> Tensor:
+        made[self.U.data_ptr()] += 1
+        return run(self, x)
+
+    run = LowRankProduct.__call__
+    model = structured_model("llama")
+    queries = [layer.U.data_ptr() for name, layer in model.named_modules() if name.endswith("q_proj")]
+    inputs = inputs_of("llama", model)
+    bound("0.008")  # one sequence
+    monkeypatch.setattr(LowRankProduct, "__call__", counted)
+    model(**inputs)
+    assert [made[at] for at in queries] == [len(inputs["input_ids"])] * len(queries)
 
 
 def test_said_once_where_tensors_are_whole(
