@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
+from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.layers import caches_ranks, defer_large, prepare_layers
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.table import replace_layers
@@ -78,6 +79,7 @@ class StructuredModelMixin:
         native: Any = super()
         model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
         prepare_layers(model)
+        prepare_float8(model)
         if output_loading_info:
             return model, info
         if found := misloaded(model, info):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.dense_weight import DenseWeight
+from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.layers import (
     BlastLinear,
     KroneckerLinear,
@@ -115,6 +116,10 @@ class QuantizedStructured(StructuredLinear):
             for suffix, tensor in zip((PACKED, SCALE), tensors, strict=True):
                 _register(self, stem + suffix, index, tensor)
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = float8_product(self, x, bias) if self.packing.fp8 else None
+        return super().product(x, bias) if y is None else y
+
     def matrix(self, name: str) -> Any:
         return _blocks(self.packed(name))
 
@@ -143,7 +148,10 @@ class QuantizedStructured(StructuredLinear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         with kept_bytes(self):
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+        if self.packing.fp8:
+            prepare_layer(self)
+        return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.packing.describe()}"
@@ -234,6 +242,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
+        if self.packing.fp8 and (found := float8_product(self, x, self.bias)) is not None:
+            return found
         w = self.packed()
         step = rows_at_once(w.K)
         if step >= self.out_features:
@@ -245,7 +255,10 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         with kept_bytes(self):
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+        if self.packing.fp8:
+            prepare_layer(self)
+        return self
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features} -> {self.out_features}"
@@ -261,6 +274,7 @@ def kept_bytes(layer: nn.Module) -> Iterator[None]:
     yield
     for name in names:
         layer._buffers[name] = layer.get_buffer(name).view(E4M3)
+    forget_scales(layer)
 
 
 def rows_at_once(width: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from blr.compressor.modeling.corrected import CorrectedLinear
+from blr.compressor.modeling.float8 import share_rows
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear, replace_modules
 from blr.compressor.modeling.quantized import QuantizedLinear, quantized_layer
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
@@ -34,3 +35,4 @@ def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
         KeyError: a name that is not a module of `model`.
     """
     replace_modules(model, layers, lambda fields, bias: layer_of(spec_from_dict(fields), bias))
+    share_rows(model)

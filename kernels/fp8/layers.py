@@ -8,45 +8,13 @@ before any of it is known, and the second product is a plain one: no scales insi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from blr.kernels.fp8.launch import Tile, mix, product
-from blr.kernels.fp8.reference import E4M3, LARGEST, Rows
+from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
 
-LINE = 16  # bytes that rows of z start at multiples of
-
-
-class Scales(NamedTuple):
-    """Float32, by which columns of both products are scaled: `first` [B, r], `second` [B, q]. mix: of
-    BLAST [b, b, r], the couplings over the bound of what they make."""
-
-    first: Tensor
-    second: Tensor
-    mix: Tensor | None = None
-
-
-def lengths(q: Tensor, scale: Tensor) -> Tensor:
-    """Euclidean norms [..., R] of the rows of a float8 matrix."""
-    return q.float().square().sum(-1).sqrt() * scale.float().squeeze(-1)
-
-
-def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = None) -> Scales:
-    """What a layer's products are scaled by, from what is stored: made once.
-
-    Args:
-        U_scale: [B, q, 1]. V: float8 [B, r, p], V_scale [B, r, 1]. S: of BLAST [k, l, r].
-    """
-    by_v, by_u = V_scale.float().squeeze(-1), U_scale.float().squeeze(-1)
-    long = lengths(V, V_scale)
-    if S is not None:  # |Σ_l s_kl z_l| <= ‖x‖ √(Σ_l (s_kl ‖v_l‖)²), as Σ_l ‖x_l‖² = ‖x‖²
-        long = (S.float() * long).square().sum(1).sqrt()
-    bound = (long.max() / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    if S is None:
-        return Scales((by_v / bound).contiguous(), (by_u * bound).contiguous())
-    return Scales(by_v.contiguous(), (by_u * bound).contiguous(), (S.float() / bound).contiguous())
+__all__ = ["LAYERS", "blast", "dense", "lengths", "lowrank", "monarch", "scales_of"]
 
 
 def dense(
@@ -67,6 +35,7 @@ def lowrank(
     """``y = (x V) Uᵀ + bias``, [n, o]. U: float8 [1, o, r], V: float8 [1, r, i]."""
     n, rank = len(x.q), V.shape[1]
     z = _rows(1, n, rank, x.q)
+    assert scales.first is not None
     product(x.q[None], V, x.unit_norm, scales.first, z, tile=tiles[0])
     y = torch.empty(n, U.shape[1], dtype=dtype, device=U.device)
     bias = None if bias is None else bias[None]
@@ -82,6 +51,7 @@ def monarch(
     blocks, middle, p = V.shape
     n, part = len(x.q), middle // blocks
     z = _rows(blocks, n, middle, x.q)  # [k, n, (l, r')]
+    assert scales.first is not None
     stored = z.unflatten(2, (blocks, part)).permute(2, 1, 0, 3)  # [l, n, k, r']
     product(x.q.view(n, blocks, p).transpose(0, 1), V, x.unit_norm, scales.first, stored, part=part,
             tile=tiles[0])  # fmt: skip
@@ -95,7 +65,7 @@ def blast(
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
     blocks, rank, p = V.shape
     n = len(x.q)
-    assert scales.mix is not None
+    assert scales.first is not None and scales.mix is not None
     z = torch.empty(blocks, n, rank, dtype=dtype, device=U.device)
     parts = x.q.view(n, blocks, p).transpose(0, 1)
     product(parts, V, x.unit_norm, scales.first, z, tile=tiles[0])
@@ -118,3 +88,6 @@ def _rows(blocks: int, n: int, width: int, like: Tensor) -> Tensor:
     """Memory for float8 [blocks, n, width] whose rows the bulk copy engine can read."""
     room = -(-width // LINE) * LINE
     return torch.empty(blocks, n, room, dtype=E4M3, device=like.device)[:, :, :width]
+
+
+LAYERS = {"lowrank": lowrank, "monarch": monarch, "blast": blast}

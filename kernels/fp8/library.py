@@ -33,15 +33,29 @@ def dense(
     )
 
 
-def second(z: Tensor, norm: Tensor, U: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second product of two, [n, o]: z float8 [n, r] by rows of `norm` [n], U float8 [o, r]."""
-    return torch._scaled_mm(
-        z, U.t(), scale_a=norm[:, None], scale_b=scale[None], out_dtype=dtype, use_fast_accum=True
-    )
+def lowrank(
+    x: Rows,
+    U: Tensor,
+    V: Tensor,
+    first: Tensor,
+    second: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``y = (x V) Uᵀ + bias``, [n, o], for V of one scale, whose product the library writes in float8.
 
-
-def first(q: Tensor, V: Tensor, one: Tensor, result: Tensor) -> Tensor:
-    """``result · q Vᵀ`` in float8, [n, r], for V of one scale."""
+    Args:
+        U: float8 [o, r], V: float8 [r, i], o, r and i multiples of 16. first: float32 [2], what z is
+            scaled by beside the scales of x and V, which `second` [o] makes good, and 1.
+    """
+    by_z, one = first[:1], first[1:]
+    z = torch._scaled_mm(x.q, V.t(), scale_a=by_z, scale_b=one, out_dtype=E4M3, use_fast_accum=True)
     return torch._scaled_mm(
-        q, V.t(), scale_a=one, scale_b=one, scale_result=result, out_dtype=E4M3, use_fast_accum=True
+        z,
+        U.t(),
+        scale_a=x.scale[:, None],
+        scale_b=second[None],
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
     )

@@ -6,7 +6,7 @@ its row, or of its block of 128 along the axis that is summed over, to 448, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from blr.kernels.quantized.formats import ROW
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+LINE = 16  # bytes that the bulk copy engine wants rows to start at multiples of
 SLACK = 1.0625  # by which rounding may lengthen a row
 
 
@@ -50,6 +51,16 @@ def dequantize_fp8(q: Tensor, scale: Tensor, dtype: torch.dtype, group: int = RO
     if group:
         wide = wide.repeat_interleave(group, -1)[..., : q.shape[-1]]
     return (q.to(work) * wide).to(dtype)
+
+
+def aligned(q: Tensor) -> Tensor:
+    """Float8 [..., K] whose rows start at multiples of `LINE` bytes: itself if they do."""
+    width = q.shape[-1]
+    if width % LINE == 0:
+        return q
+    room = q.new_zeros(*q.shape[:-1], -(-width // LINE) * LINE)
+    room[..., :width] = q
+    return room[..., :width]
 
 
 def is_number(tensor: Tensor) -> bool:
@@ -123,3 +134,78 @@ def product(
     y = a.float() @ b.float().mT * by_row[:, None].float() * by_col[:, None].float()
     y = y if bias is None else y + bias[:, None].float()
     return y.clamp(-LARGEST, LARGEST).to(dtype) if dtype == E4M3 else y.to(dtype)
+
+
+class Scales(NamedTuple):
+    """Float32, by which columns of both products are scaled: `first` [B, r], None of a dense weight, and
+    `second` [B, q], of that [o]. mix: of BLAST [b, b, r], the couplings over the bound of what they
+    make."""
+
+    first: Tensor | None
+    second: Tensor
+    mix: Tensor | None = None
+
+
+def lengths(q: Tensor, scale: Tensor) -> Tensor:
+    """Euclidean norms [..., R] of the rows of a float8 matrix."""
+    return q.float().square().sum(-1).sqrt() * scale.float().squeeze(-1)
+
+
+def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = None) -> Scales:
+    """What a layer's products are scaled by, from what is stored: made once.
+
+    Args:
+        U_scale: [B, q, 1]. V: float8 [B, r, p], V_scale [B, r, 1]. S: of BLAST [k, l, r].
+    """
+    by_v, by_u = V_scale.float().squeeze(-1), U_scale.float().squeeze(-1)
+    long = lengths(V, V_scale)
+    if S is not None:  # |Σ_l s_kl z_l| <= ‖x‖ √(Σ_l (s_kl ‖v_l‖)²), as Σ_l ‖x_l‖² = ‖x‖²
+        long = (S.float() * long).square().sum(1).sqrt()
+    bound = (long.max() / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    if S is None:
+        return Scales((by_v / bound).contiguous(), (by_u * bound).contiguous())
+    return Scales(by_v.contiguous(), (by_u * bound).contiguous(), (S.float() / bound).contiguous())
+
+
+def library_scales(U_scale: Tensor, V: Tensor, V_scale: Tensor) -> Scales:
+    """`scales_of` for the vendor's library, whose first product has one scale for all rows and columns:
+    of x no more is known than that all of its numbers are within ±448.
+
+    Args:
+        U_scale: [o, 1]. V: float8 [r, i]; V_scale: [r, 1], all the same.
+    """
+    longest = V.float().square().sum(-1).max().sqrt().clamp_min(1.0)
+    by_z = 1 / (longest * V.shape[1] ** 0.5)
+    second = U_scale.float().squeeze(-1) * (V_scale[0].float() / by_z)
+    return Scales(torch.stack([by_z, torch.ones_like(by_z)]), second.contiguous())
+
+
+def layer(
+    structure: str,
+    x: Rows,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The output [n, o] of a layer, z between its products in float8 as the kernels have it.
+
+    Args:
+        structure: dense, lowrank, monarch or blast. weights: float8 U [B, q, r] and V [B, r, p], or the
+            dense weight [o, i]. scales: of `Scales` those that there are, of a dense weight [o].
+    """
+    n = len(x.q)
+    if structure == "dense":
+        bias = None if bias is None else bias[None]
+        return product(x.q[None], weights[0][None], x.scale, scales[0][None], dtype, bias)[0]
+    (U, V), (first, second) = weights, scales[:2]
+    blocks, _, p = V.shape
+    parts = x.q.view(n, blocks, p).transpose(0, 1)
+    z = product(parts, V, x.unit_norm, first, dtype if structure == "blast" else E4M3)
+    if structure == "monarch":
+        z = z.unflatten(2, (blocks, -1)).permute(2, 1, 0, 3).flatten(2)
+    if structure == "blast":
+        mixed = torch.einsum("klr,lnr->knr", scales[2].float(), z.float())
+        z = mixed.clamp(-LARGEST, LARGEST).to(E4M3)
+    bias = None if bias is None else bias.view(len(U), -1)
+    return product(z, U, x.norm, second, dtype, bias).transpose(0, 1).flatten(1)

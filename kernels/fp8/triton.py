@@ -116,7 +116,7 @@ def product_tma_kernel(
 
     a and b are descriptors of matrices of which batch g starts at row g·`a_rows`, column g·`a_cols`
     (`b_…` likewise); one of the two ends with its batch's K columns. STORE: `to` is a descriptor of c,
-    which is one matrix, of tiles [BM, BN / STORE].
+    of tiles [BM, BN / STORE], whose batch g starts at row g·`c_batch`, column g·`c_row`.
     """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     each = tiles_m * tiles_n
@@ -133,17 +133,19 @@ def product_tma_kernel(
         cols = col + tl.arange(0, BN)
         if STORE:
             down = tl.load(by_row + rows, mask=rows < M, other=0.0)
-            along = tl.load(by_col + cols, mask=cols < N, other=0.0)
+            along = tl.load(by_col + batch * by_batch + cols, mask=cols < N, other=0.0)
             y = sums * down[:, None] * along[None, :]
             if BIAS:
-                y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+                shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
+                y += shift.to(tl.float32)[None, :]
+            to_row, to_col = batch * c_batch + row, batch * c_row + col
             if STORE == 2:  # half a tile at a time: shared memory for another stage
                 halves = tl.permute(tl.reshape(y, (BM, 2, BN // 2)), (0, 2, 1))
                 first, second = tl.split(halves)
-                to.store([row, col], first.to(c.dtype.element_ty))
-                to.store([row, col + BN // 2], second.to(c.dtype.element_ty))
+                to.store([to_row, to_col], first.to(c.dtype.element_ty))
+                to.store([to_row, to_col + BN // 2], second.to(c.dtype.element_ty))
             else:
-                to.store([row, col], y.to(c.dtype.element_ty))
+                to.store([to_row, to_col], y.to(c.dtype.element_ty))
         else:
             finish_fp8(sums, by_row, by_col, bias, c, batch.to(tl.int64), rows, cols, M, N, by_batch,
                        bias_batch, c_batch, c_row, c_part, part, BIAS, RUN)  # fmt: skip

@@ -28,7 +28,7 @@ from blr.kernels.blast.op import blast_linear
 from blr.kernels.blast.reference import blast_linear as blast_reference
 from blr.kernels.fp8 import launch, layers, library, reference
 from blr.kernels.fp8.launch import Tile
-from blr.kernels.fp8.reference import E4M3, dequantize_fp8, quantize_fp8
+from blr.kernels.fp8.reference import E4M3, dequantize_fp8, library_scales, quantize_fp8
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import lowrank_linear as lowrank_reference
 from blr.kernels.monarch.op import monarch_linear
@@ -39,18 +39,18 @@ TILES = {
     "128x128 s4 w8": Tile(128, 128, 128, stages=4),
     "128x128 s4 w4": Tile(128, 128, 128, stages=4, warps=4),
     "128x256 s3 w8": Tile(128, 256, 128, stages=3),
-    "128x256 s4 w8": Tile(128, 256, 128, stages=4),
-    "128x256 s3 w8 tma-store": Tile(128, 256, 128, stages=3, store=1),
     "128x256 s3 w8 half-store": Tile(128, 256, 128, stages=3, store=2),
     "128x256 s3 w8 persistent": Tile(128, 256, 128, stages=3, programs=1, store=2),
     "128x256 s3 w8 persistent flat": Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
     "128x256 s4 w8 persistent flat": Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
     "128x128 s4 w8 persistent flat": Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
     "128x128 s3 w4 2 persistent": Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
-    "64x256 s4 w4": Tile(64, 256, 128, stages=4, warps=4),
-    "128x128 k64 s6 w8": Tile(128, 128, 64, stages=6),
 }
 WIDE, NARROW = "128x256 s3 w8", "128x128 s4 w8"
+BATCHED = (
+    *("128x256 s3 w8", "128x128 s3 w4 2 persistent"),
+    *(f"{size} s4 w8 persistent flat" for size in ("128x256", "128x128")),
+)
 Arms = dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
 
 
@@ -178,9 +178,8 @@ def product_arms(n: int, N: int, K: int, out: torch.dtype) -> Arms:
         return launch.product(a, b, by_row, by_col, y, tile=tile)
 
     def by_library(a: Tensor, b: Tensor) -> Tensor:
-        if out == E4M3:
-            return library.first(a[0], b[0], small, small)
-        return library.second(a[0], by_row, b[0], by_col[0], BF16)
+        by = (small, small) if out == E4M3 else (by_row[:, None], by_col)
+        return torch._scaled_mm(a[0], b[0].t(), *by, out_dtype=out, use_fast_accum=True)
 
     arms: Arms = {name: (partial(run, tile=tile), (a, b)) for name, tile in TILES.items()}
     arms["exact 128"] = (partial(run, tile=TILES[NARROW]._replace(exact=128)), (a, b))
@@ -250,11 +249,9 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     n, r = len(x), rank_of(o, i)
     (U, us, Ud), (V, vs, Vd) = weight(o, r, terms=r), weight(r, i, terms=i)
     scales = layers.scales_of(us[None], V[None], vs[None])
-    one = torch.ones((), device="cuda")
     V1, v1 = (t.view(1, -1) for t in quantize_fp8(Vd.flatten(), 0, torch.float32))
     V1 = V1.view(r, i)  # of one scale, as the library's first product needs it
-    result = 1 / (i**0.5 * layers.lengths(V1, torch.ones_like(vs)).max())
-    by_u = us.view(-1) * v1.view(()) / result
+    by_library = library_scales(us, V1, v1.expand(r, 1))
     tiles = best(found, n, r, i), best(found, n, o, r)
 
     def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
@@ -264,22 +261,16 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     def alone(q: Tensor, U: Tensor, V: Tensor) -> Tensor:
         return layers.lowrank(rows_given._replace(q=q), U[None], V[None], scales, BF16, tiles=tiles)
 
-    def both(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # by the library, for V of one scale
-        rows = launch.quantize_rows(x)
-        return library.second(library.first(rows.q, V, one, result), rows.scale, U, by_u, BF16)
-
-    def mixed(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # ours first, the library's second
-        rows = launch.quantize_rows(x)
-        z = torch.empty(1, n, r, dtype=E4M3, device="cuda")
-        launch.product(rows.q[None], V[None], rows.unit_norm, scales.first, z, tile=tiles[0])
-        return library.second(z[0], rows.norm, U, scales.second[0], BF16)
+    def both(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
+        first, second = by_library.first, by_library.second
+        assert first is not None
+        return library.lowrank(launch.quantize_rows(x), U, V, first, second, BF16)
 
     rows_given = launch.quantize_rows(x)
     plain = Ud.to(BF16), Vd.to(BF16)  # V stored [r, i]
     return {
         "low-rank bf16": (lambda x, U, V: lowrank_linear(x, U, V.mT), (x, *plain)),
         "low-rank fp8": (ours, (x, U, V)),
-        "low-rank fp8 ours+library": (mixed, (x, U, V)),
         "low-rank fp8 library": (both, (x, U, V1)),
         "low-rank fp8 alone": (alone, (rows_given.q, U, V)),
     }
@@ -297,7 +288,7 @@ def monarch_arms(o: int, i: int, x: Tensor, b: int = 16) -> Arms:
         "Monarch bf16": (lambda x, U, V: monarch_linear(x, U, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
         "Monarch fp8": (ours, (x, U, V)),
     }
-    for name in ("128x128 s4 w8", "128x256 s3 w8", "128x128 s4 w4", "64x256 s4 w4"):
+    for name in BATCHED:
         arms[f"Monarch fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
     return arms
 
@@ -316,7 +307,7 @@ def blast_arms(o: int, i: int, x: Tensor, b: int = 4) -> Arms:
         "BLAST bf16": (lambda x, U, V: blast_linear(x, U, s, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
         "BLAST fp8": (ours, (x, U, V)),
     }
-    for name in ("128x128 s4 w8", "128x256 s3 w8", "128x128 s4 w4"):
+    for name in BATCHED:
         arms[f"BLAST fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
     return arms
 
@@ -347,6 +338,7 @@ def main() -> int:
     shapes = [(int(o), int(i)) for o, i in (text.split("x") for text in asked.shapes.split(","))]
     print(torch.cuda.get_device_name(), torch.__version__)
     torch.set_grad_enabled(False)
+    torch._dynamo.config.recompile_limit = 64
     fine, timer, tiles, rows = check_kernels(), Timer(), dict[str, Any](), list[dict[str, Any]]()
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     if not fine:
@@ -371,7 +363,7 @@ def main() -> int:
             eight = min(eight, compiled)
             print(
                 f"\n{o} x {i}, {n} tokens: dense bf16 {dense * 1e3:.0f} us; "
-                "us, x dense bf16, x best dense fp8, relative error"
+                "x dense bf16, x best dense fp8, relative error"
             )
             for name, ms in times.items():
                 ratios = f"{dense / ms:5.2f}  {eight / ms:5.2f}"

@@ -1,0 +1,154 @@
+"""Products of layers with float8 weights, and activations that several layers share. Shipped in every
+checkpoint.
+
+Where the device multiplies in float8, the activations are rounded, too, a scale a token: once for all
+layers that read one input. Elsewhere weights are dequantized, which is said once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.modeling.settings import warn_once
+from blr.kernels.common.names import FOLDERS
+from blr.kernels.common.registration import is_traced, rows
+from blr.kernels.fp8.op import (
+    HALF,
+    STRUCTURES,
+    fp8_device,
+    fp8_product,
+    fp8_rows,
+    library_takes,
+)
+from blr.kernels.fp8.reference import Rows, Scales, aligned, library_scales, scales_of
+from blr.kernels.quantized.formats import ROW
+
+HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
+# What families of transformers call layers of one block that read the same input
+SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"query", "key", "value"},
+    {"q_lin", "k_lin", "v_lin"},
+    {"gate_proj", "up_proj"},
+)
+
+
+def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
+
+    Args:
+        layer: with `packing` in float8, `packed`, and `described`.
+    """
+    structure = FOLDERS.get(layer.packing.structure, layer.packing.structure)
+    if (reason := _hindrance(layer, structure, x)) is not None:
+        if reason:
+            warn_once(f"float8 weights are dequantized at every product: {reason}")
+        return None
+    scales, weights = prepared(layer, structure, x)
+    made = shared_rows(layer, x)
+    y = fp8_product(structure, made, weights, scales, x.dtype, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
+    """What products of a layer with inputs like x are scaled by, and its weights with rows that kernels
+    read fast: made once."""
+    held = layer.__dict__.get("float8_prepared")
+    if held is None or held[0].second.device != x.device:
+        held = _prepared(layer, structure, x)
+        layer.__dict__["float8_prepared"] = held
+    return held  # type: ignore[no-any-return]
+
+
+def prepare_float8(model: nn.Module) -> None:
+    """Make what products take beside the weights, which no compiler can, for layers on a GPU that
+    multiplies in float8."""
+    for layer in model.modules():
+        if getattr(getattr(layer, "packing", None), "fp8", False):
+            prepare_layer(layer)
+
+
+def prepare_layer(layer: Any) -> None:
+    """The same of one layer, if it is on a GPU and does not dequantize anyway."""
+    device = next(buffer.device for buffer in layer.buffers())
+    structure = FOLDERS.get(layer.packing.structure, layer.packing.structure)
+    if device.type == "cuda":
+        with torch.no_grad():
+            like = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
+            if _hindrance(layer, structure, like) is None:
+                prepared(layer, structure, like)
+
+
+def forget_scales(layer: Any) -> None:
+    """Let `prepared` make them again: what is stored has changed."""
+    layer.__dict__.pop("float8_prepared", None)
+
+
+def shared_rows(layer: Any, x: Tensor) -> Rows:
+    """x [..., i] as float8 [n, i]. Of layers that share it (`share_rows`) the first makes it and leaves
+    it at x, until the last of them has taken it or x is written to."""
+    siblings = getattr(layer, "float8_siblings", 1)
+    held = getattr(x, HELD, None) if siblings > 1 else None
+    if held is not None and held[1] == _version(x):
+        left, made = held[2] - 1, held[0]
+    else:
+        left, made = siblings - 1, fp8_rows(rows(x))
+    if siblings > 1:
+        setattr(x, HELD, (made, _version(x), left) if left else None)
+    return made
+
+
+def share_rows(model: nn.Module) -> None:
+    """Tell the layers with float8 weights how many of them read one input."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return  # whose keys and values may be of another input than the queries
+    for parent in model.modules():
+        for names in SIBLINGS:
+            found = [child for name, child in parent.named_children() if name in names]
+            found = [child for child in found if getattr(getattr(child, "packing", None), "fp8", False)]
+            for child in found if len({child.in_features for child in found}) == 1 else []:
+                child.__dict__["float8_siblings"] = len(found)
+
+
+def _hindrance(layer: Any, structure: str, x: Tensor) -> str | None:
+    """Why a product is not computed in float8; "" where nobody need know, None if nothing hinders."""
+    if is_traced() or not x.numel():
+        return ""
+    if torch.compiler.is_compiling() and "float8_prepared" not in layer.__dict__:
+        return ""  # a device that they were not prepared for
+    if torch.is_grad_enabled() and x.requires_grad:
+        return "a gradient is asked for, which torch.no_grad() does not"
+    if not fp8_device(x.device):
+        return f"{x.device.type} has no float8 products, or no kernels for them"
+    if x.dtype not in HALF:
+        return f"the model computes in {x.dtype}, expected bfloat16 or float16"
+    if layer.packing.group != ROW:
+        return f"scales are a block of {layer.packing.group}, and products take those of rows"
+    if structure not in STRUCTURES or getattr(layer.packing.of, "groups", 1) > 1:
+        return f"no float8 products of {layer.packing.describe()}"
+    return None
+
+
+def _prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
+    if structure == "dense":
+        weight = layer.packed()
+        return Scales(None, weight.scale.float().view(-1)), [weight.packed]
+    U, V = (_blocks(layer.packed(name)) for name in ("U", "V"))
+    if structure == "lowrank" and library_takes(x, U.packed, V.packed, V.scale):
+        return library_scales(U.scale[0], V.packed[0], V.scale[0]), [U.packed, V.packed]
+    S = layer.S.detach() if structure == "blast" else None
+    return scales_of(U.scale, V.packed, V.scale, S), [aligned(U.packed), V.packed]
+
+
+def _blocks(found: Any) -> Any:
+    if found.packed.dim() == 3:
+        return found
+    return found._replace(packed=found.packed[None], scale=found.scale[None])
+
+
+def _version(x: Tensor) -> int:
+    """Changes when x is written to; of what cannot tell always the same."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

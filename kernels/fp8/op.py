@@ -1,0 +1,138 @@
+"""Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
+
+Under `torch.compile` rows are quantized in torch's own operations, which the compiler joins with what
+makes them (a norm, an activation); the products are one operator. Neither has gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import kernel_device
+from blr.kernels.common.registration import register
+from blr.kernels.fp8.reference import Rows, Scales
+from blr.kernels.fp8.reference import layer as plain_layer
+from blr.kernels.fp8.reference import quantize_rows as plain_rows
+
+CAPABILITY = (8, 9)  # of devices with tensor cores for float8
+HALF = (torch.bfloat16, torch.float16)
+STRUCTURES = ("dense", "lowrank", "monarch", "blast")
+
+
+def fp8_device(device: torch.device) -> bool:
+    """Whether `device` multiplies in float8, by our kernels."""
+    return kernel_device(torch.empty(0, device=device)) and _multiplies(device)
+
+
+@cache
+def _multiplies(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def fp8_rows(x: Tensor) -> Rows:
+    """Activations [n, K] in float8."""
+    if torch.compiler.is_compiling():
+        return plain_rows(x)
+    return Rows(*_run_rows(x))
+
+
+def fp8_product(
+    structure: str,
+    rows: Rows,
+    weights: Sequence[Tensor],
+    scales: Scales,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The output [n, o] of a layer, in `dtype`.
+
+    Args:
+        structure: of `STRUCTURES`.
+        weights: float8 U [B, q, r] and V [B, r, p], or the dense weight [o, i].
+        scales: of `reference.scales_of` or, of low rank by the library, `library_scales`; of a dense
+            weight `second` alone.
+    """
+    made = [t for t in scales if t is not None]
+    arguments = (*rows, list(weights), made, bias, structure, dtype)
+    plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    y: Tensor = (_PRODUCT.run if plain else _PRODUCT.op)(*arguments)
+    return y
+
+
+def _run_rows(x: Tensor) -> tuple[Tensor, ...]:
+    if not kernel_device(x):
+        return tuple(plain_rows(x))
+    from blr.kernels.fp8.launch import quantize_rows
+
+    return tuple(quantize_rows(x if x.stride(-1) == 1 else x.contiguous()))
+
+
+def _run_product(
+    q: Tensor,
+    scale: Tensor,
+    unit_norm: Tensor,
+    norm: Tensor,
+    weights: list[Tensor],
+    scales: list[Tensor],
+    bias: Tensor | None,
+    structure: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    rows = Rows(q, scale, unit_norm, norm)
+    if not kernel_device(q):
+        return plain_layer(structure, rows, weights, scales, dtype, bias)
+    from blr.kernels.fp8.layers import LAYERS, dense
+    from blr.kernels.fp8.library import dense as library_dense
+    from blr.kernels.fp8.library import lowrank as library_lowrank
+
+    if structure == "dense":
+        weight = weights[0]
+        by_library = q.is_cuda and dtype == torch.bfloat16 and not any(s % 16 for s in weight.shape)
+        run: Any = library_dense if by_library else dense
+        y: Tensor = run(rows, weight, scales[0], dtype, bias)
+        return y
+    U, V = weights
+    if scales[0].dim() == 1:  # of `library_scales`
+        return library_lowrank(rows, U[0], V[0], scales[0], scales[1], dtype, bias)
+    return LAYERS[structure](rows, U, V, Scales(*scales), dtype, bias)
+
+
+def _fake(
+    q: Tensor, scale: Any, unit_norm: Any, norm: Any, weights: list[Tensor], scales: Any, bias: Any,
+    structure: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], outputs_of(weights), dtype=dtype)
+
+
+def library_takes(x: Tensor, U: Tensor, V: Tensor, V_scale: Tensor) -> bool:
+    """Whether the vendor's library can compute a low-rank layer, U [1, o, r], V [1, r, i]: of sizes that
+    are multiples of 16, of one scale of V, in bfloat16."""
+    sizes = (*U.shape[1:], V.shape[2])
+    if torch.compiler.is_compiling():  # which cannot look at values
+        return False
+    if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 16 for size in sizes):
+        return False
+    return bool((V_scale == V_scale[0, 0, 0]).all())
+
+
+def outputs_of(weights: Sequence[Tensor]) -> int:
+    """Outputs of a layer, of its U or its dense weight."""
+    first = weights[0]
+    return first.shape[0] * (first.shape[1] if first.dim() == 3 else 1)
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise RuntimeError("float8 products have no gradient: the layer dequantizes where one is asked for")
+
+
+_PRODUCT = register(
+    "fp8_product",
+    "(Tensor q, Tensor scale, Tensor unit_norm, Tensor norm, Tensor[] weights, Tensor[] scales, "
+    "Tensor? bias, str structure, ScalarType dtype) -> Tensor",
+    *(_run_product, _fake, lambda ctx, inputs, output: None, _no_gradient, _run_product),
+)
