@@ -18,14 +18,14 @@ from blr.compressor.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import (
-    RUNTIME_BITS,
+    EXPORT_BITS,
     QuantizedLinear,
     QuantizedStructured,
     quantized_layer,
 )
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
-KINDS = {f"int{bits}": bits for bits in RUNTIME_BITS}
+KINDS = {f"int{bits}": bits for bits in EXPORT_BITS}
 
 
 def parse_kind(kind: str) -> int:

@@ -15,10 +15,8 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
 from blr.compressor.export.reload import check_fits, export_context
 from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
-from blr.compressor.modeling.quantized import RUNTIME_BITS
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec
-from blr.kernels.quantized.formats import GROUP
+from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,12 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
 def without_kernels(spec: Spec) -> bool:
     """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
     if isinstance(spec, QuantizedSpec):
-        return spec.fp8 or spec.bits not in RUNTIME_BITS or spec.group != GROUP
-    return isinstance(spec, CorrectedSpec)
+        return spec.fp8 or spec.tiled
+    if not isinstance(spec, CorrectedSpec):
+        return False
+    added = spec.correction
+    packed = isinstance(added, QuantizedSpec) and added.fp8
+    return spec.base.fp8 or packed or added.structure == KroneckerSpec.structure
 
 
 def _make_quantizer(

@@ -79,6 +79,7 @@ class Contents:
         """Modules and packages that it can do without."""
         absent = {f"blr.kernels.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
+            absent.add("blr.kernels.quantized.corrected")
             absent.add("blr.kernels.quantized.grouped")
             absent.add("blr.kernels.quantized.launch")
         if not self.generates:

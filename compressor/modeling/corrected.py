@@ -43,8 +43,11 @@ class CorrectedLinear(nn.Module):
         return self.base.composed() + self.correction.composed()
 
     def stages(self) -> tuple[Stage, ...] | None:
-        """None: only `forward` computes it."""
-        return None
+        """One: the packed weight's, corrected; None if only `forward` computes it."""
+        stages, correction = self.base.stages(), self.correction.correction()
+        if stages is None or correction is None:
+            return None
+        return (stages[0]._replace(bias=self.bias, correction=correction),)
 
 
 def _structured(spec: CorrectedSpec) -> StructuredLinear:

@@ -21,7 +21,7 @@ from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.products import LowRankProduct, Product
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,
@@ -38,6 +38,7 @@ from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.monarch.op import monarch_linear
+from blr.kernels.quantized.segments import Narrow
 
 
 class StructuredLinear(nn.Module):
@@ -108,6 +109,14 @@ class StructuredLinear(nn.Module):
     def stages(self) -> tuple[Stage, ...] | None:
         """The products that decoding kernels compute it by, in order; None if only `forward` does."""
         return None
+
+    def correction(self) -> Corrections | None:
+        """What decoding kernels add by it to a stage of the same input; None if only `forward` does."""
+        stages = self.stages()
+        if stages is None or len(stages) != 2:
+            return None
+        first, last = stages
+        return Corrections(first, Narrow(last.w.contiguous()))
 
     def matrix(self, name: str) -> Any:
         """A factor [B, R, K] as a stage takes it: in place."""

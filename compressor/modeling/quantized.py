@@ -27,7 +27,7 @@ from blr.compressor.modeling.layers import (
     StructuredLinear,
     replace_modules,
 )
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.packing import from_matrix
 from blr.compressor.structures.specs import (
     PACKED,
@@ -43,11 +43,12 @@ from blr.compressor.structures.specs import (
 )
 from blr.kernels.fp8.reference import E4M3, dequantize_fp8
 from blr.kernels.quantized.formats import GROUP, packed_width, scale_count
-from blr.kernels.quantized.reference import dequantize
+from blr.kernels.quantized.reference import dequantize, unpack
+from blr.kernels.quantized.segments import Narrow
 
 DENSE = DenseSpec.structure  # the structure of an entry for a quantized nn.Linear
 WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
-RUNTIME_BITS = (4, 8)  # in groups of `GROUP`: what the decoding kernels unpack
+EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
 
 class Packed(NamedTuple):
@@ -83,7 +84,7 @@ class Packed(NamedTuple):
     @property
     def has_kernels(self) -> bool:
         """Whether the decoding kernels read this format."""
-        return not self.fp8 and self.bits in RUNTIME_BITS and self.group == GROUP
+        return not self.fp8
 
 
 class QuantizedStructured(StructuredLinear):
@@ -125,9 +126,25 @@ class QuantizedStructured(StructuredLinear):
 
     def stages(self) -> tuple[Stage, ...] | None:
         """As of the plain layer; None for a format that the decoding kernels do not read."""
-        forms = map(self.packing.format_of, ("U", "V"))
-        plain = not self.packing.tiled and not self.packing.fp8
-        return super().stages() if plain and all(map(_has_kernels, forms)) else None
+        return None if self.packing.tiled or self.packing.fp8 else super().stages()
+
+    def correction(self) -> Corrections | None:
+        stages = None if self.packing.fp8 else super().stages()
+        if stages is None or len(stages) != 2:
+            return None
+        return Corrections(stages[0], self.narrow("U"))
+
+    def narrow(self, name: str) -> Narrow:
+        """A packed factor as bytes, or, where levels are no whole multiples of scales, dequantized."""
+        found, whole = self.packed(name), self.packed(name).bits >= 4
+        levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
+        levels, scale = levels[..., : found.K], found.scale
+        if tile := self.packing.tile(name):
+            R, K = self.packing.matrix_shape(name)[-2:]
+            levels = levels.unflatten(-1, tile).flatten(-3, -2)[..., :R, :K]
+            scale = scale.repeat_interleave(tile[0], -2)[..., :R, :]
+        made = _blocked(levels).contiguous()
+        return Narrow(made, _blocked(scale).contiguous(), found.group) if whole else Narrow(made)
 
     def packed(self, name: str) -> Packed:
         """The packed factor `name` ("U", "V", "factors.0"), of the spec's `packed_shape`."""
@@ -157,8 +174,9 @@ class QuantizedStructured(StructuredLinear):
         return f"{super().extra_repr()}, {self.packing.describe()}"
 
 
-def _has_kernels(form: tuple[int, int] | None) -> bool:
-    return form is None or (form[0] in RUNTIME_BITS and form[1] == GROUP)
+def _blocked(tensor: Tensor) -> Tensor:
+    """[B, R, K] of [R, K]."""
+    return tensor if tensor.dim() == 3 else tensor[None]
 
 
 def _canonical(name: str) -> Any:
@@ -327,9 +345,7 @@ def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> No
 
 def _blocks(found: Packed) -> Packed:
     """The same with an axis of blocks."""
-    if found.packed.dim() == 3:
-        return found
-    return found._replace(packed=found.packed[None], scale=found.scale[None])
+    return found._replace(packed=_blocked(found.packed), scale=_blocked(found.scale))
 
 
 class _Buffers(nn.Module):

@@ -11,13 +11,14 @@ class Stage(NamedTuple):
     """One blockwise product, as `blr.kernels.gemv.segments.Segment` takes it.
 
     w: [B, R, K], a view of the layer's own factor, or a `modeling.quantized.Packed` of that shape.
-    bias: [B·R]. mix: [B, B, R]. part: see there.
+    bias: [B·R]. mix: [B, B, R]. part: see there. correction: of packed w, what else is added.
     """
 
     w: Any
     bias: Tensor | None = None
     mix: Tensor | None = None
     part: int | None = None
+    correction: Corrections | None = None
 
     @property
     def rows(self) -> int:
@@ -27,4 +28,13 @@ class Stage(NamedTuple):
     @property
     def bytes(self) -> int:
         """What one token has to read of it."""
-        return sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
+        more = 0 if self.correction is None else self.correction.first.bytes + self.correction.u.nbytes
+        return more + sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
+
+
+class Corrections(NamedTuple):
+    """``U z`` of a structure beside packed weights: z [B·r] is what its first stage gives, u [B, q, r] a
+    `blr.kernels.quantized.segments.Narrow`."""
+
+    first: Stage
+    u: Any

@@ -16,7 +16,7 @@ from blr.compressor.runtime.phases import Part, Phase
 from blr.kernels.fp8.reference import is_number
 from blr.kernels.gemv.reference import ACTIVATIONS
 from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized.segments import QuantizedSegment
+from blr.kernels.quantized.segments import Correction, QuantizedSegment
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -57,21 +57,24 @@ class Binder:
     def _segment(self, part: Part) -> Segment | QuantizedSegment:
         x, y = self.state.view(part.source, self.rows), self.state.view(part.target, self.rows)
         stage, w = part.stage, part.stage.w
-        if isinstance(w, Packed):
-            weights = w.packed, w.scale, w.bits, w.K
-            return QuantizedSegment(x, *weights, y, stage.bias, stage.mix, stage.part)
-        return Segment(x, w, y, stage.bias, stage.mix, stage.part)
+        if not isinstance(w, Packed):
+            return Segment(x, w, y, stage.bias, stage.mix, stage.part)
+        correction = None
+        if stage.correction is not None and part.first is not None:
+            correction = Correction(self._segment(part.first), stage.correction.u)
+        return QuantizedSegment(
+            *(x, w.packed, w.scale, w.bits, w.K, y, stage.bias, stage.mix, stage.part),
+            group=w.group,
+            correction=correction,
+        )
 
     def _stages(self, phase: Phase) -> Run:
         segments = [self._segment(part) for part in phase.parts]
         norm: dict[str, Any] = {"gain": phase.gain, "eps": phase.eps}
         if self.triton:
-            from blr.kernels.quantized.either import add, grouped
+            from blr.kernels.quantized.either import stages
 
-            if phase.add:
-                runs: list[Run] = [partial(add, s, pdl=self.pdl, **norm) for s in segments]
-                return lambda: [run() for run in runs]
-            return partial(grouped, segments, pdl=self.pdl, **norm)
+            return stages(segments, add=phase.add, pdl=self.pdl, **norm)
         from blr.kernels.quantized.segments import grouped as reference
 
         if phase.add:
@@ -82,9 +85,9 @@ class Binder:
         gate, up = (self._segment(part) for part in phase.parts)
         options: dict[str, Any] = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
         if self.triton:
-            from blr.kernels.quantized.either import dual
+            from blr.kernels.quantized.either import pair
 
-            return partial(dual, gate, up, pdl=self.pdl, **options)
+            return pair(gate, up, pdl=self.pdl, **options)
         from blr.kernels.quantized.segments import dual as reference
 
         return partial(reference, gate, up, **options)

@@ -49,11 +49,16 @@ NOWHERE = Slot("", 0)
 
 @dataclass(frozen=True)
 class Part:
-    """One stage of a launch, from one slot into another."""
+    """One stage of a launch, from one slot into another. first: that of its correction."""
 
     stage: Stage
     source: Slot
     target: Slot
+    first: Part | None = None
+
+    def slots(self) -> list[Slot]:
+        """Where it reads and writes."""
+        return [self.source, self.target] + ([] if self.first is None else self.first.slots())
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Plan:
 
     def add(self, phase: Phase) -> None:
         """Append a phase and widen the buffers for it."""
-        slots = [slot for part in phase.parts for slot in (part.source, part.target)]
+        slots = [slot for part in phase.parts for slot in part.slots()]
         for slot in (*slots, phase.source, phase.target):
             if slot is not NOWHERE:
                 width = self.buffers.get(slot.name, 0)
@@ -270,9 +275,16 @@ def _advance(
 def _last(
     inputs: Sequence[Slot], stages: Sequence[Sequence[Stage]], targets: Sequence[Slot]
 ) -> list[Part]:
-    """The last stages, into `targets`."""
-    each = zip(stages, inputs, targets, strict=True)
-    return [Part(chain[-1], given, target) for chain, given, target in each]
+    """The last stages, into `targets`; first stages of corrections side by side into "z"."""
+    parts, at = [], 0
+    for chain, given, target in zip(stages, inputs, targets, strict=True):
+        stage, first = chain[-1], None
+        if stage.correction is not None:
+            z = Slot("z", stage.correction.first.rows, at)
+            first = Part(stage.correction.first, given, z)
+            at += -(-z.width // 8) * 8  # 32-byte boundaries
+        parts.append(Part(stage, given, target, first))
+    return parts
 
 
 def _modules(

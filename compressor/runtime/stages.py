@@ -12,9 +12,9 @@ from blr.compressor.modeling.quantized import QuantizedLinear
 from blr.compressor.modeling.stages import Stage
 
 
-def kind_of(w: Any) -> int:
-    """Bits of packed weights, 0 for others: stages of one `dual` have the same."""
-    return getattr(w, "bits", 0)
+def kind_of(w: Any) -> tuple[int, int]:
+    """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
+    return getattr(w, "bits", 0), getattr(w, "group", 0)
 
 
 def stages_of(module: nn.Module) -> tuple[Stage, ...] | None:

@@ -209,11 +209,6 @@ def corrected_dual(
     )
 
 
-def fits(segments: Sequence[Any]) -> bool:
-    """Whether the launches here take the corrections of `segments`: their first stages are quantized."""
-    return all(isinstance(s.correction.first, QuantizedSegment) for s in segments)
-
-
 def _firsts(segments: Sequence[QuantizedSegment]) -> list[QuantizedSegment]:
     found = []
     for s in segments:

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
+Run = Callable[[], Any]
+
+
+def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
+    """The function that runs stages, each stored or added to its result. options: of `grouped`.
+
+    Corrections are computed in the launch of their layers where all have one, by quantized factors;
+    else by a launch of their first stages and then of the layers.
+    """
+    if _in_one(segments):
+        from blr.kernels.quantized.corrected import corrected
+
+        return partial(corrected, segments, _counter(segments[0]), add=add, **options)
+    runs = _firsts(segments, options)
+    if add:
+        runs += [partial(add_to, s, **options) for s in segments]
+    else:
+        runs.append(partial(grouped, segments, **options))
+    return lambda: [run() for run in runs]
+
+
+def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
+    """The function that runs `dual`, and the corrections of both as `stages` does."""
+    if _in_one((gate, up)):
+        from blr.kernels.quantized.corrected import corrected_dual
+
+        counter = _counter(gate)
+        return partial(corrected_dual, gate, up, counter, activation=activation, **options)
+    runs = _firsts((gate, up), options)
+    runs.append(partial(dual, gate, up, activation=activation, **options))
+    return lambda: [run() for run in runs]
 
 
 def grouped(
@@ -21,8 +54,8 @@ def grouped(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """`segments.grouped` of either kind: one launch for neighbours of one kind and bits."""
-    for bits, found in groupby(segments, key=lambda s: getattr(s, "bits", 0)):
+    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch."""
+    for (bits, _), found in groupby(segments, key=_format):
         launch: Callable[..., None]
         if bits:
             from blr.kernels.quantized.grouped import grouped as launch
@@ -33,25 +66,53 @@ def grouped(
 
 def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
     """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
-    bits = {getattr(s, "bits", 0) for s in (gate, up)}
-    if len(bits) != 1:
-        raise ValueError(f"dual: weights of {sorted(bits)} bits (0: dense); both must be of one kind")
+    found = {_format(s) for s in (gate, up)}
+    if len(found) != 1:
+        raise ValueError(f"dual: weights of {sorted(found)} bits (0: dense); both must be of one kind")
     launch: Callable[..., None]
-    if bits == {0}:
+    if found == {(0, 0)}:
         from blr.kernels.gemv.grouped import dual as launch
     else:
         from blr.kernels.quantized.grouped import dual as launch
     launch(gate, up, **options)
 
 
-def add(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
+def add_to(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
     """The stage of a segment without a mix, added to what its result holds."""
     options: dict[str, Any] = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
+    options |= {"residual": s.y, "out": s.y}
     if isinstance(s, Segment):
         from blr.kernels.gemv.launch import gemv
 
-        gemv(s.x, s.w, residual=s.y, out=s.y, **options)
+        gemv(s.x, s.w, **options)
     else:
         from blr.kernels.quantized.launch import gemv_quantized
 
-        gemv_quantized(s.x, s.packed, s.scale, s.bits, s.K, residual=s.y, out=s.y, **options)
+        options |= {"group": s.group, "correction": s.correction}
+        gemv_quantized(s.x, s.packed, s.scale, s.bits, s.K, **options)
+
+
+def _format(s: AnySegment) -> tuple[int, int]:
+    return (s.bits, s.group) if isinstance(s, QuantizedSegment) else (0, 0)
+
+
+def _corrections(segments: Sequence[AnySegment]) -> list[AnySegment]:
+    """First stages of the corrections that there are."""
+    found = [s.correction for s in segments if isinstance(s, QuantizedSegment)]
+    return [correction.first for correction in found if correction is not None]
+
+
+def _in_one(segments: Sequence[AnySegment]) -> bool:
+    """Whether corrections fit the launch of their layers."""
+    firsts = _corrections(segments)
+    whole = len(firsts) == len(segments) and len({_format(s) for s in segments}) == 1
+    return whole and all(isinstance(s, QuantizedSegment) for s in firsts)
+
+
+def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:
+    firsts = _corrections(segments)
+    return [partial(grouped, firsts, **options)] if firsts else []
+
+
+def _counter(s: AnySegment) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=s.x.device)

@@ -48,7 +48,7 @@ def test_an_export_loses_what_its_checkpoint_loses(
     given = {"method": "svd", "cf": 1.25, "quantize": "int4"}
     source = corrected if name == "corrected" else compress_to(tiny, tmp_path / "svd", **given)
     code, _, err = invoke("export", source, "-o", tmp_path / "out")
-    assert code == 0 and ("28 layers of formats without kernels" in err) == (name == "corrected")
+    assert code == 0 and "formats without kernels" not in err
     losses = []
     for folder in (source, tmp_path / "out"):
         code, out, err = invoke("eval", folder, "--text", sample, "--max-tokens", 1024, "--format=json")
@@ -64,7 +64,7 @@ def test_an_export_loses_what_its_checkpoint_loses(
 
 
 def test_an_export_runs_without_blr_and_in_the_runtime(corrected: Path, tmp_path: Path) -> None:
-    """Through plain torch: the tokens of the checkpoint's own model."""
+    """The tokens of the checkpoint's own model, by stages alone."""
     output = export_to(corrected, tmp_path / "out")
     ids = list(range(5, 17))
     there = tokens_without_blr({"out": output}, ids, tmp_path / "elsewhere")["out"]
@@ -76,7 +76,7 @@ def test_an_export_runs_without_blr_and_in_the_runtime(corrected: Path, tmp_path
     decoder = Decoder(exported, batch=1, context=64, ops="torch")
     found = decoder.generate(given, None, max_new_tokens=24)[0]
     assert expected == ids + found
-    assert {"module"} <= {phase.kind for phase in decoder.plan.phases}
+    assert {phase.kind for phase in decoder.plan.phases} & {"module", "norm"} == set()
 
 
 def test_the_way_back_is_a_dense_checkpoint(corrected: Path, tmp_path: Path) -> None:

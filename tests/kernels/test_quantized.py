@@ -353,7 +353,7 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
     for s in made:
         before = torch.ones_like(s.y)
         s.y.copy_(before)
-        either.add(s)
+        either.add_to(s)
         expected = before + s.product(None, 0.0)
         assert _near(s.y, expected.double(), torch.float32)
     with pytest.raises(ValueError, match=r"weights of \[0, 4\] bits"):

@@ -1,0 +1,64 @@
+"""Layers ``W = Q + S`` as phases: by kernels (interpreter) and references, as transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import compress_to
+from pico import save_pico
+from tolerances import TOLERANCES
+from transformers import AutoModelForCausalLM
+
+import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.modeling.quantized import QuantizedStructured
+from blr.compressor.runtime.decoder import Decoder
+from blr.kernels.common.available import has_triton
+
+# What is packed how, and the phases of a layer that corrections bring: rank 4 in one launch; of plain
+# numbers and in blocks with launches of their own; a mixture.
+KINDS: dict[str, dict[str, Any]] = {
+    "int2": {"base": "int2", "quantize": "int4", "rank": 4},
+    "int3": {"base": "int3", "quantize": "int8", "rank": 3},
+    "plain": {"base": "int2", "quantize": "none", "rank": 4},
+    "blast": {"base": "int3", "quantize": "int4", "method": "blast", "blocks": 4, "rank": 4},
+    "mixed": {"base": "int2", "rank": 4, "rules": [{"match": "*.k_proj", "base": "int3", "rank": 4}]},
+}
+
+
+def _model(folder: Path, kind: dict[str, Any]) -> Any:
+    given = {"method": "svd", "group": 32, **kind}
+    given["rules"] = [{**given, **rule, "rules": None} for rule in given.pop("rules", [])]
+    for rule in given["rules"]:
+        del rule["rules"]
+    source = save_pico("llama", folder / "dense")
+    output = compress_to(source, folder / "out", **{k: v for k, v in given.items() if v != []})
+    return AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    model = _model(tmp_path, KINDS[kind])
+    ids = torch.tensor([[5, 9, 3], [7, 2, 8]])[: 2 if kind == "int3" else 1]
+    token = torch.tensor([4, 6])[: len(ids)]
+    with torch.inference_mode():
+        expected = model(torch.cat([ids, token[:, None]], 1)).logits[:, -1]
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=len(ids), context=8, ops=ops)
+        decoder.prefill(ids)
+        found = decoder.step(token)
+        assert float((found - expected).norm() / expected.norm()) < TOLERANCES[torch.float32], ops
+        assert {"module", "norm"} & {phase.kind for phase in decoder.plan.phases} == set()
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4", "int3"])
+def test_narrow_factors_are_those_that_are_dequantized(bits: str, tmp_path: Path) -> None:
+    """Rows that share a group, and levels that are no whole multiples of their scale."""
+    model = _model(tmp_path, {"base": "int2", "quantize": bits, "rank": 4, "group": 32})
+    found = [m for m in model.modules() if isinstance(m, QuantizedStructured)]
+    assert found and any(layer.packing.tiled for layer in found)
+    for layer in found:
+        assert torch.equal(layer.narrow("U").dense(torch.float32)[0], layer.U)
