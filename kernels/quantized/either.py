@@ -23,10 +23,10 @@ def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any)
     Corrections are computed in the launch of their layers where all have one, by quantized factors;
     else by a launch of their first stages and then of the layers.
     """
-    if _in_one(segments):
+    if whole := _in_one(segments):
         from blr.kernels.quantized.corrected import corrected
 
-        return partial(corrected, segments, _counter(segments[0]), add=add, **options)
+        return partial(corrected, whole, _counter(whole[0]), add=add, **options)
     runs = _firsts(segments, options)
     if add:
         runs += [partial(add_to, s, **options) for s in segments]
@@ -37,11 +37,12 @@ def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any)
 
 def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
     """The function that runs `dual`, and the corrections of both as `stages` does."""
-    if _in_one((gate, up)):
+    if whole := _in_one((gate, up)):
         from blr.kernels.quantized.corrected import corrected_dual
 
-        counter = _counter(gate)
-        return partial(corrected_dual, gate, up, counter, activation=activation, **options)
+        first, second = whole
+        counter = _counter(first)
+        return partial(corrected_dual, first, second, counter, activation=activation, **options)
     runs = _firsts((gate, up), options)
     runs.append(partial(dual, gate, up, activation=activation, **options))
     return lambda: [run() for run in runs]
@@ -68,7 +69,8 @@ def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
     """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
     found = {_format(s) for s in (gate, up)}
     if len(found) != 1:
-        raise ValueError(f"dual: weights of {sorted(found)} bits (0: dense); both must be of one kind")
+        bits = " and ".join(f"{bits}/{group}" for bits, group in sorted(found))
+        raise ValueError(f"dual: weights of {bits} bits/group (0: dense); both must be of one kind")
     launch: Callable[..., None]
     if found == {(0, 0)}:
         from blr.kernels.gemv.grouped import dual as launch
@@ -102,11 +104,11 @@ def _corrections(segments: Sequence[AnySegment]) -> list[AnySegment]:
     return [correction.first for correction in found if correction is not None]
 
 
-def _in_one(segments: Sequence[AnySegment]) -> bool:
-    """Whether corrections fit the launch of their layers."""
-    firsts = _corrections(segments)
-    whole = len(firsts) == len(segments) and len({_format(s) for s in segments}) == 1
-    return whole and all(isinstance(s, QuantizedSegment) for s in firsts)
+def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
+    """The segments if their corrections fit the launch of their layers, else none."""
+    firsts, packed = _corrections(segments), [s for s in segments if isinstance(s, QuantizedSegment)]
+    whole = len(firsts) == len(packed) == len(segments) and len({_format(s) for s in packed}) == 1
+    return packed if whole and all(isinstance(s, QuantizedSegment) for s in firsts) else []
 
 
 def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:

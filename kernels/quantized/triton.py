@@ -17,7 +17,6 @@ except ImportError as error:
 from blr.kernels.gemv.triton import activate, bias_of, outputs, store_rows, tile_start
 from blr.kernels.quantized.correction import correction, corrections, narrow_rows
 from blr.kernels.quantized.words import (
-    chunk_inputs,
     column_at,
     field_level,
     lane_columns,
@@ -47,13 +46,11 @@ def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, N: tl.constexpr, T
     tile, factor = chunk
     x, x2, gain, past = inputs
     column = start * T.COLUMNS
-    v, square = chunk_inputs(x, gain, past, column, T)
-    first = quad_sums(tile, factor, v, EXACT, T)
+    first, square = quad_sums(tile, factor, x, gain, past, column, EXACT, T)
     second = first
     square2 = square
     if N == 2:
-        v, square2 = chunk_inputs(x2, gain, past, column, T)
-        second = quad_sums(tile, factor, v, EXACT, T)
+        second, square2 = quad_sums(tile, factor, x2, gain, past, column, EXACT, T)
     return first, second, square, square2
 
 
@@ -134,6 +131,7 @@ def rows_by_dot(chunk, words, scales, x, x_token, tokens, gain, K, NP: tl.conste
     """
     tile, factor = chunk
     BR: tl.constexpr = factor.shape[0]
+    FIELDS: tl.constexpr = T.FIELDS
     word = tl.arange(0, 4 * T.BQ)
     cols = column_at(word // 4, word % 4, T)
     token = tl.arange(0, NP)
@@ -144,7 +142,7 @@ def rows_by_dot(chunk, words, scales, x, x_token, tokens, gain, K, NP: tl.conste
     for start in range(0, row_quads(K, T), T.BQ):
         following, next_factor = load_chunk(words, scales, start + T.BQ, T, T.BQ)
         wide = each_word(factor)
-        for field in tl.static_range(T.FIELDS):
+        for field in tl.static_range(FIELDS):
             at = start * T.COLUMNS + field * T.WORDS + cols
             v, squares = token_chunk(x, x_token, token, there, gain, at, K, T.NORM)
             weights = tl.reshape(field_level(tile, field, T.BITS) * wide, (BR, 4 * T.BQ)).to(operand)

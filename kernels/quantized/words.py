@@ -225,38 +225,31 @@ def field_inputs(x, gain, past, ahead, NORM: tl.constexpr):
 
 
 @triton.jit
-def chunk_inputs(x, gain, past, column, T: tl.constexpr):
-    """`field_inputs` of all fields of the chunk that begins at `column` as a tuple, and the sum of their
-    squares [1, lanes, 4]."""
-    v, square = field_inputs(x, gain, past, column, T.NORM)
-    inputs = (v,)
-    for field in tl.static_range(1, T.FIELDS):
-        v, more = field_inputs(x, gain, past, column + field * T.WORDS, T.NORM)
-        inputs = inputs + (v,)  # type: ignore[assignment]  # noqa: RUF005 (the kernel's language)
-        square += more
-    return inputs, square
-
-
-@triton.jit
-def quad_sums(tile, factor, inputs, EXACT: tl.constexpr, T: tl.constexpr):
-    """[RT, lanes, 1] sums over quads of levels times inputs times scales.
+def quad_sums(tile, factor, x, gain, past, column, EXACT: tl.constexpr, T: tl.constexpr):
+    """[RT, lanes, 1] sums over the quads of a chunk that begins at `column`, of levels times inputs and
+    scales, and squares of the inputs before the gain [1, lanes, 4].
 
     The offsets of numbers are multiplied with the inputs once for all rows and taken from the sum;
     with EXACT from each number, which costs one instruction a weight and no rounding.
     """
-    if EXACT:
-        sums = field_level(tile, 0, T.BITS) * inputs[0]
-        for field in tl.static_range(1, T.FIELDS):
-            sums += field_level(tile, field, T.BITS) * inputs[field]
-    else:
-        start = inputs[0] * -field_offset(0, T.BITS)
-        for field in tl.static_range(1, T.FIELDS):
-            start -= inputs[field] * field_offset(field, T.BITS)
-        sums = start + field_number(tile, 0, T.BITS) * inputs[0]
-        for field in tl.static_range(1, T.FIELDS):
-            sums += field_number(tile, field, T.BITS) * inputs[field]
+    FIELDS: tl.constexpr = T.FIELDS
+    v, square = field_inputs(x, gain, past, column, T.NORM)
+    start = v * -field_offset(0, T.BITS)
+    sums = (field_level(tile, 0, T.BITS) if EXACT else field_number(tile, 0, T.BITS)) * v
+    for field in tl.static_range(1, FIELDS):
+        v, more = field_inputs(x, gain, past, column + field * T.WORDS, T.NORM)
+        square += more
+        if EXACT:
+            sums += field_level(tile, field, T.BITS) * v
+        else:
+            start -= v * field_offset(field, T.BITS)
+            sums += field_number(tile, field, T.BITS) * v
     if T.WORDS >= 4:
-        return tl.sum(sums, 2, keep_dims=True) * factor
+        sums = tl.sum(sums, 2, keep_dims=True)
+        start = tl.sum(start, 2, keep_dims=True)
     else:
-        halves = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1], 2, 2)), 3)
-        return tl.sum(halves * factor, 2, keep_dims=True)
+        sums = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1], 2, 2)), 3)
+        start = tl.sum(tl.reshape(start, (1, start.shape[1], 2, 2)), 3)
+    if not EXACT:
+        sums += start
+    return tl.sum(sums * factor, 2, keep_dims=True), square

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -175,7 +176,7 @@ def check(case: Case) -> tuple[Case, float, str]:
         weights.cache_clear()
         return case, error, ""
     except Exception as error:  # a case that cannot run is a line of the table
-        return case, float("nan"), f"{type(error).__name__}: {str(error)[:200]}"
+        return case, float("nan"), "".join(traceback.format_exception(error))[-3000:]
 
 
 def graph_of(case: Case) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -260,8 +261,9 @@ def main() -> int:
                 print(f"checks stopped by time: {len(right)} of {len(wanted)}", file=sys.stderr)
                 break
         pool.terminate()
-    for case, error, said in wrong:
-        print(f"WRONG {case} error {error:.2e} {said}")
+    for number, (case, error, said) in enumerate(wrong):
+        last = said.strip().splitlines()[-1:] if number else [said]
+        print(f"WRONG {case} error {error:.2e} {' '.join(last)}")
     print(f"{len(right)} right, {len(wrong)} wrong, {monotonic() - begun:.0f} s")
     speed, found = copy_speed(), []
     right.sort(key=lambda item: (item[0].kind != "torch", item[0].rows, item[0].K, item[0].bits))

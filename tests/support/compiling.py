@@ -109,5 +109,5 @@ def compile_for(
         env=environment,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-2000:].decode()}"
+    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-9000:].decode()}"
     return json.loads(done.stdout.splitlines()[-1])
