@@ -40,6 +40,9 @@ def decode(
     blocks: Annotated[
         int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")
     ] = 16,
+    rank: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Rank of corrections, in int4.")
+    ] = 16,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
     mode: Annotated[
@@ -86,6 +89,7 @@ def decode(
         rounds=rounds,
         cf=cf,
         blocks=blocks,
+        rank=rank,
         device=device,
         dtype=dtype,
         ops=ops,

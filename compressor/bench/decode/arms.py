@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.bench.decode.models import OWN, STRUCTURES
+from blr.compressor.bench.decode.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.errors import UsageError
 from blr.compressor.export.pack import KINDS
 from blr.compressor.runtime.modes import MODES
@@ -41,17 +41,18 @@ def parse_arm(text: str) -> ArmName:
     """Raises UsageError for an arm that does not exist."""
     runtime, _, later = text.partition("-")
     structure, *rest = later.split("-")
-    kind = rest.pop(0) if rest and rest[0] in KINDS else ""
+    kind = rest.pop(0) if rest and rest[0] in FEW_BITS else ""
     head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
     mode = rest.pop(0) if rest and rest[0] in MODES else ""
-    structures = ("dense", *STRUCTURES, OWN)
+    structures = ("dense", *STRUCTURES, CORRECTED, OWN)
     naive = runtime == HF and (kind or head or mode or structure not in ("dense", "lowrank", OWN))
     known = runtime in (HF, OURS) and structure in structures and not rest
+    known = known and (structure != CORRECTED or kind != "")
     if not known or naive:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
-            f"{', '.join(structures)} and, if quantized, -int8 or -int4, then -head8 or -head4 for a "
-            f"quantized output head, then - and a mode of {', '.join(MODES)}"
+            f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
+            f"-int2, then -head8 or -head4 for a quantized output head, then - and a mode of {', '.join(MODES)}"
         )
     return ArmName(runtime, structure, kind, head, mode)
 

@@ -18,9 +18,12 @@ from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.orders import order_of
+from blr.kernels.quantized.formats import BITS
 
 STRUCTURES = {"lowrank": "svd", "monarch": "monarch", "blast": "blast"}
 OWN = "own"  # a checkpoint as it is
+CORRECTED = "corrected"  # dense weights in few bits and a low-rank correction
+FEW_BITS = {f"int{bits}": bits for bits in BITS}
 PROMPT = (
     "The wind had dropped before sunrise, and the harbour lay quiet under a thin white mist. Two men "
     "carried the nets down to the boat while the third counted the floats and wrote the number in a "
@@ -63,8 +66,8 @@ class Models:
 
     Args:
         context: positions that the models must have. cf: compression factor of structured layers.
-        blocks: of Monarch and BLAST. quantized variants include the dense weights; their head is
-            quantized only if it is asked for.
+        blocks: of Monarch and BLAST. rank: of the corrections of weights in few bits. quantized variants
+            include the dense weights; their head is quantized only if it is asked for.
     """
 
     subject: Subject
@@ -73,11 +76,12 @@ class Models:
     context: int
     cf: float = 2.0
     blocks: int = 16
+    rank: int = 16
     built: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     ends: tuple[nn.Module, nn.Module] | None = None  # embedding and head of all random models
 
     def get(self, structure: str, kind: str = "", plain: bool = False, head: str = "") -> Any:
-        """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "int8", "int4").
+        """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "int8", …).
 
         `plain`: with low-rank layers as two nn.Linear each, on the same weights. `head`: the kind of
         the output head.
@@ -92,12 +96,15 @@ class Models:
             return two_linears(self.get(structure), self._empty())
         model = self._loaded() if structure == OWN else self._random(structure)
         if kind or head:
-            from blr.compressor.export.pack import parse_kind, quantize_head, quantize_model
+            from blr.compressor.bench.decode.corrected import correct_model
+            from blr.compressor.export.pack import quantize_head, quantize_model
 
-            if kind:
-                quantize_model(model, parse_kind(kind))
+            if structure == CORRECTED:
+                correct_model(model, FEW_BITS[kind], self.rank)
+            elif kind:
+                quantize_model(model, FEW_BITS[kind])
             if head:
-                quantize_head(model, parse_kind(head))
+                quantize_head(model, FEW_BITS[head])
         return model
 
     def _loaded(self) -> Any:
@@ -126,7 +133,7 @@ class Models:
 
     def _random(self, structure: str) -> Any:
         model = self._empty()
-        if structure != "dense":
+        if structure in STRUCTURES:
             with torch.device("meta"):
                 replace_layers(model, self._table(model, STRUCTURES[structure]))
         if self.ends is not None:

@@ -62,7 +62,8 @@ class DecodeOptions:
 
     Attributes:
         models: names of configs/bench-decode.yaml or checkpoint folders. arms: empty for the usual
-            ones. steps, rounds: of a measurement. cf, blocks: of structured layers of shapes.
+            ones. steps, rounds: of a measurement. cf, blocks: of structured layers of shapes, rank: of
+            corrections.
         ops: of our decoder, "auto" is Triton on a GPU. compiling: transformers' step; None: on a GPU.
         seconds: after which no case is started.
     """
@@ -75,6 +76,7 @@ class DecodeOptions:
     rounds: int = 3
     cf: float = 2.0
     blocks: int = 16
+    rank: int = 16
     device: str = "auto"
     dtype: str = "bfloat16"
     ops: str = "auto"
@@ -134,7 +136,8 @@ class DecodeBench:
             for subject, arms in self.subjects:
                 room = max(self.options.contexts) + self.options.steps + 2
                 models = Models(
-                    *(subject, self.device, self.dtype, room, self.options.cf, self.options.blocks)
+                    *(subject, self.device, self.dtype, room, self.options.cf),
+                    *(self.options.blocks, self.options.rank),
                 )
                 for context, batch in shapes:
                     title = f"{subject.name} context {context} batch {batch}"

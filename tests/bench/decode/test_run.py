@@ -164,7 +164,14 @@ def test_tied_ends_stay_tied_in_other_models() -> None:
 
 
 @pytest.mark.parametrize(
-    "arm", ["ours-lowrank-int4-head8", "ours-dense-head4", "ours-own-int8", "ours-own-persistent"]
+    "arm",
+    [
+        "ours-lowrank-int4-head8",
+        "ours-dense-head4",
+        "ours-own-int8",
+        "ours-own-persistent",
+        "ours-corrected-int2",
+    ],
 )
 def test_arms_say_what_they_are(arm: str) -> None:
     assert str(parse_arm(arm)) == arm
@@ -176,6 +183,7 @@ def test_arms_say_what_they_are(arm: str) -> None:
 
 def test_arms_of_quantized_heads_are_right_and_timed(tiny: Path) -> None:
     arms = ("hf-dense", "ours-dense-head8", "ours-lowrank-int4-head8", "ours-blast-int8-head4")
+    arms += ("ours-corrected-int2", "ours-dense-int3")
     for row in _run(arms=arms):
         assert (row.status, row.ms is not None) == (OK, True), row.note
     (own,) = _run(models=[str(tiny)], arms=["ours-own-int4-head8"])
@@ -190,7 +198,7 @@ def test_all_published_shapes_are_llamas() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ours-ks", "hf-blast", "hf-dense-int8", "ours-dense-fp8", "dense", ""),
+        *("ours-ks", "hf-blast", "hf-dense-int8", "ours-dense-fp8", "ours-corrected", "dense", ""),
         *("hf-dense-head8", "ours-dense-head16", "ours-dense-head8-int4", "ours-dense-int4-head8-x"),
     ],
 )
