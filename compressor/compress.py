@@ -23,7 +23,7 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.heal.after import Healing
 from blr.compressor.heal.run import STATE_BYTES, HealSummary
-from blr.compressor.loading.checked import open_checked
+from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan
@@ -34,6 +34,7 @@ from blr.compressor.recipe.schema import Recipe
 if TYPE_CHECKING:
     from blr.compressor.fitting.work import Work
     from blr.compressor.output.check import Check
+    from blr.compressor.output.doors import Door
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
@@ -119,6 +120,8 @@ def compress(
         if settings.allow_pickle:
             workspace.claim()
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
+        if settings.calibration is not None or settings.heal:
+            check_transformers(source, "--calibration and --heal take")
         plan = make_plan(source, recipe)
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
@@ -158,10 +161,9 @@ class Job:
             if kept := len(workspace.journal):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             from blr.compressor.loading.carry import check_carried
-            from blr.compressor.output.files import check_fits, structured_config
 
-            check_fits(self.source, self.plan)
-            check_carried(self.source, structured_config(self.source.config, self.plan))
+            self.door.check_fits(self.source, self.plan)
+            check_carried(self.source, self.door.config(self.source.config, self.plan))
             healing = Healing(self.source, self.settings) if self.settings.heal else None
             read = self._digest()
             if not self.work.processes.told(workspace.finished(read)):
@@ -190,6 +192,13 @@ class Job:
         healing.run(folder, None, read, *place, self.work.processes)
 
     @cached_property
+    def door(self) -> Door:
+        """What the library of the model asks of the output."""
+        from blr.compressor.output.doors import door_of
+
+        return door_of(self.source)
+
+    @cached_property
     def work(self) -> Work:
         """What fits are done with; the processes of a run wait here for each other."""
         from blr.compressor.fitting.work import Work
@@ -202,9 +211,9 @@ class Job:
 
     def _produce(self, read: str, healing: Healing | None) -> None:
         from blr.compressor.output.check import Check
-        from blr.compressor.output.files import check_reload
 
-        check = Check(self.source, partial(check_reload, self.source), self.settings.check)
+        reload = partial(self.door.check_reload, self.source)
+        check = Check(self.source, reload, self.settings.check)
         if healing is None:
             self._write(self.workspace.partial, check, read)
             self.workspace.commit()
@@ -229,9 +238,15 @@ class Job:
         records = {module: record for module, (_, record) in results.items()}
         facts = self._facts(records)
         contents = Contents(
-            assign_shards(_slots(source, self.plan, fitted), self.settings.max_shard_size),
+            assign_shards(
+                _slots(source, self.plan, fitted), self.settings.max_shard_size, source.library
+            ),
             _reader(source, self.workspace),
-            small_files(source, self.recipe, self.plan, records, {**facts, **measured}),
+            small_files(
+                *(source, self.recipe, self.plan, records, {**facts, **measured}),
+                config=self.door.config(source.config, self.plan),
+                code=self.door.code(),
+            ),
         )
         facts["input_sha256"] = read
         write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)

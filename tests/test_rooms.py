@@ -56,6 +56,7 @@ ROOMS = (
 # What a lower room may ask of a higher one, inside a function: exported models run on the runtime if
 # it is there, and a model saved where blr is installed takes its code along.
 LAZY = {("modeling.generation", "runtime"), ("modeling", "loading.saving"), ("modeling", "loading.peft")}
+LAZY |= {("modeling.diffusion", "loading.vendor")}
 pytestmark = pytest.mark.fast
 
 

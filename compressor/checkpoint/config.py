@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.checkpoint.library import DIFFUSERS, library_of
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
 from blr.compressor.quoting import quote
 
@@ -17,6 +18,8 @@ MAX_LAYERS = 4096
 # Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
 # Without these bounds building it, even without weights, takes all of the time or memory there is.
 _TYPE = re.compile(r"(blr_)?(?!blr_)[a-z0-9_.-]{1,64}")
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+MAX_LATENT = 1024  # rows and columns of what a diffusion model denoises
 _LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?)$")
 _EXPERTS = re.compile(r"(^|_)experts?$")
 _SIZES = re.compile(r"(^|_)(dim|size|width|positions|position_embeddings|ctx)$")
@@ -35,7 +38,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = parse_json(read_whole(path, MAX_BYTES), path, constants=True)
     if depth(config) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
-    _check_names(config, path)
+    if library_of(config) is DIFFUSERS:
+        _check_diffusion(config, path)
+    else:
+        _check_names(config, path)
     _check_implementations(config, path)
     for key, value in _integers(config):
         for pattern, limit in LIMITS:
@@ -76,6 +82,15 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
     names = config.get("architectures")
     if names is not None and not _are_identifiers(names):
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
+
+
+def _check_diffusion(config: dict[str, Any], path: Path) -> None:
+    """As `_check_names`; tables of positions are made for all of an image when a model is built."""
+    kind, size = config[DIFFUSERS.kind], config.get("sample_size")
+    if type(kind) is not str or not _CLASS.fullmatch(kind):
+        refuse(path, f"_class_name {quote(kind)}", "the name of one model class", REMEDY)
+    if type(size) is int and size > MAX_LATENT:
+        refuse(path, f"sample_size {size}", f"at most {MAX_LATENT}", REMEDY)
 
 
 def _check_implementations(config: dict[str, Any], path: Path) -> None:

@@ -39,7 +39,7 @@ KNOWN_FOLDERS = {pattern.partition("/")[0] for pattern in KNOWN if "/" in patter
 KNOWN_SUFFIXES = re.compile(r".*\.(json|txt|jinja|model|tiktoken|bpe|model\.v\d+)")
 # Written by whoever writes an output, for what is in it.
 OURS = re.compile(
-    r"config\.json|(model|pytorch_model)\.(safetensors|bin)\.index\.json|blr_\w+\.json"
+    r"config\.json|(model|pytorch_model|diffusion_pytorch_model)\.(safetensors|bin)\.index\.json|blr_\w+\.json"
     r"|recipe\.yaml|report\.(json|html)|metrics\.jsonl|\w+_blr\.py"
 )
 WEIGHTS = re.compile(

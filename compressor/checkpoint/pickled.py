@@ -18,15 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.disk import check_space, folder_bytes
 from blr.compressor.checkpoint.header import check_name
+from blr.compressor.checkpoint.library import TRANSFORMERS, Library
 from blr.compressor.checkpoint.regular import inside, open_regular, refuse
 from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.checkpoint.source import (
-    INDEX,
-    PICKLE,
-    PICKLE_INDEX,
-    TORCH_NAMES,
-    find_shards,
-)
+from blr.compressor.checkpoint.source import TORCH_NAMES, find_shards
 from blr.compressor.quoting import quote
 
 if TYPE_CHECKING:
@@ -46,16 +41,17 @@ OPCODES = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1
 REMEDY = "save the weights as safetensors with the software that made them"
 
 
-def convert_pickle(folder: Path, scratch: Path) -> Path:
+def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS) -> Path:
     """Writes the pickled weights of `folder` as an indexed safetensors checkpoint in `scratch`.
 
-    Weights only: config and tokenizer stay where they are. Returns `scratch`.
+    Weights only: config and tokenizer stay where they are; `library` says what they are called there,
+    in `scratch` they are called as transformers does. Returns `scratch`.
 
     Raises:
         InputError: anything but plain tensors in torch's zip format, or sizes that do not fit.
         StorageError: no room in `scratch`. OutputError: `scratch` cannot be written.
     """
-    shards, weight_map = find_shards(folder, PICKLE, PICKLE_INDEX)
+    shards, weight_map = find_shards(folder, library.pickle, library.pickle_index)
     sizes = {shard: _check_archive(shard) for shard in shards}
     names: dict[str, Path] = {}
     needed = 0
@@ -66,7 +62,7 @@ def convert_pickle(folder: Path, scratch: Path) -> Path:
                 refuse(shard, f"tensor {quote(name)}", "it in one place, where the index says")
             names[name] = shard
     if lost := weight_map.keys() - names.keys():
-        index = inside(folder, PICKLE_INDEX)
+        index = inside(folder, library.pickle_index)
         refuse(index, f"tensor {quote(min(lost))} that no shard has", "only present tensors")
     with storage_errors(scratch.parent, needed):
         scratch.mkdir(parents=True, exist_ok=True)
@@ -171,7 +167,7 @@ def _write(shards: dict[Path, set[int]], scratch: Path) -> None:
         file = f"model-{number:05d}.safetensors"
         save_file(group, scratch / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(group, file))
-    (scratch / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (scratch / TRANSFORMERS.index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def _groups(shards: dict[Path, set[int]]) -> Iterator[dict[str, Tensor]]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from blr.compressor.checkpoint.disk import Bytes, write_stream
 from blr.compressor.checkpoint.header import BITS, TensorEntry
-
-INDEX = "model.safetensors.index.json"
+from blr.compressor.checkpoint.library import TRANSFORMERS, Library
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,9 @@ class Slot:
     origin: TensorEntry
 
 
-def assign_shards(slots: list[Slot], max_bytes: int) -> dict[str, list[Slot]]:
+def assign_shards(
+    slots: list[Slot], max_bytes: int, library: Library = TRANSFORMERS
+) -> dict[str, list[Slot]]:
     """File name to its tensors, filled in order up to `max_bytes` (one larger tensor fills one).
 
     Inside a shard wider dtypes come first, which keeps every tensor aligned to its elements.
@@ -40,10 +41,15 @@ def assign_shards(slots: list[Slot], max_bytes: int) -> dict[str, list[Slot]]:
         size += slot.origin.nbytes
     ordered = [sorted(group, key=lambda s: -BITS[s.origin.dtype]) for group in groups]
     if len(ordered) == 1:
-        return {"model.safetensors": ordered[0]}
-    return {
-        f"model-{n:05d}-of-{len(ordered):05d}.safetensors": group for n, group in enumerate(ordered, 1)
-    }
+        return {library.single: ordered[0]}
+    numbered = (f"{n:05d}-of-{len(ordered):05d}" for n in range(1, len(ordered) + 1))
+    names = (f"{library.weights}-{number}.safetensors" for number in numbered)
+    return dict(zip(names, ordered, strict=True))
+
+
+def index_name(shards: Iterable[str]) -> str:
+    """What lists the files of those names."""
+    return next(iter(shards)).partition("-")[0].removesuffix(".safetensors") + ".safetensors.index.json"
 
 
 def write_shards(
@@ -60,7 +66,8 @@ def write_shards(
     for name, slots in shards.items():
         written[name] = write_stream(folder / name, _shard_bytes(slots, read))
     if len(shards) > 1:
-        written[INDEX] = write_stream(folder / INDEX, [_index(shards)])
+        name = index_name(shards)
+        written[name] = write_stream(folder / name, [_index(shards)])
     return written
 
 

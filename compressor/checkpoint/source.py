@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.checkpoint.config import check_counts, read_config
 from blr.compressor.checkpoint.extras import MODULE_WEIGHTS, Extras, find_extras
 from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
+from blr.compressor.checkpoint.library import TRANSFORMERS, Library, kind_of, library_of
 from blr.compressor.checkpoint.regular import (
     inside,
     open_regular,
@@ -29,8 +30,6 @@ from blr.compressor.quoting import quote
 if TYPE_CHECKING:
     from torch import Tensor
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
 CHUNK = 8 * 2**20
 # safetensors dtype -> name in torch; F4 and F6 have no byte of their own and are only copied
@@ -59,8 +58,14 @@ class Source:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of the config: lower-case letters, digits and `_.-` only."""
-        return self.config["model_type"]
+        """`model_type` of the config: lower-case letters, digits and `_.-` only; of a model of
+        diffusers the name of its class."""
+        return kind_of(self.config)
+
+    @property
+    def library(self) -> Library:
+        """Whose model it is."""
+        return library_of(self.config)
 
     def extra_files(self) -> dict[str, Path]:
         """Files to carry over: name in a folder, sorted, to where each lies."""
@@ -122,12 +127,13 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
     config = read_config(folder)
-    if not (os.path.lexists(folder / SINGLE) or os.path.lexists(folder / INDEX)):
-        weights = _unpickle(folder, allow_pickle, scratch)
-    else:
+    names = library_of(config)
+    if any(os.path.lexists(folder / name) for name in (names.single, names.index)):
         weights = folder
-    shards, weight_map = find_shards(weights, SINGLE, INDEX)
-    entries = _read_shards(shards, weight_map, weights / INDEX)
+    else:
+        weights, names = _unpickle(folder, names, allow_pickle, scratch), TRANSFORMERS
+    shards, weight_map = find_shards(weights, names.single, names.index)
+    entries = _read_shards(shards, weight_map, weights / names.index)
     check_counts(config, folder, len(entries))
     stamps = {file: _stamp(os.stat(file)) for file in shards}
     used = {shard.name for shard in shards}
@@ -196,18 +202,18 @@ def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) ->
     return entries
 
 
-def _unpickle(folder: Path, allow_pickle: bool, scratch: Path | None) -> Path:
+def _unpickle(folder: Path, names: Library, allow_pickle: bool, scratch: Path | None) -> Path:
     """Converts the pickled weights of `folder` into `scratch`, if there are any and they may."""
-    if not any(os.path.lexists(folder / name) for name in (PICKLE, PICKLE_INDEX)):
-        _refuse_folder(folder, "no weights")
+    if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
+        _refuse_folder(folder, "no weights", names)
     if not allow_pickle:
         remedy = "convert them, or pass --allow-pickle if you trust them"
-        refuse(folder, "only pickled weights (pytorch_model.bin)", "safetensors", remedy)
+        refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
     if scratch is None:
         raise ValueError("allow_pickle needs a scratch folder")
     from blr.compressor.checkpoint.pickled import convert_pickle
 
-    return convert_pickle(folder, scratch)
+    return convert_pickle(folder, scratch, names)
 
 
 def _unpickle_modules(folder: Path, extras: Extras, scratch: Path) -> Extras:
@@ -230,6 +236,6 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _refuse_folder(folder: Path, found: str) -> None:
-    looked = f"config.json with {SINGLE}, {INDEX} or {PICKLE}"
+def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> None:
+    looked = f"config.json with {names.single}, {names.index} or {names.pickle}"
     refuse(folder, found, f"a Hugging Face checkpoint ({looked})", "check the path")

@@ -12,7 +12,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
-from blr.compressor.loading.checked import check_unquantized, open_checked
+from blr.compressor.loading.checked import check_transformers, check_unquantized, open_checked
 from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
@@ -44,6 +44,7 @@ def open_checkpoint(folder: Path, allow_pickle: bool = False, scratch: Path | No
     """
     check_listed(folder, "small")
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
+    check_transformers(source, "blr export and blr heal take")
     if not source.model_type.startswith(OUR_TYPE):
         return Checkpoint(open_checked(folder, allow_pickle, scratch), {}, compressed=False)
     check_unquantized(source)

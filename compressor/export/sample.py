@@ -25,8 +25,7 @@ def sample_text(source: Source, text: Path | None) -> Tensor | None:
 
     Raises InputError for a text that cannot be read.
     """
-    from blr.compressor.loading.streamed import streamed_model
-    from blr.compressor.output.check import is_small, load_written
+    from blr.compressor.loading.streamed import is_small, load_written, streamed_model
 
     if text is not None:
         return _of_file(source, text)

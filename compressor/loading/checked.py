@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
+
+OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
@@ -27,10 +30,19 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
 
 def check_dense(folder: Path, model_type: str) -> None:
     """Raise InputError for an output of ours."""
-    if model_type.startswith("blr_"):
+    if model_type.startswith(OURS):
         raise InputError(
             f"{folder}: model type {model_type!r} is already compressed by blr; "
             "compress the dense checkpoint it came from (blr inspect shows what was done)"
+        )
+
+
+def check_transformers(source: Source, what: str) -> None:
+    """Raise InputError for a model of another library; `what` says what takes those of transformers."""
+    if source.library is not TRANSFORMERS:
+        raise InputError(
+            f"{source.folder}: found {source.model_type}, a model of {source.library.name}; "
+            f"{what} models of transformers (blr compress, plan, inspect and verify take this one)"
         )
 
 

@@ -31,7 +31,7 @@ def discover_family(source: Source) -> Family:
     modules = {n: n.rpartition(".")[2] for n, module in found.items() if module in inner}
     heads = [n for n, module in found.items() if module in outer]
     alike = [n for n in heads if isinstance(outer[found[n]], Conv1D) == transposed]
-    model_type = source.config["model_type"]
+    model_type = source.model_type
     return Family(model_type, (model_type,), modules, tuple(alike), {}, transposed)
 
 

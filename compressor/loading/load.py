@@ -17,6 +17,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import check_generation
+from blr.compressor.loading.checked import check_transformers
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import check_tokenizer
@@ -131,6 +132,7 @@ def _open(folder: Path) -> Source:
     Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
     """
     source = open_source(folder)
+    check_transformers(source, "text is read and written by")
     ours = "blr" in source.config and source.model_type.startswith("blr_")
     if ours and source.model_type not in CONFIG_MAPPING:
         found = f"model type {quote(source.model_type)}"

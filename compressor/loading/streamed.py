@@ -7,6 +7,7 @@ merged arrive as in any model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
 from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import PREFIX
@@ -31,6 +32,7 @@ from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import auto_classes
 
 LISTS = nn.ModuleList, nn.Sequential
+WHOLE = 1 << 28  # bytes of weights that are loaded at once, as a user would; beyond, block by block
 
 
 def streamed_model(source: Source) -> Any:
@@ -54,6 +56,25 @@ def streamed_model(source: Source) -> Any:
         block.register_forward_pre_hook(lambda *_, name=name: parts.fill(name))
         block.register_forward_hook(lambda *_, name=name: parts.drop(name))
     return model
+
+
+def load_written(folder: Path) -> Any:
+    """The model in an output, loaded as the README says; beyond `WHOLE` bytes, block by block."""
+    source = open_source(folder)
+    if not is_small(source):
+        return streamed_model(source)
+    name = source.config["architectures"][0].removeprefix(PREFIX)
+    classes = auto_classes(source.model_type.removeprefix(f"{PREFIX.lower()}_"))
+    auto = next((auto for auto, names in classes.items() if name in names), None)
+    if auto is None:
+        return streamed_model(source)  # a class that no Auto class gives
+    with quiet_transformers():
+        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True).eval()
+
+
+def is_small(source: Source) -> bool:
+    """Whether all of its weights may be in memory at once."""
+    return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE
 
 
 def _dtype(stored: str) -> torch.dtype:

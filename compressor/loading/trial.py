@@ -23,7 +23,7 @@ NO_CHECK = "--no-check commits without having run anything"
 class Trial:
     """An input and what a model makes of it. `what` says in words what was run."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     expected: Tensor
     what: str
 
@@ -70,13 +70,25 @@ def first_trial(model: Any, where: object) -> Trial:
             raise_exhausted(error)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             continue
-        if not bool(expected.isfinite().any()):
-            raise NumericsError(f"{where}: the model computes nothing finite; repair it ({NO_CHECK})")
-        return Trial(inputs, expected, _words(inputs))
+        return _checked(Trial(inputs, expected, _words(inputs)), where)
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
         f"expected results to compare with; {NO_CHECK}"
     )
+
+
+def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Trial:
+    """Run `model` on `inputs`, tensors or tables of tensors by argument.
+
+    Raises NumericsError for no finite result, and what the model raises.
+    """
+    return _checked(Trial(inputs, run(model, inputs), what), where)
+
+
+def _checked(trial: Trial, where: object) -> Trial:
+    if not bool(trial.expected.isfinite().any()):
+        raise NumericsError(f"{where}: the model computes nothing finite; repair it ({NO_CHECK})")
+    return trial
 
 
 def reading_trial(model: Any, text: Tensor) -> Trial:
@@ -86,10 +98,11 @@ def reading_trial(model: Any, text: Tensor) -> Trial:
 
 
 @torch.no_grad()
-def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     """The first floating-point result of a forward pass, in float32."""
-    given = {name: _cast(tensor, model) for name, tensor in inputs.items()}
-    model.config.return_dict = True  # a configuration may say that parts of it give tuples
+    given = {name: _cast(value, model) for name, value in inputs.items()}
+    if hasattr(model.config, "return_dict"):
+        model.config.return_dict = True  # a configuration may say that parts of it give tuples
     with quiet_transformers():
         result = model(**given, return_dict=True)
     return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()
@@ -166,8 +179,11 @@ def _words(inputs: dict[str, Tensor]) -> str:
     return " and ".join(_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
 
 
-def _cast(tensor: Tensor, model: Any) -> Tensor:
-    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+def _cast(value: Any, model: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cast(inner, model) for name, inner in value.items()}
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(model.dtype) if floating else value
 
 
 def _generator() -> torch.Generator:

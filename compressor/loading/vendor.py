@@ -33,12 +33,20 @@ ROOTS = {
 EXPORTED = "exported_blr"  # what `auto_map` of an export names
 EXPORT_ROOTS = {**ROOTS, EXPORTED: "blr.compressor.modeling.exported"}
 KERNELS, RUNTIME = "kernels_blr", "runtime_blr"
+DIFFUSION = "diffusion_blr"  # what `auto_map` of a model of diffusers names
+DIFFUSION_ROOTS = {
+    "layers_blr": "blr.compressor.modeling.table",
+    DIFFUSION: "blr.compressor.modeling.diffusion",
+}
 ABOUT = {
     "configuration_blr": "The configuration: a native one with a table of structured layers.",
     "layers_blr": "The structured layers in plain torch, and the choice of their kernels.",
     "modeling_blr": "The models: native ones of transformers with structured layers.",
     EXPORTED: "The models of an export: factors in the order of the kernels, or packed.",
     KERNELS: "The Triton kernels, imported where there is a GPU that runs them.",
+    # diffusers copies out of a folder the files that this one names, and none that those name
+    DIFFUSION: "The models: native ones of diffusers with structured layers, by way of\n\n"
+    "    from .kernels_blr import *",
     RUNTIME: "Decoding of the export: what `generate` runs on a GPU.",
 }
 ORIGIN = """{about}
@@ -121,9 +129,18 @@ def vendored_files(contents: Contents | None = None) -> dict[str, bytes]:
     return _made(frozenset() if contents is None else contents.left_out(), contents is not None)
 
 
-@cache
+def diffusion_files() -> dict[str, bytes]:
+    """The same of a model of diffusers."""
+    return _bundled(frozenset({"blr.compressor.loading"}), tuple(DIFFUSION_ROOTS.items()))
+
+
 def _made(left_out: frozenset[str], exported: bool) -> dict[str, bytes]:
-    roots = EXPORT_ROOTS if exported else ROOTS
+    return _bundled(left_out, tuple((EXPORT_ROOTS if exported else ROOTS).items()))
+
+
+@cache
+def _bundled(left_out: frozenset[str], named: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
+    roots = dict(named)
     modules = read_modules(roots.values(), left_out)
     held = {file: names for file, names in assigned(roots, modules).items() if names}
     abouts = {file: ORIGIN.format(about=ABOUT[file], version=__version__) for file in held}

@@ -6,6 +6,7 @@ from statistics import mean
 from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
@@ -16,7 +17,18 @@ CARD = """# {name}, compressed by blr
 
 {layers} linear layers {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
 
-Load it with `blr-compress` installed:
+{loading}
+
+| layer type | layers | structure | mean relative error of the weights |
+|---|---|---|---|
+{rows}
+
+`recipe.yaml` is the recipe as resolved, `blr_layers.json` the record of every layer and
+`blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
+"""
+
+LOADING = {
+    TRANSFORMERS: """Load it with `blr-compress` installed:
 
 ```python
 import blr.compressor.modeling
@@ -29,21 +41,30 @@ reads the configuration unless it is told the same):
 
 ```python
 model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+```""",
+    DIFFUSERS: """Load it with `blr-compress` installed:
+
+```python
+from blr.compressor.loading.diffusion import load_diffusion
+model = load_diffusion(folder)
 ```
 
-| layer type | layers | structure | mean relative error of the weights |
-|---|---|---|---|
-{rows}
+or without it, running the modeling files in this folder:
 
-`recipe.yaml` is the recipe as resolved, `blr_layers.json` the record of every layer and
-`blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
-"""
+```python
+from diffusers import AutoModel
+model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+```
+
+and give it to a pipeline as its `transformer`.""",
+}
 
 
 def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str) -> str:
     """Markdown for the README.md of an output made from the checkpoint called `name`."""
     architectures = source.config.get("architectures") or [""]
-    front = card_front(source.folder, name, (*TAGS, recipe.method))
+    front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
+    task = "ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else ""
     return front + CARD.format(
         name=name,
         layers=len(plan.layers),
@@ -51,7 +72,7 @@ def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, An
         size=_size(plan),
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
-        task="ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else "",
+        loading=LOADING[source.library].format(task=task),
         rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
         version=__version__,
     )

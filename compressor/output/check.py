@@ -6,21 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import Tensor
 
-from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, OutputError
-from blr.compressor.loading.quiet import quiet_transformers
-from blr.compressor.loading.streamed import streamed_model
-from blr.compressor.loading.trial import NO_CHECK, Trial, first_trial, reading_trial
+from blr.compressor.loading.trial import NO_CHECK, Trial, reading_trial
 from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.registry import auto_classes
+from blr.compressor.output.doors import door_of
 from blr.compressor.output.produce import Written
 from blr.compressor.quoting import quote
-
-WHOLE = 1 << 28  # bytes of weights that are loaded at once, as a user would; beyond, block by block
 
 
 class Check:
@@ -44,13 +38,14 @@ class Check:
         text: Tensor | None = None,
     ) -> None:
         self.reload = reload
+        self.door = door_of(source)
         self.distance: float | None = None
         self.loss: float | None = None
         self.trial: Trial | None = None
         self.reading: Trial | None = None
         if runs:
-            model = streamed_model(source)
-            self.trial = first_trial(model, source.folder)
+            model = self.door.dense(source)
+            self.trial = self.door.trial(model, source.folder)
             self.reading = reading_trial(model, text) if text is not None else None
 
     def __call__(self, folder: Path) -> Written:
@@ -60,7 +55,7 @@ class Check:
         """
         written = self.reload(folder)
         if self.trial is not None:
-            self.distance, self.loss = _measured(self.trial, self.reading, folder)
+            self.distance, self.loss = _measured(self.door.written, self.trial, self.reading, folder)
         return written
 
     @property
@@ -75,9 +70,11 @@ class Check:
         return found
 
 
-def _measured(trial: Trial, reading: Trial | None, folder: Path) -> tuple[float, float | None]:
+def _measured(
+    load: Callable[[Path], Any], trial: Trial, reading: Trial | None, folder: Path
+) -> tuple[float, float | None]:
     try:
-        model = load_written(folder)
+        model = load(folder)
         distance = trial.distance(model, folder)
         return distance, reading.divergence(model, folder) if reading is not None else None
     except (BlrError, MemoryError):
@@ -88,22 +85,3 @@ def _measured(trial: Trial, reading: Trial | None, folder: Path) -> tuple[float,
         found = f"what was written does not run ({quote(reason, 160)[1:-1]})"
         remedy = f"exclude the layer that this is about ({NO_CHECK})"
         raise OutputError(f"{folder}: {found}, expected it to as its source does; {remedy}") from error
-
-
-def load_written(folder: Path) -> Any:
-    """The model in an output, loaded as the README says; beyond `WHOLE` bytes, block by block."""
-    source = open_source(folder)
-    if not is_small(source):
-        return streamed_model(source)
-    name = source.config["architectures"][0].removeprefix(PREFIX)
-    classes = auto_classes(source.model_type.removeprefix(f"{PREFIX.lower()}_"))
-    auto = next((auto for auto, names in classes.items() if name in names), None)
-    if auto is None:
-        return streamed_model(source)  # a class that no Auto class gives
-    with quiet_transformers():
-        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True).eval()
-
-
-def is_small(source: Source) -> bool:
-    """Whether all of its weights may be in memory at once."""
-    return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE

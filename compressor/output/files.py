@@ -18,7 +18,6 @@ from blr.compressor.errors import InputError, OutputError
 from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.native import native_class, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
-from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.registry import auto_map, declared_keys, register
@@ -38,9 +37,12 @@ def small_files(
     plan: Plan,
     records: dict[str, Any],
     facts: dict[str, Any],
+    config: dict[str, Any],
+    code: dict[str, bytes],
 ) -> dict[str, bytes | Path]:
     """Everything of an output but weights and manifest: name to contents, or file to carry over.
 
+    `config` is its config.json and `code` are the Python files that travel, both by `Door`.
     `facts` is the manifest's account of the run; it may hold the `calibration` and the sensitivity
     `curves` of modules, too.
     """
@@ -50,12 +52,12 @@ def small_files(
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
         **carried_files(source),
-        "config.json": _json(structured_config(source.config, plan)),
+        "config.json": _json(config),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
         "README.md": model_card(source, recipe, plan, records, name).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
-        **vendored_files(),
+        **code,
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
+from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.checkpoint.regular import inside, read_text
 from blr.compressor.errors import BlrError
 from blr.compressor.recipe.yaml_file import parse_mapping
@@ -23,18 +24,21 @@ KEPT = (
 TAGS = ("blr", "structured-compression")
 
 
-def card_front(folder: Path, name: str, tags: tuple[str, ...] = TAGS) -> str:
+def card_front(
+    folder: Path, name: str, tags: tuple[str, ...] = TAGS, library: str = TRANSFORMERS.name
+) -> str:
     """The head of the card of an output made from the checkpoint in `folder`, called `name`.
 
     Args:
         name: a hub id (owner/name) is named as a base model. tags: ours, behind the source's.
+        library: what loads it, unless the source's card says.
     """
     kept = source_front(folder)
     bases = [*_texts(kept.pop("base_model", None)), *([name] if "/" in name else [])]
     front = {
         **kept,
         **({"base_model": list(dict.fromkeys(bases))} if bases else {}),
-        "library_name": kept.get("library_name", "transformers"),
+        "library_name": kept.get("library_name", library),
         "tags": list(dict.fromkeys([*_texts(kept.get("tags")), *tags])),
     }
     return write_front(front)

@@ -10,7 +10,7 @@ from typing import Any
 from blr.compressor.checkpoint.disk import Bytes, fsync_folder, pieces, write_stream
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
-from blr.compressor.checkpoint.shards import INDEX, Slot, write_shards
+from blr.compressor.checkpoint.shards import Slot, index_name, write_shards
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.loading.carry import TOKENIZER
 from blr.compressor.progress import Progress
@@ -66,7 +66,14 @@ def write_whole(
     Raises:
         BlrError: as `check`; there is no manifest then.
     """
-    names = {*contents.shards, INDEX, *contents.small, TOKENIZER, *contents.later, MANIFEST}
+    names = {
+        *contents.shards,
+        index_name(contents.shards),
+        *contents.small,
+        TOKENIZER,
+        *contents.later,
+        MANIFEST,
+    }
     workspace.claim((folder / name).relative_to(workspace.partial).as_posix() for name in names)
     folder.mkdir(exist_ok=True)
     written = _write_shards(folder, contents, progress)

@@ -44,13 +44,13 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
 
     Raises InputError when there are none, or all are stored as integers or in 8 bits.
     """
-    family = find_family(source.config["model_type"])
+    family = find_family(source.model_type)
     if family is None:
         from blr.compressor.loading.discover import discover_family
 
         family = discover_family(source)
         notes.append(
-            f"model type {source.config['model_type']!r} has no table in configs/: "
+            f"model type {source.model_type!r} has no table in configs/: "
             f"compressing the {len(family.modules)} linear layers found in the model"
         )
     # a tied head is the embedding, whether or not a copy of it is stored

@@ -9,8 +9,9 @@ from pathlib import Path
 from blr.compressor.architectures import Family, find_family
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.shapes import evaluate
-from blr.compressor.checkpoint.source import INDEX, SINGLE, Source, open_source
+from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import InputError
 from blr.compressor.loading.checked import check_dense
 from blr.compressor.machine.dtypes import BYTES, CODES, DTYPES
@@ -27,10 +28,8 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
     Raises:
         InputError: no checkpoint and no config.json of a known family.
     """
-    if (
-        any((folder / name).exists() for name in (SINGLE, INDEX))
-        or not (folder / "config.json").exists()
-    ):
+    weights = [name for library in (TRANSFORMERS, DIFFUSERS) for name in (library.single, library.index)]
+    if any((folder / name).exists() for name in weights) or not (folder / "config.json").exists():
         source = open_source(folder)
         check_dense(folder, source.model_type)
         return source, False
@@ -46,12 +45,12 @@ def outline(folder: Path) -> Source:
     Raises InputError when the family has no table or the config lacks a size.
     """
     config = read_config(folder)
-    check_dense(folder, config["model_type"])
-    family = find_family(config["model_type"])
     source = Source(folder, config, {}, ())
+    check_dense(folder, source.model_type)
+    family = find_family(source.model_type)
     if family is None:
         raise InputError(
-            f"{folder}: found no weights, and model type {config['model_type']!r} has no table in "
+            f"{folder}: found no weights, and model type {source.model_type!r} has no table in "
             "configs/; to plan it give a folder with its weights"
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype"))

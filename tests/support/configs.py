@@ -45,6 +45,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minilm": _encoder("bert", 384, 1536, 12, 6),
     "vit-b": _encoder("vit", 768, 3072, 12, 12),
     "vit-s": _encoder("vit", 384, 1536, 6, 12),
+    "dit-xl-2": {
+        "_class_name": "DiTTransformer2DModel",
+        "num_attention_heads": 16,
+        "attention_head_dim": 72,
+        "num_layers": 28,
+    },
 }
 
 

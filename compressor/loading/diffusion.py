@@ -1,0 +1,205 @@
+"""Models of diffusers: the class that a folder names, the dense model in it, ours; what they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+
+from blr.compressor.checkpoint.config import REMEDY
+from blr.compressor.checkpoint.library import DIFFUSERS
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
+from blr.compressor.checkpoint.trust import check_listed
+from blr.compressor.errors import BlrError, CapabilityError, InputError
+from blr.compressor.loading.numerics import check_model
+from blr.compressor.loading.trial import NO_CHECK, Trial, trial_of
+from blr.compressor.machine.device import pick_device
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.quoting import quote
+
+PREFIX = "Blr"
+LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tried on
+
+
+def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "auto") -> Any:
+    """The model of diffusers in an output of ours, compared with its manifest, in evaluation mode.
+
+    Args:
+        dtype: name of a torch dtype, as "bfloat16"; None: as stored. device: "auto" or a torch device.
+
+    Raises:
+        CapabilityError: diffusers is not installed, no such device.
+        InputError: no output of a diffusion model, or other bytes than the manifest lists.
+        NumericsError: weights that are not finite, or factors that overflow.
+    """
+    check_listed(folder, "all")
+    source = open_source(folder)
+    if source.library is not DIFFUSERS or not source.model_type.startswith(PREFIX):
+        refuse(folder, source.model_type, "an output of blr for diffusers", "compress one first")
+    model = _structured(source, dtype).to(pick_device(device))
+    check_model(model, folder)
+    return model
+
+
+def load_written(folder: Path) -> Any:
+    """The model in a folder that was just written, as stored."""
+    return _structured(open_source(folder), None)
+
+
+def _structured(source: Source, dtype: str | None) -> Any:
+    cls = structured_class(source.model_type, source)
+    stored = getattr(torch, dtype) if dtype else working_dtype(source)
+    with _native_errors(source), quiet_diffusers():
+        return cls.from_pretrained(source.folder, torch_dtype=stored, local_files_only=True)
+
+
+def dense_model(source: Source, *, meta: bool = False) -> Any:
+    """The dense model in `source`, as stored, in evaluation mode; with `meta` without its weights.
+
+    Raises:
+        CapabilityError: diffusers is not installed.
+        InputError: a class that it does not have, or tensors that are not those of the class.
+    """
+    cls = dense_class(source)
+    config = {**source.config, DIFFUSERS.kind: source.model_type}
+    with _native_errors(source), quiet_diffusers(), init_empty_weights(include_buffers=False):
+        model = cls.from_config(config)
+    if found := misfit(model, {name: entry.shape for name, entry in source.entries.items()}):
+        refuse(source.folder, f"{found} for {cls.__name__}", "the tensors of one model", REMEDY)
+    if not meta:
+        state = {name: source.load_tensor(entry) for name, entry in source.entries.items()}
+        model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def misfit(model: Any, shapes: dict[str, tuple[int, ...]]) -> str:
+    """The tensors by which `shapes` differ from what `model` stores, in words; empty if none do."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for kind, names in (
+        ("missing", expected.keys() - shapes.keys()),
+        ("unexpected", shapes.keys() - expected.keys()),
+        ("mismatched", {n for n in expected.keys() & shapes.keys() if expected[n] != tuple(shapes[n])}),
+    ):
+        if names:
+            return f"{kind} tensors {quote(sorted(names)[:3], 240)[1:-1]} of {len(names)}"
+    return ""
+
+
+def dense_class(source: Source) -> Any:
+    """The class of diffusers that `source` names. Raises as `dense_model`."""
+    diffusers = _diffusers(source)
+    named = getattr(diffusers, source.model_type, None)
+    if not isinstance(named, type) or not issubclass(named, diffusers.ModelMixin):
+        found = f"_class_name {quote(source.model_type)}"
+        refuse(source.folder / "config.json", found, "a model class of diffusers", REMEDY)
+    return named
+
+
+def structured_class(name: str, source: Source) -> Any:
+    """Ours of that name. Raises as `dense_model`."""
+    _diffusers(source)
+    from blr.compressor.modeling.diffusion import diffusion_class
+
+    try:
+        return diffusion_class(name)
+    except AttributeError as error:
+        refuse(source.folder / "config.json", str(error), "a model class of diffusers", REMEDY)
+
+
+def _diffusers(source: Source) -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        raise CapabilityError(
+            f"{source.folder}: {source.model_type} runs with diffusers, which is not installed: "
+            f"pip install 'blr-compress[diffusers]' ({NO_CHECK})"
+        ) from None
+    return diffusers
+
+
+def working_dtype(source: Source) -> torch.dtype:
+    """That of most of its weights."""
+    sizes: dict[str, int] = {}
+    for entry in source.entries.values():
+        if entry.is_float:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+    return getattr(torch, TORCH_NAMES[max(sizes, key=lambda dtype: sizes[dtype])])
+
+
+def diffusion_trial(model: Any, where: object) -> Trial:
+    """What `model` makes of a random latent image, a time step, and a class or a text.
+
+    Raises InputError for a model that does not run on them, NumericsError for no finite result.
+    """
+    try:
+        with quiet_diffusers():
+            return trial_of(model, trial_inputs(model), "a latent image at one time step", where)
+    except (BlrError, MemoryError):
+        raise
+    except Exception as error:  # whatever a model raises at what it does not take
+        raise_exhausted(error)
+        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        raise InputError(
+            f"{where}: {type(model).__name__} does not run on a small input ({reason}); "
+            f"expected results to compare with; {NO_CHECK}"
+        ) from error
+
+
+def trial_inputs(model: Any) -> dict[str, Any]:
+    """Arguments of a model: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t, d]."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    side = min(int(config.sample_size), LATENT)
+    inputs: dict[str, Any] = {
+        "hidden_states": random(1, config.in_channels, side, side),
+        "timestep": torch.tensor([500]),
+    }
+    if config.norm_type == "ada_norm_zero":
+        return {**inputs, "class_labels": torch.tensor([1])}
+    width = config.caption_channels or config.cross_attention_dim
+    inputs["encoder_hidden_states"] = random(1, CAPTION, width)
+    inputs["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
+    if model.use_additional_conditions:
+        inputs["added_cond_kwargs"] = {
+            "resolution": torch.full((1, 2), 8.0 * side),
+            "aspect_ratio": torch.ones(1, 1),
+        }
+    return inputs
+
+
+@contextmanager
+def quiet_diffusers() -> Iterator[None]:
+    """No output of diffusers but errors."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+@contextmanager
+def _native_errors(source: Source) -> Iterator[None]:
+    """Turn what diffusers raises while it builds a model from a config into InputError."""
+    try:
+        yield
+    except (BlrError, MemoryError):
+        raise
+    except Exception as error:  # the values of a config are passed on unchecked
+        raise_exhausted(error)
+        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        found = f"what {quote(source.model_type)} cannot be built from ({reason})"
+        refuse(source.folder / "config.json", found, "those of a trained model", REMEDY)
