@@ -11,6 +11,6 @@ python3 -m venv "$work/env"
 "$work/env/bin/python" -m pip install --quiet --constraint tests/constraints.txt ".[packages]"
 rm -rf build ./*.egg-info
 "$work/env/bin/python" -m pip list --format freeze |
-  grep -iE '^(torch|transformers|accelerate|peft|sentence-transformers|onnx|onnxruntime|onnxscript|lm_eval|model-signing)='
+  grep -iE '^(torch|transformers|accelerate|peft|sentence-transformers|onnx|onnxruntime|onnxscript|lm_eval|model-signing|diffusers)='
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false BLR_PACKAGES=1
 "$work/env/bin/python" -m pytest -q -n 2 --dist loadfile tests/packages "$@"

@@ -15,6 +15,7 @@ from blr.compressor.errors import HubError, InputError, StorageError, UsageError
 from blr.compressor.quoting import is_text, printable, quote
 from blr.compressor.recipe.schema import Recipe
 
+PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
 SILENT = 10_000_000  # bytes of a download that nobody needs to be told of
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 PATTERNS = [
@@ -51,7 +52,7 @@ def resolve_model(
     if os.path.exists(folder):
         if revision is not None:
             raise UsageError(f"--revision {revision}: {model} is a local folder; only the hub has them")
-        return Found(folder, printable(folder.resolve().name))
+        return Found(_model_in(folder), printable(folder.resolve().name))
     repository = short_names().get(model.lower(), model)
     if not REPOSITORY.fullmatch(repository) or model.startswith((".", "/", "~")):
         raise InputError(
@@ -60,6 +61,13 @@ def resolve_model(
         )
     patterns = PATTERNS if weights else ["config.json"]
     return _download(repository, revision, offline or is_offline(), patterns)
+
+
+def _model_in(folder: Path) -> Path:
+    """`folder`, or where in it the transformer of a pipeline of diffusers is."""
+    inner = folder / PIPELINE_PART
+    is_pipeline = os.path.isfile(folder / PIPELINE) and not os.path.lexists(folder / "config.json")
+    return inner if is_pipeline and os.path.isdir(inner) else folder
 
 
 def _folder(model: str) -> Path:
@@ -93,6 +101,7 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
 
     try:
         if not offline:
+            patterns = _of_pipeline(repository, revision, patterns)
             _check_room(repository, revision, patterns)
         folder = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=offline
@@ -110,7 +119,18 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
             else "check the name, the network and `hf auth login`, or give a local folder"
         )
         raise HubError(f"{repository}: {type(error).__name__}: {reason}; {remedy}") from error
-    return Found(Path(folder), repository, Path(folder).name)
+    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+
+
+def _of_pipeline(repository: str, revision: str | None, patterns: list[str]) -> list[str]:
+    """`patterns`, of a pipeline's repository those of its transformer alone."""
+    from huggingface_hub import snapshot_download
+
+    tops = ["config.json", PIPELINE]
+    found = snapshot_download(repository, revision=revision, allow_patterns=tops, dry_run=True)
+    if {file.filename for file in found} != {PIPELINE}:
+        return patterns
+    return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
 
 
 def _check_room(repository: str, revision: str | None, patterns: list[str]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blr.compressor.architectures import Family, find_family
+from blr.compressor.architectures import Family, families, find_family
 from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.library import DIFFUSERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, UsageError
@@ -45,6 +46,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     Raises InputError when there are none, or all are stored as integers or in 8 bits.
     """
     family = find_family(source.model_type)
+    if family is None and source.library is DIFFUSERS:
+        raise InputError(
+            f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
+            f"of diffusers that has one: {', '.join(_known())}"
+        )
     if family is None:
         from blr.compressor.loading.discover import discover_family
 
@@ -74,6 +80,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             "computes with all of a layer in one tensor"
         )
     return [layer for layer in layers if layer.entry.is_float]
+
+
+def _known() -> list[str]:
+    """Classes of diffusers that have a table: alone they begin with a capital letter."""
+    return sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
 
 
 def _experts(source: Source, layers: list[Layer]) -> float:
