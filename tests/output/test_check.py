@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pico import save_model, save_pico
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.compress import Settings, Summary, compress
 from blr.compressor.errors import BlrError, NumericsError, OutputError
+from blr.compressor.loading import streamed
+from blr.compressor.loading.trial import first_trial
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.output import check
 from blr.compressor.progress import Progress
@@ -33,8 +36,8 @@ def compressed(source: Path, output: Path, **settings: Any) -> Summary:
 def test_the_distance_is_that_of_the_written_model(name: str, tmp_path: Path) -> None:
     found = compressed(save_pico(name, tmp_path / "dense"), tmp_path / "out").check
     assert found is not None and 0.01 < found["distance"] < 2
-    trial = check.first_trial(check.streamed_model(open_source(tmp_path / "dense")), "dense")
-    distance = trial.distance(check.load_written(tmp_path / "out"), "out")
+    trial = first_trial(streamed.streamed_model(open_source(tmp_path / "dense")), "dense")
+    distance = trial.distance(streamed.load_written(tmp_path / "out"), "out")
     assert (found["ran"], found["distance"]) == (trial.what, pytest.approx(distance, rel=1e-4))
 
 
@@ -67,14 +70,14 @@ def test_an_export_that_does_not_run_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = compress_to(save_pico("bert", tmp_path / "dense"), tmp_path / "svd", method="svd")
-    trial = check.first_trial
+    door = check.door_of(open_source(source))
 
     def then_break(model: Any, where: object) -> Any:
-        made = trial(model, where)
+        made = first_trial(model, where)
         monkeypatch.setattr(LowRankLinear, "product", fails)
         return made
 
-    monkeypatch.setattr(check, "first_trial", then_break)
+    monkeypatch.setattr(check, "door_of", lambda _: replace(door, trial=then_break))
     with pytest.raises(OutputError, match="does not run"):
         export_to(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -87,10 +90,10 @@ def test_large_outputs_run_block_by_block(
 ) -> None:
     dense = save_pico("llama", tmp_path / "dense")
     source = compress_to(dense, tmp_path / "ks", method="ks")
-    monkeypatch.setattr(check, "WHOLE", 0)
-    trial = check.first_trial(check.streamed_model(open_source(source)), source)
+    monkeypatch.setattr(streamed, "WHOLE", 0)
+    trial = first_trial(streamed.streamed_model(open_source(source)), source)
     folder = export_to(source, tmp_path / "out", **options)
-    model = check.load_written(folder)
+    model = streamed.load_written(folder)
     layers = model.model.layers
     assert trial.distance(model, folder) < (0.1 if options.get("quantize") else 1e-4)
     assert all(tensor.is_meta for tensor in layers.state_dict().values())
