@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.formats import form_of, packed_width
 from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
 
@@ -38,7 +39,8 @@ LEAST = {8: 2e-2, 4: 2e-2, 3: 2e-2, 2: 2e-2, 16: 2e-2}  # largest relative error
 
 @dataclass(frozen=True)
 class Case:
-    """kind: "rows", "corrected" (one launch), "apart" (V in a launch before), "dual", "torch"."""
+    """kind: "rows", "ready" (the same of inputs in bf16 after their norm), "corrected" (one launch),
+    "apart" (V in a launch before), "dual", "torch"."""
 
     kind: str
     rows: int
@@ -65,6 +67,17 @@ def cases(only: set[str]) -> Iterator[Case]:
         if "dense" in only:
             for tokens in (1, 2, 4, 8, 16):
                 yield Case("torch", rows, K, 16, tokens)
+            for tokens in (4, 16):
+                yield Case("rows", rows, K, 16, tokens)
+                for BR, BK, warps in (
+                    (16, 128, 4),
+                    (16, 256, 4),
+                    (32, 128, 4),
+                    (32, 256, 4),
+                    (64, 128, 4),
+                ):
+                    config = (("BR", BR), ("BK", BK), ("num_warps", warps))
+                    yield Case("ready", rows, K, 16, tokens, config=config)
         for bits in (4, 2, 3, 8):
             for config in tiles(bits, K):
                 if "n1" in only:
@@ -72,9 +85,10 @@ def cases(only: set[str]) -> Iterator[Case]:
                 if "n2" in only and dict(config)["BR"] == 4:
                     yield Case("rows", rows, K, bits, 2, config=config)
             for tokens in (4, 16) if "many" in only else ():
-                for BR, BQ, warps in ((32, 8, 8), (64, 8, 4)):
+                for BR, BQ, warps in ((32, 8, 8), (64, 8, 4), (32, 16, 4)):
                     config = (("BR", BR), ("BQ", BQ), ("num_warps", warps))
-                    yield Case("rows", rows, K, bits, tokens, config=config)
+                    for kind in ("rows", "ready"):
+                        yield Case(kind, rows, K, bits, tokens, config=config)
             for rank in (0, 16, 32, 64) if "corrected" in only and bits < 8 else ():
                 for kind in ("corrected", "apart") if rank else ("rows",):
                     yield Case(kind, rows, K, bits, 1, rank)
@@ -108,7 +122,9 @@ def weights(rows: int, K: int, bits: int, group: int, copies: int) -> list[tuple
     return list(zip(packed, scale.to(torch.bfloat16), strict=True))
 
 
-def segment(case: Case, x: Tensor, y: Tensor, copy: int, copies: int) -> QuantizedSegment:
+def segment(case: Case, x: Tensor, y: Tensor, copy: int, copies: int) -> Any:
+    if case.bits == 16:
+        return Segment(x, weights(case.rows, case.K, 16, 0, copies)[copy][0][None], y)
     packed, scale = weights(case.rows, case.K, case.bits, case.group, copies)[copy]
     corrected = None
     if case.rank:
@@ -125,6 +141,7 @@ def segment(case: Case, x: Tensor, y: Tensor, copy: int, copies: int) -> Quantiz
 
 def runs(case: Case, copies: int) -> tuple[list[Callable[[], Any]], Tensor, Tensor]:
     """A launch for each copy, the result of the first, and what it should be."""
+    from blr.kernels.gemv.grouped import grouped as plain
     from blr.kernels.quantized import segments
     from blr.kernels.quantized.corrected import corrected, corrected_dual
     from blr.kernels.quantized.grouped import dual, grouped
@@ -135,7 +152,8 @@ def runs(case: Case, copies: int) -> tuple[list[Callable[[], Any]], Tensor, Tens
         low, held = x.to(torch.bfloat16), weights(case.rows, case.K, 16, 0, copies)
         made = [partial(torch.nn.functional.linear, low, w) for w, _ in held]
         return made, made[0]().float(), low.double() @ held[0][0].double().T
-    normed = (case.rows, case.K) in NORMED
+    normed = (case.rows, case.K) in NORMED and case.kind != "ready"
+    x = x.to(torch.bfloat16) if case.kind == "ready" else x
     norm = {"gain": torch.rand(case.K, device=DEVICE).to(torch.bfloat16), "eps": 1e-5} if normed else {}
     both = [[segment(case, x, y, (c + half) % copies, copies) for half in (0, 1)] for c in range(copies)]
     counter = torch.zeros(copies, 2, device=DEVICE, dtype=torch.int32)
@@ -155,11 +173,13 @@ def runs(case: Case, copies: int) -> tuple[list[Callable[[], Any]], Tensor, Tens
             return lambda: corrected_dual(one, two, counter[c], pdl=PDL, **act, **norm)
         if case.kind == "dual":
             return lambda: dual(one, two, pdl=PDL, **act, **norm)
-        return lambda: grouped([one], pdl=PDL, config=[config] if config else None, **norm)
+        run: Callable[..., None] = plain if case.bits == 16 else grouped
+        return lambda: run([one], pdl=PDL, config=[config] if config else None, **norm)
 
     made = [launch(c) for c in range(copies)]
     made[0]()
     found = y.clone()
+    both[0] = [replace(s, x=s.x.float()) for s in both[0]]
     wide = {**norm, **({"gain": norm["gain"].float()} if norm else {})}
     if case.kind == "dual":
         segments.dual(*both[0], **act, **wide)
@@ -240,7 +260,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def told_config(row: dict[str, Any]) -> str:
-    return "{BR}x{BQ}w{num_warps}".format(**dict(row["config"])) if row["config"] else "-"
+    return "x".join(str(value) for _, value in row["config"]) or "-"
 
 
 def main() -> int:

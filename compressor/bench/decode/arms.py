@@ -52,7 +52,8 @@ def parse_arm(text: str) -> ArmName:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
             f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
-            f"-int2, then -head8 or -head4 for a quantized output head, then - and a mode of {', '.join(MODES)}"
+            f"-int2, then -head8 or -head4 for a quantized output head, then - and a mode of "
+            f"{', '.join(MODES)}"
         )
     return ArmName(runtime, structure, kind, head, mode)
 
