@@ -153,6 +153,38 @@ class MemoryRow:
 
 
 @dataclass
+class PrefillRow:
+    """One arm of `blr bench prefill` at one model and number of tokens.
+
+    Attributes:
+        way: "" eager, "compiled". status: ok, wrong (no time), oom or failed; `note` says why.
+        ms, low, high: to the first token, median and quartiles of `rounds` samples.
+        of_dense, of_dense_fp8: times as fast as these arms, run in the same way.
+        rel_error: of logits, of float8 against its weights dequantized, of compiled against eager.
+    """
+
+    model: str
+    arm: str
+    way: str
+    tokens: int
+    batch: int
+    status: str = OK
+    note: str | None = None
+    ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rounds: int = 0
+    of_dense: float | None = None
+    of_dense_fp8: float | None = None
+    rel_error: float | None = None
+
+    def fail(self, status: str, note: str) -> None:
+        """Take back the time, if any, and say why."""
+        self.status, self.note = status, note
+        self.ms = self.low = self.high = None
+
+
+@dataclass
 class Report:
     """Everything a run found out so far. `stopped`: why it ended early, if it did; `kind`: of `rows`."""
 

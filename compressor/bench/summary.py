@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from blr.compressor.bench.results import OK, DecodeRow, Report, Row
+from blr.compressor.bench.results import OK, DecodeRow, PrefillRow, Report, Row
 from blr.compressor.tables import aligned
 
 LAYER_HEAD = (
@@ -15,6 +15,7 @@ LAYER_HEAD = (
     *("x dense", "floor", "of it", "error"),
 )
 DECODE_HEAD = ("arm", "tokens/s", "x base", "ms/step", "floor", "of it", "GB/step", "error", "")
+PREFILL_HEAD = ("arm", "", "ms", "quartiles", "x dense", "x dense fp8", "error", "")
 PATTERN_ARMS = ("ours", "bmm", "einsum", "bsr", "dense")
 
 
@@ -23,7 +24,7 @@ def cases(rows: Iterable[Row]) -> list[list[Row]]:
     return [list(found) for _, found in groupby(rows, key=lambda row: (row.case, row.dtype))]
 
 
-def statuses(rows: Sequence[Row | DecodeRow]) -> dict[str, int]:
+def statuses(rows: Sequence[Row | DecodeRow | PrefillRow]) -> dict[str, int]:
     """How many rows have each status."""
     return {status: sum(r.status == status for r in rows) for status in sorted({r.status for r in rows})}
 
@@ -121,6 +122,16 @@ def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
     return {"tokens_per_second": speeds, "statuses": statuses(rows)}
 
 
+def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
+    """Milliseconds to the first token by model, arm and tokens."""
+    times: dict[str, Any] = {}
+    for row in rows:
+        if row.ms is not None:
+            name = f"{row.arm} {row.way}".strip()
+            times.setdefault(row.model, {}).setdefault(name, {})[row.tokens] = round(row.ms, 2)
+    return {"first_token_ms": times, "statuses": statuses(rows)}
+
+
 # --- text -------------------------------------------------------------------------------------
 
 
@@ -171,6 +182,24 @@ def _decode_line(row: DecodeRow) -> list[str]:
     gigabytes = None if row.bytes is None else row.bytes / 1e9
     cells = [row.arm, speed, *map(_number, (row.speedup, row.ms, row.floor_ms))]
     return [*cells, _percent(row.fraction), _number(gigabytes), _error(row.rel_error), row.note or ""]
+
+
+def prefill_text(report: Report) -> str:
+    """One line an arm, a heading a model and number of tokens."""
+    head = f"{report.machine.get('name')}: milliseconds to the first token"
+    lines: list[Sequence[str] | str] = [head, PREFILL_HEAD]
+    headings = (f"{r.model}, {r.batch} x {r.tokens} tokens" for r in report.rows)
+    for heading, found in groupby(zip(headings, report.rows, strict=True), key=lambda pair: pair[0]):
+        lines.append(heading)
+        lines += [_prefill_line(row) for _, row in found]
+    return aligned(lines, numbers=range(2, 7))
+
+
+def _prefill_line(row: PrefillRow) -> list[str]:
+    time = _number(row.ms) if row.status == OK else row.status
+    spread = "" if row.ms is None else f"{_number(row.low)}–{_number(row.high)}"
+    gains = map(_number, (row.of_dense, row.of_dense_fp8))
+    return [row.arm, row.way, time, spread, *gains, _error(row.rel_error), row.note or ""]
 
 
 def _machine(report: Report) -> list[str]:

@@ -11,6 +11,7 @@ from blr.compressor.cli import values
 from blr.compressor.cli.bench_decode import decode
 from blr.compressor.cli.bench_memory import memory
 from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.bench_prefill import prefill
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
@@ -186,4 +187,5 @@ def kernels(
 
 
 bench_app.command("decode")(decode)
+bench_app.command("prefill")(prefill)
 bench_app.command("memory")(memory)

@@ -1,11 +1,11 @@
 """Float8 on one GPU: every kernel against its reference, then times over dense bf16 and dense float8.
 
-    python scripts/bench/fp8.py [--json FILE] [--tokens 512,2048,8192] [--seconds 150]
+    python scripts/bench/fp8.py [--json FILE] [--tokens 512,2048,8192] [--tiles] [--seconds 150]
 
 Shapes are outputs x inputs. All arms of a shape and a number of tokens are timed in turn, in CUDA
 graphs, with inputs and weights rotated beyond the L2. Float8 arms include the quantization of
-activations, but for those called "alone". First the tiles of every product are timed by themselves; the
-best are used.
+activations, but for those called "alone". With --tiles the tiles of every product are timed first, and
+the best are used. Last come the prompts of a whole model (`blr bench prefill`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.bench.prefill import PrefillOptions, run_prefill
+from blr.compressor.bench.summary import prefill_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
+from blr.compressor.progress import Progress
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.blast.reference import blast_linear as blast_reference
 from blr.kernels.fp8 import launch, layers, library, reference
@@ -326,6 +330,20 @@ def missed(arms: Arms) -> dict[str, float]:
     return found
 
 
+def prefill(asked: argparse.Namespace, started: float) -> list[dict[str, Any]]:
+    """Whole models, in what is left of the seconds."""
+    options = PrefillOptions(
+        models=asked.models.split(","),
+        arms=asked.arms.split(","),
+        tokens=[int(n) for n in asked.prefill.split(",")],
+        rounds=5,
+        seconds=asked.seconds - (time.perf_counter() - started),
+    )
+    report, _ = run_prefill(options, Progress(quiet=True))
+    print(prefill_text(report), flush=True)
+    return [asdict(row) for row in report.rows]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
@@ -333,6 +351,10 @@ def main() -> int:
     parser.add_argument("--shapes", default="4096x4096,14336x4096,4096x14336")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--quick", action="store_true", help="nothing compiled by torch")
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--models", default="8b", help="of bench prefill, or none")
+    parser.add_argument("--prefill", default="2048,8192", help="tokens of its prompts")
+    parser.add_argument("--arms", default="dense,dense-fp8,lowrank,lowrank-fp8")
     asked = parser.parse_args()
     started, tokens = time.perf_counter(), [int(n) for n in asked.tokens.split(",")]
     shapes = [(int(o), int(i)) for o, i in (text.split("x") for text in asked.shapes.split(","))]
@@ -344,7 +366,8 @@ def main() -> int:
     if not fine:
         print("kernels miss their references: timed all the same, to be read with that in mind")
     torch.manual_seed(1)
-    search(timer, shapes, tokens, tiles)
+    if asked.tiles:
+        search(timer, shapes, tokens, tiles)
     print(f"tiles after {time.perf_counter() - started:.0f} s", flush=True)
     for o, i in shapes:
         for n in reversed(tokens):
@@ -370,6 +393,11 @@ def main() -> int:
                 print(f"  {name:32} {ms * 1e3:8.1f} us  {ratios}  {errors[name]:.3f}")
                 rows.append({"o": o, "i": i, "n": n, "arm": name, "ms": ms, "dense": dense / ms})
             sys.stdout.flush()
+    del timer, arms, x
+    torch.cuda.empty_cache()
+    print(f"layers after {time.perf_counter() - started:.0f} s", flush=True)
+    if asked.models != "none":
+        rows += prefill(asked, started)
     print(f"done after {time.perf_counter() - started:.0f} s")
     if asked.json:
         asked.json.write_text(json.dumps({"tiles": tiles, "rows": rows}, indent=1))

@@ -91,6 +91,10 @@ class Models:
             self.built[key] = self._build(structure, kind, plain, head)
         return self.built[key]
 
+    def fresh(self, structure: str) -> Any:
+        """A model in a structure that nobody else has, to be changed."""
+        return self._build(structure, "", False, "")
+
     def _build(self, structure: str, kind: str, plain: bool, head: str) -> Any:
         if plain and structure == "lowrank":
             return two_linears(self.get(structure), self._empty())

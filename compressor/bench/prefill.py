@@ -1,0 +1,290 @@
+"""`blr bench prefill`: time to the first token of whole models in transformers, bf16 and float8.
+
+Arms of one model and number of tokens are timed in turn, a forward pass each, by the wall clock.
+Compiled ones have their decoder layers compiled, one compilation for all. No arm has a time before its
+logits are right: compiled ones are compared with eager ones, float8 with the same weights dequantized.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.bench.decode.models import OWN, STRUCTURES, Models, Subject, find_subject, prompt
+from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
+from blr.compressor.bench.stopping import Stopped, stoppable
+from blr.compressor.bench.timing import spread
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
+from blr.compressor.machine.device import float_dtype, pick_device
+from blr.compressor.modeling.float8 import prepare_float8, share_rows
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.progress import Progress
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
+from blr.kernels.quantized.formats import ROW
+
+DENSE, FP8, COMPILED = "dense", "fp8", "compiled"
+SHAPE_ARMS = tuple(arm + kind for arm in (DENSE, *STRUCTURES) for kind in ("", f"-{FP8}"))
+FOLDER_ARMS = (OWN,)
+# Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
+# inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
+LIMITS = {"": 0.1, FP8: 0.6}
+CHECKED = 128  # tokens of the check of float8
+CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to time
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """What to time.
+
+    Attributes:
+        models: names of configs/bench-decode.yaml or checkpoint folders. arms: empty for the usual ones.
+        tokens: of the prompt. rounds: samples of an arm. cf, blocks: of structured layers of shapes.
+        compiling: compiled arms, too; None: on a GPU. seconds: after which no case is started.
+    """
+
+    models: Sequence[str]
+    arms: Sequence[str] = ()
+    tokens: Sequence[int] = (2048,)
+    batch: int = 1
+    rounds: int = 5
+    cf: float = 2.0
+    blocks: int = 16
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    compiling: bool | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class PrefillBench:
+    """One run; `report` has the rows so far."""
+
+    options: PrefillOptions
+    report: Report
+    progress: Progress
+    device: torch.device = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.options.device)
+        self.dtype = float_dtype(self.options.dtype)
+        self.subjects = [(s, self._arms(s)) for s in map(find_subject, self.options.models)]
+        large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
+        if self.device.type == "cpu" and large:
+            raise CapabilityError(
+                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
+                "time --models pico or a checkpoint folder here"
+            )
+        given = self.options.compiling
+        self.compiling = self.device.type == "cuda" if given is None else given
+
+    def run(self) -> int:
+        """Time everything. Returns 0, or 128 + N if signal N ended the run early."""
+        begun = perf_counter()
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else "cpu"
+        self.report.machine = {"device": str(self.device), "name": name}
+        try:
+            with stoppable(), torch.no_grad():
+                self._run_all(begun)
+        except Stopped as stop:
+            self.report.stopped = stop.name
+            return 128 + stop.number
+        finally:
+            self.report.seconds = perf_counter() - begun
+        return 0
+
+    def _arms(self, subject: Subject) -> list[str]:
+        known = SHAPE_ARMS if subject.folder is None else FOLDER_ARMS
+        arms = [arm for arm in self.options.arms or known if arm in known]
+        if wrong := set(self.options.arms) - {*SHAPE_ARMS, *FOLDER_ARMS}:
+            raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*SHAPE_ARMS, OWN))}")
+        if not arms:
+            raise UsageError(f"none of the arms fits {subject.name}: expected {', '.join(known)}")
+        return arms
+
+    def _run_all(self, begun: float) -> None:
+        with self.progress.layers(len(self.subjects) * len(self.options.tokens), "timing") as starting:
+            for subject, arms in self.subjects:
+                models = Prefilled(subject, self.device, self.dtype, self.options)
+                for tokens in self.options.tokens:
+                    title = f"{subject.name} {tokens} tokens"
+                    limit = self.options.seconds
+                    if limit is not None and perf_counter() - begun > limit:
+                        self.report.stopped = f"the seconds were spent before {title}"
+                        return
+                    starting(title)
+                    self.report.rows += self._case(models, arms, tokens)
+                    torch.compiler.reset()
+                del models
+                gc.collect()
+
+    def _case(self, models: Prefilled, arms: Sequence[str], tokens: int) -> list[PrefillRow]:
+        """All arms for one number of tokens, timed in turn."""
+        ways = ("", COMPILED) if self.compiling else ("",)
+        rows = {
+            (arm, way): PrefillRow(models.subject.name, arm, way, tokens, self.options.batch)
+            for arm in arms
+            for way in ways
+        }
+        for (arm, way), row in rows.items():
+            with _noted(row):
+                self._ready(models, arm, way, row, tokens)
+        samples: dict[tuple[str, str], list[float]] = {key: [] for key in rows}
+        for _ in range(self.options.rounds):
+            for (arm, way), row in rows.items():
+                if row.status == OK:
+                    with _noted(row):
+                        samples[arm, way].append(self._time(models, arm, way, tokens))
+        for key, row in rows.items():
+            if row.status == OK:
+                found = spread(samples[key])
+                row.ms, row.low, row.high, row.rounds = found.ms, found.low, found.high, found.rounds
+        _compare(list(rows.values()))
+        return list(rows.values())
+
+    def _ready(self, models: Prefilled, arm: str, way: str, row: PrefillRow, tokens: int) -> None:
+        """Compile and check an arm. Raises what it does."""
+        model, kind = models.get(arm), FP8 if arm.endswith(FP8) else ""
+        ids = prompt(models.subject, model, self.options.batch, tokens)
+        expected: Tensor | None = None
+        if way:
+            expected = first_logits(model, ids, "")
+        elif kind:
+            ids = ids[:, :CHECKED]
+            expected = dequantized_logits(model, ids)
+        found = first_logits(model, ids, way)
+        if expected is not None:
+            row.rel_error = float((found - expected).norm() / expected.norm())
+        if not torch.isfinite(found).all() or (row.rel_error or 0.0) > LIMITS[kind]:
+            row.fail(WRONG, "logits differ, or are not finite")
+
+    def _time(self, models: Prefilled, arm: str, way: str, tokens: int) -> float:
+        """Milliseconds to the first token."""
+        model = models.get(arm)
+        ids = prompt(models.subject, model, self.options.batch, tokens)
+        _settle(self.device)
+        begun = perf_counter()
+        first_logits(model, ids, way).argmax(-1).cpu()
+        return (perf_counter() - begun) * 1e3
+
+
+class Prefilled:
+    """The models of one subject, each made once."""
+
+    def __init__(
+        self, subject: Subject, device: torch.device, dtype: torch.dtype, options: PrefillOptions
+    ) -> None:
+        self.subject, room = subject, max(options.tokens) + 1
+        self.models = Models(subject, device, dtype, room, options.cf, options.blocks)
+        self.built: dict[str, Any] = {}
+
+    def get(self, arm: str) -> Any:
+        """The model of an arm."""
+        if arm not in self.built:
+            structure = arm.removesuffix(f"-{FP8}")
+            plain = arm == structure
+            self.built[arm] = (
+                self.models.get(structure) if plain else to_float8(self.models.fresh(structure))
+            )
+        return self.built[arm]
+
+
+def to_float8(model: Any) -> Any:
+    """`model` with all linear layers but the head in float8, in place."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, float8_layer(layer))
+    share_rows(model)
+    prepare_float8(model)
+    return model
+
+
+def float8_layer(layer: Any) -> nn.Module:
+    """The same layer with weights in float8, a scale a row."""
+    structured = isinstance(layer, StructuredLinear)
+    plain = layer.spec if structured else DenseSpec(layer.in_features, layer.out_features)
+    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
+    if structured:
+        factors = {name: getattr(layer, name).detach() for name in plain.shapes()}
+        tensors = quantize_factors(spec, factors).tensors
+    else:
+        tensors = quantize_dense(layer.weight.detach(), spec).tensors
+    with torch.device("meta"):
+        made = quantized_layer(spec, layer.bias is not None)
+    state = tensors if layer.bias is None else tensors | {"bias": layer.bias.detach()}
+    made.load_state_dict(state, assign=True)
+    return made.requires_grad_(False).eval()
+
+
+def first_logits(model: Any, ids: Tensor, way: str) -> Tensor:
+    """[B, vocab] of the token after `ids`, in float32; `way`: eager, or layers compiled."""
+    layers = model.get_decoder().layers
+    for layer in layers:
+        if way and not hasattr(layer, "blr_compiled"):
+            layer.compile(dynamic=False)
+            layer.blr_compiled = layer._compiled_call_impl
+        layer._compiled_call_impl = layer.blr_compiled if way else None
+    found: Tensor = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
+
+
+def dequantized_logits(model: Any, ids: Tensor) -> Tensor:
+    """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    with torch.enable_grad():
+        found: Tensor = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=1).logits
+    return found.detach()[:, -1].float()
+
+
+def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[Report, int]:
+    """Time everything that `options` name; the report, and the exit code.
+
+    Raises:
+        UsageError: arms or models that there are not. CapabilityError: no device for them.
+    """
+    from dataclasses import asdict
+
+    report = Report("bench prefill", asdict(options), kind=PrefillRow)
+    return report, PrefillBench(options, report, progress).run()
+
+
+def _compare(rows: Sequence[PrefillRow]) -> None:
+    """Fill in what each is times as fast as dense and as dense float8, run in the same way."""
+    for row in rows:
+        for base, name in ((DENSE, "of_dense"), (f"{DENSE}-{FP8}", "of_dense_fp8")):
+            found = next((r.ms for r in rows if (r.arm, r.way) == (base, row.way)), None)
+            if found is not None and row.ms is not None:
+                setattr(row, name, found / row.ms)
+
+
+@contextmanager
+def _noted(row: PrefillRow) -> Iterator[None]:
+    """What an arm raises becomes the status of its row."""
+    try:
+        yield
+    except (UsageError, Stopped):
+        raise
+    except (torch.OutOfMemoryError, MemoryError):
+        row.fail(OOM, "out of memory")
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        row.fail(FAILED, f"{type(error).__name__}: {lines[0]}"[:200])
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,85 @@
+"""`blr bench prefill`: time to the first token of whole models, bf16 and float8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blr.compressor.cli import values
+from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
+
+
+def prefill(
+    models: Annotated[
+        str,
+        typer.Option(help="Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."),
+    ] = "8b",
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: dense, lowrank, monarch, blast, each also with -fp8; for a "
+            "checkpoint, own.",
+            show_default="all",
+        ),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "128,512,2048,8192,16384",
+    batch: Annotated[int, typer.Option(min=1, callback=values.count, help="Sequences at once.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")
+    ] = 5,
+    cf: Annotated[
+        float, typer.Option(callback=values.factor, help="Compression factor of structured layers.")
+    ] = 2.0,
+    blocks: Annotated[
+        int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")
+    ] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    compiling: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Arms with decoder layers compiled, too.",
+            show_default="compile on a GPU",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, callback=values.number, help="Start no further case after this many seconds."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for results.json and results.csv.")
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Prompts through whole models in transformers: dense and structured, bf16 and float8."""
+    from blr.compressor.bench.results import check_output, save
+
+    if output is not None:
+        check_output(output)
+    from blr.compressor.bench.prefill import PrefillOptions, run_prefill
+    from blr.compressor.bench.summary import prefill_summary, prefill_text
+    from blr.compressor.progress import Progress
+
+    options = PrefillOptions(
+        models=tuple(words(models)),
+        arms=tuple(words(arms)) if arms is not None else (),
+        tokens=counts("--tokens", tokens),
+        batch=batch,
+        rounds=rounds,
+        cf=cf,
+        blocks=blocks,
+        device=device,
+        dtype=dtype,
+        compiling=compiling,
+        seconds=seconds,
+    )
+    report, code = run_prefill(options, Progress(quiet))
+    summary = prefill_summary(report.rows)
+    finish(report, code, summary, prefill_text, save, lambda *_: None, output, format)

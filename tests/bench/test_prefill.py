@@ -1,0 +1,44 @@
+"""`blr bench prefill` on a pico model: every arm is checked before it is timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from blr.compressor.bench import prefill
+from blr.compressor.bench.prefill import PrefillOptions, run_prefill
+from blr.compressor.bench.summary import prefill_summary, prefill_text
+from blr.compressor.errors import UsageError
+from blr.compressor.modeling import float8
+from blr.compressor.progress import Progress
+
+ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
+
+
+def options(**more: object) -> PrefillOptions:
+    given = {"models": ("pico",), "arms": ARMS, "tokens": (24,), "rounds": 1, "blocks": 4}
+    return PrefillOptions(**{**given, "device": "cpu", "compiling": False, **more})  # type: ignore[arg-type]
+
+
+def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
+    report, code = run_prefill(options(), Progress(quiet=True))
+    rows = {row.arm: row for row in report.rows}
+    assert code == 0 and all(row.status == "ok" and row.ms for row in rows.values())
+    assert all(0.005 < (rows[arm].rel_error or 0) < 0.15 for arm in ARMS[1:])
+    assert rows["dense-fp8"].of_dense_fp8 == 1 and rows["dense"].of_dense == 1
+    assert prefill_summary(report.rows)["statuses"] == {"ok": len(ARMS)}
+    assert "pico, 1 x 24 tokens" in prefill_text(report)
+
+
+def test_a_wrong_arm_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
+    plain = float8.fp8_product
+    monkeypatch.setattr(float8, "fp8_product", lambda *given: 3 * plain(*given))
+    report, _ = run_prefill(options(arms=("dense-fp8",)), Progress(quiet=True))
+    assert report.rows[0].status == "wrong" and report.rows[0].ms is None
+
+
+def test_arms_that_there_are_not_are_named() -> None:
+    with pytest.raises(UsageError, match="lowrank-int4"):
+        run_prefill(options(arms=("lowrank-int4",)), Progress(quiet=True))
+    assert set(prefill.SHAPE_ARMS) > set(ARMS)
