@@ -115,7 +115,10 @@ KvRank = Annotated[
 ]
 KvCf = Annotated[
     float | None,
-    typer.Option(help="The same by how much smaller the cache becomes.", show_default="none"),
+    typer.Option(
+        help="The same by how much smaller the cache becomes; 1 with --kv-quantize.",
+        show_default="none",
+    ),
 ]
 KvQuantize = Annotated[
     str | None, typer.Option(help="int8: what such a cache holds its ranks in.", show_default="none")

@@ -21,6 +21,7 @@ from blr.compressor.fitting.own import is_own, with_own_text
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import Run, fit_blocks
 from blr.compressor.fitting.work import Work
+from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.text.reading import Calibration, read_calibration
 
@@ -70,6 +71,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
         sensitivity = _measure(work, model, batches, key)
     curves = _curves(sensitivity)
     plan = replan(curves)
+    if sensitivity is not None and plan.kv_cache is not None:
+        plan.notes += cache_notes(plan.layers, curves or {}, sensitivity.tokens)
     work.progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)

@@ -33,11 +33,12 @@ from blr.compressor.structures.linalg import cholesky, eigenvalues
 @dataclass
 class Sensitivity:
     """By module name on disk: `curves` (falling eigenvalues) and `outputs` (G [o, o], mean diagonal
-    1, float32); `blocks` holds G [d, d] of every block's hidden output, likewise."""
+    1, float32); `blocks` holds G [d, d] of every block's hidden output, likewise; `tokens` were seen."""
 
     curves: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
 
 
 def measure(work: Work, model: BlockModel, batches: list[Batch], key: str) -> Sensitivity:
@@ -59,6 +60,7 @@ def measure(work: Work, model: BlockModel, batches: list[Batch], key: str) -> Se
     else:
         found = Sensitivity()
     found.curves = work.processes.told(found.curves)
+    found.tokens = sum(int(batch.mask.sum()) for batch in batches)
     return found
 
 

@@ -36,11 +36,13 @@ class Outputs:
 
     information: Tensor
 
-    @cached_property
-    def root(self) -> Tensor:
-        """Upper Cholesky factor of the whole, with a small ridge."""
-        identity = torch.eye(len(self.information)).to(self.information)
-        return cholesky(self.information + RIDGE * identity).mT
+    def root(self, groups: int = 1) -> Tensor:
+        """Upper Cholesky factor [o, o] of the whole, or of the blocks of so many groups, with a small
+        ridge."""
+        parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
+        own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
+        identity = torch.eye(len(own)).to(own)
+        return cholesky(own + RIDGE * identity).mT
 
     @cached_property
     def rows(self) -> Tensor:
@@ -95,16 +97,18 @@ def _found(
 def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
     """Fit the target with its outputs weighted, then take the weights out of the factors again.
 
-    Low rank takes the whole metric in closed form; the others, and groups of its output rows, its
-    diagonal, which scales rows.
+    Low rank takes the whole metric in closed form, groups of its output rows each their own block;
+    the others its diagonal, which scales rows.
     """
     dtype, options = fitting_dtype(job.device), _options(job, spec)
     structure = STRUCTURES[spec.structure].factorizer()
     if outputs is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
     if takes_whole_metric(spec):
-        fit = structure.fit(outputs.root @ target, spec, gram, options)
-        fit.tensors["U"] = solve_upper(outputs.root, fit.tensors["U"])
+        root = outputs.root(_output_groups(spec))
+        fit = structure.fit(root @ target, spec, gram, options)
+        left = fit.tensors["U"]
+        fit.tensors["U"] = solve_upper(root, left.reshape(len(root), -1)).view_as(left)
         return fit
     rows = outputs.rows
     fit = structure.fit((rows[:, None] * target).to(dtype), spec, gram.to(dtype), options)
@@ -128,7 +132,12 @@ def fitted_together(job: Job) -> bool:
 
 def takes_whole_metric(spec: Spec) -> bool:
     """Whether the structure's fit can be weighted by a matrix on its outputs, in closed form."""
-    return isinstance(spec, LowRankSpec) and (spec.groups == 1 or spec.side == "in")
+    return isinstance(spec, LowRankSpec)
+
+
+def _output_groups(spec: Spec) -> int:
+    """Groups of output rows that are problems of their own."""
+    return spec.groups if isinstance(spec, LowRankSpec) and spec.side == "out" else 1
 
 
 def _solved(spec: Spec) -> Spec:

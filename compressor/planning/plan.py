@@ -5,21 +5,20 @@ No weight is read and torch is not imported, except for a family without a table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import BYTES
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
-from blr.compressor.planning.heads import nearest_grouping
+from blr.compressor.planning.cached import KINDS as CACHED_KINDS
+from blr.compressor.planning.cached import Cached
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
-from blr.compressor.recipe.schema import DENSE, LayerSettings, Recipe
+from blr.compressor.recipe.schema import DENSE, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
-
-CACHED = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def make_plan(
     """
     notes: list[str] = []
     layers = select(find_layers(source, recipe, notes), recipe, source)
-    tasks = [_task(layer, recipe) for layer in layers]
+    cached = Cached(layers, recipe, curves or {})
+    tasks = [_task(layer, recipe, cached) for layer in layers]
     tasks = _decide(tasks, recipe, curves or {}, calibrated, notes)
     if recipe.allocation == "sensitivity" and not curves:
         notes.append("allocation: sensitivity needs calibration, these ranks are uniform")
@@ -146,31 +146,16 @@ def make_plan(
     return Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
 
 
-def _task(layer: Layer, recipe: Recipe) -> Task:
+def _task(layer: Layer, recipe: Recipe, cached: Cached) -> Task:
     width = 8 * BYTES[recipe.dtype] if recipe.dtype else 8 * layer.entry.nbytes // layer.entry.parameters
-    settings = recipe.settings_for(layer.module)
-    if recipe.caches_ranks and layer.type in CACHED:
-        settings = _cached(layer, recipe, settings)
-    return Task(layer, settings, width=width)
-
-
-def _cached(layer: Layer, recipe: Recipe, settings: LayerSettings) -> LayerSettings:
-    """Settings of a layer whose ranks the cache holds: head by head unless the recipe groups heads."""
-    heads = recipe.heads if recipe.heads.startswith("grouped") else "per-head"
-    asked = layer.heads if heads == "per-head" else int(heads.removeprefix("grouped:"))
-    groups = nearest_grouping(asked, layer.heads, layer.shape[0])
-    rank = recipe.kv_rank or max(int(layer.shape[0] / groups / (recipe.kv_cf or 1)), 1)
-    rule = "kv_rank" if recipe.kv_rank else f"kv_cf {recipe.kv_cf:g}"
-    return LayerSettings(
-        "svd", rank=rank, heads=heads, rule=rule, stored=replace(settings.stored, base=None)
-    )
+    return Task(layer, cached.settings(layer, recipe.settings_for(layer.module)), width=width)
 
 
 def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
     """What the checkpoint says of its cache. Raises UsageError where no layer makes keys and values."""
     if not recipe.caches_ranks:
         return None
-    if not any(planned.layer.type in CACHED for planned in layers):
+    if not any(planned.layer.type in CACHED_KINDS for planned in layers):
         raise UsageError("kv_rank and kv_cf are for decoders with k and v projections or GPT-2's c_attn")
     return recipe.kv_quantize if recipe.kv_quantize == "int8" else "ranks"
 

@@ -35,6 +35,7 @@ Group = Literal[128, 64, 32]
 Couplings = Literal["int8", "none"]
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all of it, for --kv-quantize
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Natural = Annotated[int, Field(ge=0, le=2**31)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -112,7 +113,7 @@ class RecipeFields(_Settings):
     include: Globs = []
     exclude: Globs = []
     kv_rank: Positive | None = None
-    kv_cf: Factor | None = None
+    kv_cf: CacheFactor | None = None
     kv_quantize: Couplings | None = None
     allocation: Allocation | None = None
     floor: Share = 0.3
@@ -148,8 +149,9 @@ class Recipe(RecipeFields):
             `bpw`: bits of all that is stored for each weight.
         rules: what differs by layer, the first match counting.
         include, exclude: globs over module names; include also admits heads.
-        kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank head by head, or in `heads`: of this
-            rank each, or of the width of the heads over this factor; the cache of keys and values then
+        kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank, in groups of heads of some 256
+            features or in `heads`: each group of this rank, or all together of their width over this
+            factor, shared out by sensitivity where it is measured; the cache of keys and values then
             holds the ranks, in int8 if `kv_quantize` says so.
         allocation: of the budget between layers; None is `sensitivity` when calibrated.
         floor: least share of its uniform rank that `sensitivity` leaves a layer.

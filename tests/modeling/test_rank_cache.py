@@ -161,12 +161,12 @@ def test_whole_keys_end_the_ranks() -> None:
 
 @pytest.mark.slow
 def test_compressed_for_its_cache(tiny: Path, tmp_path: Path) -> None:
-    """`--kv-cf 2`: k and v head by head, all else dense; loads where blr is not."""
+    """`--kv-cf 2`: k and v of heads together, all else dense; loads where blr is not."""
     output = compress_to(tiny, tmp_path / "out", method="dense", kv_cf=2.0)
     table = json.loads((output / "config.json").read_text())["blr"]
     assert table["kv_cache"] == "ranks"
     assert {name.rpartition(".")[2] for name in table["layers"]} == {"k_proj", "v_proj"}
-    assert {(f["rank"], f["groups"]) for f in table["layers"].values()} == {(16, 2)}
+    assert {(f["rank"], f.get("groups", 1)) for f in table["layers"].values()} == {(32, 1)}
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}

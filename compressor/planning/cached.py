@@ -1,0 +1,119 @@
+"""Which ranks a cache of keys and values holds: groups of heads, and shares of one budget.
+
+Keys and values of all layers are paid for in the same coin, numbers held for every token, so that what a
+rank saves decides where it goes: the singular values of all layers are filled from above until the
+budget is spent (reverse water filling). What they are worth is measured behind the attention (Fisher
+information of keys before their rotation and of values, `fitting/sensitivity`), which averages over the
+queries and positions that meet them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from blr.compressor.planning.heads import nearest_grouping
+from blr.compressor.planning.layers import Layer
+from blr.compressor.recipe.schema import LayerSettings, Recipe
+from blr.compressor.structures.specs import LowRankSpec, QuantizedSpec
+
+if TYPE_CHECKING:
+    from blr.compressor.planning.plan import PlannedLayer
+
+KINDS = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
+SHARED = KINDS[:2]  # those whose outputs are all held
+JOINT = 256  # features that a group of heads has at least, where there are as many
+UNIT = 4  # ranks that are given together
+FLOOR = 1 / 16  # least rank, of the width of a group
+Curves = Mapping[str, Sequence[float]]
+
+
+class Cached:
+    """Settings of layers whose ranks the cache holds.
+
+    Args:
+        curves: module to the predicted loss that each further rank saves (falling); empty if it was not
+            measured: ranks are the same share of every width then.
+    """
+
+    def __init__(self, layers: Sequence[Layer], recipe: Recipe, curves: Curves) -> None:
+        self.recipe = recipe
+        self.ranks: dict[str, int] = {}
+        shared = [layer for layer in layers if layer.type in SHARED and layer.module in curves]
+        if recipe.kv_cf and recipe.allocation != "uniform":
+            self.ranks = self._filled(shared, curves, recipe.kv_cf)
+
+    def settings(self, layer: Layer, settings: LayerSettings) -> LayerSettings:
+        """`settings` of a layer for a cache of ranks; as they are for any other."""
+        recipe = self.recipe
+        if not recipe.caches_ranks or layer.type not in KINDS:
+            return settings
+        groups = self.groups(layer)
+        even = max(int(layer.shape[0] / groups / (recipe.kv_cf or 1)), 1)
+        rank = recipe.kv_rank or self.ranks.get(layer.module, even)
+        rule = "kv_rank" if recipe.kv_rank else f"kv_cf {recipe.kv_cf:g}"
+        packed = replace(settings.stored, base=None)
+        return LayerSettings("svd", rank=rank, heads=f"grouped:{groups}", rule=rule, stored=packed)
+
+    def groups(self, layer: Layer) -> int:
+        """As the recipe groups heads; else as few as have `JOINT` features, for heads that share ranks
+        lose less. Queries, keys and values of one projection are apart, head by head."""
+        heads, width = self.recipe.heads, layer.shape[0]
+        if heads.startswith("grouped"):
+            asked = int(heads.removeprefix("grouped:"))
+        elif heads == "per-head" or layer.type not in SHARED:
+            asked = layer.heads
+        else:
+            asked = max(width // JOINT, 1)
+        return nearest_grouping(asked, layer.heads, width)
+
+    def _filled(self, layers: list[Layer], curves: Curves, factor: float) -> dict[str, int]:
+        """Rank of each group of every layer, of one budget."""
+        groups = {layer.module: self.groups(layer) for layer in layers}
+        widths = {layer.module: layer.shape[0] // groups[layer.module] for layer in layers}
+        ranks = {name: max(int(FLOOR * width), 1) for name, width in widths.items()}
+        left = sum(layer.shape[0] for layer in layers) / factor
+        left -= sum(ranks[name] * groups[name] for name in ranks)
+        steps = [
+            step
+            for name, width in widths.items()
+            for step in _steps(name, ranks[name], width, groups[name], curves[name])
+        ]
+        for _, name, rank, price in sorted(steps, key=lambda step: -step[0]):
+            if price <= left:
+                ranks[name], left = rank, left - price
+        return ranks
+
+
+def cache_notes(planned: Iterable[PlannedLayer], curves: Curves, tokens: int) -> list[str]:
+    """What a cache of ranks is predicted to lose before any refit.
+
+    Args:
+        curves: as measured on so many `tokens`: half of what is left of them is lost.
+    """
+    held, width, lost = 0, 0, 0.0
+    for layer in planned:
+        spec = layer.spec.of if isinstance(layer.spec, QuantizedSpec) else layer.spec
+        if layer.layer.type in SHARED and isinstance(spec, LowRankSpec) and spec.side == "out":
+            rank = spec.groups * spec.rank
+            held, width = held + rank, width + spec.out_features
+            lost += sum(curves.get(layer.layer.module, ())[rank:])
+    if not held:
+        return []
+    nats = lost / 2 / max(tokens, 1) ** 2
+    return [
+        f"cache of keys and values: {width / held:.2f} times smaller, predicted to lose about "
+        f"{nats:.2g} nats a token; a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
+    ]
+
+
+def _steps(
+    name: str, rank: int, width: int, groups: int, curve: Sequence[float]
+) -> Iterator[tuple[float, str, int, int]]:
+    """What each further step of ranks saves for a number held; name, the rank behind it, its price."""
+    while rank < width:
+        after = min(rank + UNIT, width)
+        price = groups * (after - rank)
+        yield sum(curve[groups * rank : groups * after]) / price, name, after, price
+        rank = after

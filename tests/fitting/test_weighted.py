@@ -1,0 +1,33 @@
+"""Fits in the norm of inputs and outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from blr.compressor.fitting.sensitivity import curve
+from blr.compressor.fitting.weighted import RIDGE, Outputs, _fit
+from blr.compressor.structures.base import FitOptions
+from blr.compressor.structures.lowrank import reconstruct
+from blr.compressor.structures.specs import LowRankSpec
+
+CPU: Any = SimpleNamespace(device=torch.device("cpu"), options=FitOptions())
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_low_rank_is_optimal_in_the_metric_of_its_outputs(groups: int) -> None:
+    """Groups of output rows in their own block of it: what is lost is what is left of the curve."""
+    torch.manual_seed(groups)
+    W, A, B = torch.randn(8, 12), torch.randn(12, 30), torch.randn(8, 9)
+    weight, gram, output = (x.double() for x in (W, A @ A.mT, B @ B.mT))
+    spec = LowRankSpec(12, 8, 1, groups)
+    fit = _fit(CPU, spec, weight, gram, Outputs(output))
+    missed = weight - reconstruct(fit.tensors, spec)
+    for rows in torch.arange(8).view(groups, -1):
+        own = output[rows][:, rows] + RIDGE * torch.eye(len(rows))
+        lost = (own @ missed[rows] @ gram @ missed[rows].mT).trace()
+        expected = curve(weight[rows], gram, own)[1:].sum()
+        assert float(lost) == pytest.approx(float(expected), rel=1e-4)

@@ -1,0 +1,73 @@
+"""Ranks of a cache of keys and values: one budget for all layers, spent where it saves most."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blr.compressor.planning.cached import FLOOR, cache_notes
+from blr.compressor.planning.outline import open_or_outline
+from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.recipe.schema import Recipe
+
+MODEL = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "head_dim": 64},
+    **{"intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 64},
+}
+
+
+def planned(
+    folder: Path, kv_heads: int, curves: dict[str, list[float]] | None, **recipe: object
+) -> Plan:
+    (folder / "config.json").write_text(json.dumps({**MODEL, "num_key_value_heads": kv_heads}))
+    source, _ = open_or_outline(folder)
+    return make_plan(source, Recipe(method="dense", **recipe), curves, calibrated=curves is not None)
+
+
+def held(plan: Plan) -> dict[str, int]:
+    return {p.layer.module: p.spec.groups * p.spec.rank for p in plan.layers}
+
+
+@pytest.mark.parametrize(
+    ("heads", "asked", "groups"),
+    [(2, "whole", 1), (8, "whole", 2), (8, "per-head", 8), (8, "grouped:4", 4)],
+)
+def test_heads_share_ranks(heads: int, asked: str, groups: int, tmp_path: Path) -> None:
+    """Groups of 256 features unless the recipe says otherwise."""
+    plan = planned(tmp_path, heads, None, kv_cf=2.0, heads=asked)
+    assert {p.spec.groups for p in plan.layers} == {groups}
+    assert set(held(plan).values()) == {heads * 64 // 2}
+
+
+def test_one_budget_goes_where_it_saves_most(tmp_path: Path) -> None:
+    modules = held(planned(tmp_path, 2, None, kv_cf=2.0))
+    curves = {
+        name: [(10.0 if "v_proj" in name else 1.0) * 0.95**n for n in range(128)] for name in modules
+    }
+    found = held(planned(tmp_path, 2, curves, kv_cf=2.0))
+    assert sum(found.values()) == sum(modules.values())
+    for number in "01":
+        keys, values = (found[f"model.layers.{number}.self_attn.{n}_proj"] for n in "kv")
+        worth = [curves[n][found[n] - 1] for n in found]  # of the last rank: alike everywhere
+        assert keys < values and max(worth) < 1.5 * min(worth)
+
+
+def test_nothing_falls_below_the_floor_or_above_the_width(tmp_path: Path) -> None:
+    modules = held(planned(tmp_path, 2, None, kv_cf=1.5))
+    curves = {name: [1e6 if "v_proj" in name else 1e-6] * 128 for name in modules}
+    found = held(planned(tmp_path, 2, curves, kv_cf=1.5))
+    assert {n for name, n in found.items() if "v_proj" in name} == {128}
+    assert all(n >= FLOOR * 128 for n in found.values())
+
+
+def test_the_loss_is_predicted(tmp_path: Path) -> None:
+    """Half of what is left of the curves, a token."""
+    modules = held(planned(tmp_path, 2, None, kv_cf=2.0))
+    curves = {name: [1.0] * 128 for name in modules}
+    plan = planned(tmp_path, 2, curves, kv_cf=2.0)
+    lost = 4 * 64 / 2 / 80**2
+    [note] = cache_notes(plan.layers, curves, 80)
+    assert "2.00 times smaller" in note and f"about {lost:.2g} nats" in note
+    assert not cache_notes(planned(tmp_path, 2, None, quantize="int8").layers, curves, 80)
