@@ -100,8 +100,8 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
     from huggingface_hub import snapshot_download
 
     try:
+        patterns = _of_pipeline(repository, revision, offline, patterns)
         if not offline:
-            patterns = _of_pipeline(repository, revision, patterns)
             _check_room(repository, revision, patterns)
         folder = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=offline
@@ -122,13 +122,18 @@ def _download(repository: str, revision: str | None, offline: bool, patterns: li
     return Found(_model_in(Path(folder)), repository, Path(folder).name)
 
 
-def _of_pipeline(repository: str, revision: str | None, patterns: list[str]) -> list[str]:
+def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> list[str]:
     """`patterns`, of a pipeline's repository those of its transformer alone."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     tops = ["config.json", PIPELINE]
-    found = snapshot_download(repository, revision=revision, allow_patterns=tops, dry_run=True)
-    if {file.filename for file in found} != {PIPELINE}:
+    if offline:
+        cached = {name: try_to_load_from_cache(repository, name, revision=revision) for name in tops}
+        found = {name for name, path in cached.items() if isinstance(path, str)}
+    else:
+        listed = snapshot_download(repository, revision=revision, allow_patterns=tops, dry_run=True)
+        found = {file.filename for file in listed}
+    if found != {PIPELINE}:
         return patterns
     return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from diffusers_folders import save_diffusion
 from patience import PATIENCE
 from pico import save_pico
 
@@ -178,16 +179,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        names = sorted(path.name for path in self.folder.iterdir())
-        file = self.folder / self.path.rsplit("/", 1)[-1]
+        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        names = sorted(path.relative_to(self.folder).as_posix() for path in paths)
+        name = self.path.removeprefix("/who/pico/resolve/").partition("/")[2]
         if self.path.startswith("/api/models/who/pico/"):
             siblings = [{"rfilename": name} for name in names]
             info = {"id": "who/pico", "sha": self.commit, "siblings": siblings}
             if "/tree/" in self.path:
                 info = [{"type": "file", "path": name, "oid": name, "size": 1} for name in names]
             self.send(json.dumps(info).encode(), "application/json", body)
-        elif self.path.startswith("/who/pico/resolve/") and file.name in names:
-            self.send(file.read_bytes(), "application/octet-stream", body)
+        elif self.path.startswith("/who/pico/resolve/") and name in names:
+            self.send((self.folder / name).read_bytes(), "application/octet-stream", body)
         else:
             self.send_error(404)
 
@@ -246,3 +248,22 @@ def test_hub_that_dies_while_it_sends(
     assert done.returncode == 8, done.stderr
     assert done.stderr.splitlines()[-1].startswith("blr: error: who/pico: ")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_of_a_pipeline_the_transformer_alone_is_downloaded(
+    hub: Callable[..., None], environment: Environment, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    save_diffusion(pipe / "transformer")
+    (pipe / "model_index.json").write_text('{"_class_name": "DiTPipeline"}')
+    (pipe / "vae").mkdir()
+    (pipe / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"large")
+    hub(folder=pipe, commit=COMMIT)
+    options = ["--method", "svd", "--no-check", "-o", "out"]
+    done = online(environment, tmp_path, "compress", "who/pico", *options)
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
+    snapshot = tmp_path / "hf/hub/models--who--pico/snapshots" / COMMIT
+    assert sorted(path.name for path in snapshot.iterdir()) == ["model_index.json", "transformer"]
+    again = blr(environment, tmp_path, "compress", "who/pico", *options, "--offline", "--overwrite")
+    assert again.returncode == 0, again.stderr
