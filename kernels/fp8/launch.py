@@ -31,6 +31,9 @@ class Tile(NamedTuple):
     exact: int | None = None
 
 
+MIXED = Tile(BM=128, BN=64, BK=128, stages=4)
+
+
 def quantize_rows(
     x: Tensor,
     make: str = "",
@@ -150,6 +153,33 @@ def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
             RANKS=128,
             num_warps=4,
         )
+    return out
+
+
+def mixed(
+    x: Tensor, V: Tensor, by_row: Tensor, by_col: Tensor, s: Tensor, out: Tensor, tile: Tile = MIXED
+) -> Tensor:
+    """The first product of BLAST and its mix in one kernel, z written nowhere: float8 `out` [b, n, r].
+
+    Args:
+        x: float8 [n, b·p]. V: float8 [b, r, p], b at most 4. by_row: [n]. by_col: [b, r]. s: [b, b, r].
+    """
+    from blr.kernels.fp8.triton import TensorDescriptor, mixed_kernel
+
+    blocks, rank, p = V.shape
+    n = x.shape[0]
+    mixed_kernel[(-(-n // tile.BM) * -(-rank // tile.BN),)](
+        TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]),
+        TensorDescriptor.from_tensor(V.view(blocks * rank, p), [tile.BN, tile.BK]),
+        *(by_row, by_col, s, out, n, rank, p, rank, out.stride(0), out.stride(1)),
+        BLOCKS=blocks,
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=tile.BK,
+        GROUP=tile.GROUP,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
     return out
 
 

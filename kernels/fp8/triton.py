@@ -167,3 +167,47 @@ def mix_kernel(
             part = tl.load(z + block * z_batch + rows * z_row + cols, mask=inside, other=0.0)
             sums += by * part.to(tl.float32)
         tl.store(w + k * w_batch + rows * w_row + cols, sums.to(w.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mixed_kernel(
+    a, b, by_row, by_col, s, w, M, N, K, b_rows, w_batch, w_row,
+    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first product of BLAST with up to four blocks and its mix, ``w[k] = Σ_l s[k, l] ⊙ z[l]`` in
+    float8: a program has the same tokens and ranks of all blocks, and z is written nowhere.
+
+    a: descriptor of inputs [M, BLOCKS · K], b: of V [BLOCKS · N, K].
+    """
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    row, col = tile_m * BM, tile_n * BN
+    rows, cols = (row + tl.arange(0, BM)).to(tl.int64), col + tl.arange(0, BN)
+    down = tl.load(by_row + rows, mask=rows < M, other=0.0)
+    w0 = tl.zeros([BM, BN], tl.float32)
+    w1, w2, w3 = w0, w0, w0
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        z = tl.zeros([BM, BN], tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            left = a.load([row, block * K + k])
+            right = b.load([block * b_rows + col, k])
+            z = tl.dot(left, right.T, z)
+        along = tl.load(by_col + block * N + cols, mask=cols < N, other=0.0)
+        z = z * down[:, None] * along[None, :]
+        at = s + block * N + cols
+        w0 += z * tl.load(at, mask=cols < N, other=0.0)[None, :]
+        if BLOCKS > 1:
+            w1 += z * tl.load(at + BLOCKS * N, mask=cols < N, other=0.0)[None, :]
+        if BLOCKS > 2:
+            w2 += z * tl.load(at + 2 * BLOCKS * N, mask=cols < N, other=0.0)[None, :]
+        if BLOCKS > 3:
+            w3 += z * tl.load(at + 3 * BLOCKS * N, mask=cols < N, other=0.0)[None, :]
+    to = w + rows[:, None] * w_row + cols[None, :]
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    tl.store(to, w0.to(w.dtype.element_ty), mask=inside)
+    if BLOCKS > 1:
+        tl.store(to + w_batch, w1.to(w.dtype.element_ty), mask=inside)
+    if BLOCKS > 2:
+        tl.store(to + 2 * w_batch, w2.to(w.dtype.element_ty), mask=inside)
+    if BLOCKS > 3:
+        tl.store(to + 3 * w_batch, w3.to(w.dtype.element_ty), mask=inside)

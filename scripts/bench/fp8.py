@@ -306,6 +306,10 @@ def blast_arms(o: int, i: int, x: Tensor, b: int = 4) -> Arms:
     def ours(x: Tensor, U: Tensor, V: Tensor, tile: Tile | None = None) -> Tensor:
         return layers.blast(launch.quantize_rows(x), U, V, scales, BF16, tiles=(tile, tile))
 
+    def fused(x: Tensor, U: Tensor, V: Tensor, tile: Tile) -> Tensor:
+        rows = launch.quantize_rows(x)
+        return layers.blast(rows, U, V, scales, BF16, fused=tile)
+
     s = S.to(BF16)
     arms: Arms = {
         "BLAST bf16": (lambda x, U, V: blast_linear(x, U, s, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
@@ -313,6 +317,9 @@ def blast_arms(o: int, i: int, x: Tensor, b: int = 4) -> Arms:
     }
     for name in BATCHED:
         arms[f"BLAST fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
+    for tile in (launch.MIXED, launch.MIXED._replace(stages=6), Tile(64, 128, 128, stages=4)):
+        name = f"BLAST fp8 fused {tile.BM}x{tile.BN} s{tile.stages}"
+        arms[name] = (partial(fused, tile=tile), (x, U, V))
     return arms
 
 
