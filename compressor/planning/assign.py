@@ -26,6 +26,13 @@ RANK_UNIT = 4  # of corrections that bits size
 Curves = Mapping[str, Sequence[float]]
 
 
+def nearest_blocks(o: int, i: int, wanted: int) -> int:
+    """The number of blocks nearest to the one that is wanted that divides both dimensions."""
+    common = gcd(o, i)
+    divisors = [d for d in range(1, common + 1) if common % d == 0]
+    return min(divisors, key=lambda d: (abs(log(d / wanted)), d))
+
+
 @dataclass(frozen=True)
 class Task:
     """A layer, its settings and what is already decided; `why` explains it, `width` is that of a number
@@ -139,9 +146,7 @@ class Assigner:
     def _blocks(self, task: Task) -> int:
         """The number of blocks: as asked, or the nearest that divides both dimensions."""
         (o, i), wanted = task.layer.shape, task.settings.target_blocks
-        common = gcd(o, i)
-        divisors = [d for d in range(1, common + 1) if common % d == 0]
-        nearest = min(divisors, key=lambda d: (abs(log(d / wanted)), d))
+        nearest = nearest_blocks(o, i, wanted)
         if nearest != wanted:
             self._say(f"{o}x{i}: {wanted} blocks do not divide it, using {nearest}")
         return nearest

@@ -1,16 +1,15 @@
-"""`method: auto`: for each layer the structure of least predicted loss and time, or none.
+"""`method: auto`: for each layer the structure of least predicted loss.
 
-Candidates share the parameters that the requested factor gives the layer. Two terms decide:
+Candidates share the parameters that the requested factor gives the layer. Low rank loses the tail of
+the layer's curve where sensitivities are measured; how much less or more the other structures lose at
+equal parameters is `LOSS`, measured on mini-llama at CF 2 as the log perplexity over dense's (uniform
+ranks). Kronecker-sparse chains take the error that `patterns.predicted_log_error` gives theirs against
+low rank. Predicted time, the geometric mean of decode and prefill rooflines against dense, decides
+between structures of equal loss only, so that no plan is predicted to lose more, layer by layer, than
+one structure everywhere.
 
-* predicted loss. Low rank loses the tail of the layer's curve where sensitivities are measured; how
-  much less or more the other structures lose at equal parameters is `LOSS`, measured on mini-llama
-  at CF 2 as the log perplexity over dense's (uniform ranks). Kronecker-sparse chains take the error
-  that `patterns.predicted_log_error` gives theirs against low rank.
-* predicted time, the geometric mean of decode and prefill rooflines against dense.
-
-The least sum of both logarithms wins. Layers that no candidate makes faster in decode and of which
-leaving dense costs the others little (k and v of grouped-query attention) stay dense, smallest
-first; so does a layer that sensitivities would give all of its parameters.
+No layer is left dense: neither where decoding gains no time, nor where sensitivities ask for all of its
+parameters. The others would have to pay for it, which cost more than it saved (LOG, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from dataclasses import replace
 from math import exp, gcd, log, sqrt
 
 from blr.compressor.errors import UsageError
-from blr.compressor.planning.assign import Curves, Task
-from blr.compressor.planning.budget import ALMOST_FULL, Item, equal_margins
+from blr.compressor.planning.assign import Task, nearest_blocks
 from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, find_gpu, layer_time
-from blr.compressor.recipe.schema import LayerMethod, Recipe
+from blr.compressor.recipe.schema import AUTO, LayerMethod, Recipe
 from blr.compressor.structures.patterns import PENALTIES, choose_patterns, predicted_log_error
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 # (method, blocks) to predicted loss over low rank's: ln(ppl/12.10), svd 277.5 | 44.4 sequential.
@@ -46,40 +45,31 @@ LOSS: dict[str, dict[tuple[LayerMethod, int], float]] = {
         ("blast", 16): 0.46,
     },
 }
-OTHERS_PAY = 1.15  # dense layers may raise the factor that the others must reach by this much
+FEWEST = 4  # blocks of BLAST whose loss is known
 
 
-def choose_methods(
-    tasks: Sequence[Task], recipe: Recipe, curves: Curves, calibrated: bool, notes: list[str]
-) -> list[Task]:
+def choose_methods(tasks: Sequence[Task], recipe: Recipe, calibrated: bool) -> list[Task]:
     """A method, and the reason for it, in the place of every `auto`; all other tasks unchanged.
 
-    `curves` and `calibrated` as in `plan.make_plan`. Raises UsageError for an unknown GPU.
+    `calibrated` as in `plan.make_plan`. Raises UsageError for an unknown GPU.
     """
     gpu = find_gpu(recipe.gpu)
-    auto = [task for task in tasks if task.settings.method == "auto"]
-    decided: dict[str, Task] = {}
-    for task in auto:
-        decided[task.layer.module] = _best(task, recipe, gpu, calibrated)
-    decided |= _dense(tasks, decided, recipe, gpu, curves)
-    for task in decided.values():
-        if task.settings.method == "dense":
-            note = f"auto keeps {task.layer.type} dense: {task.why}"
-            notes.extend([note] if note not in notes else [])
-    return [decided.get(task.layer.module, task) for task in tasks]
+    return [
+        _best(task, recipe, gpu, calibrated) if task.settings.method == AUTO else task for task in tasks
+    ]
 
 
 def _best(task: Task, recipe: Recipe, gpu: Gpu, calibrated: bool) -> Task:
-    """The candidate of least predicted loss times predicted time."""
+    """The candidate of least predicted loss, of equal ones the fastest."""
     factor = task.settings.cf or recipe.cf
-    scores: dict[tuple[LayerMethod, int], tuple[float, float, float]] = {}
-    for candidate, (spec, loss) in _candidates(task, factor, calibrated).items():
-        times = [_gain(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
-        scores[candidate] = (log(loss) + log(sqrt(times[0] * times[1])), loss, sqrt(times[0] * times[1]))
+    scores = {
+        candidate: (loss, sqrt(_gain(spec, DECODE, gpu) * _gain(spec, PREFILL, gpu)))
+        for candidate, (spec, loss) in _candidates(task, factor, calibrated).items()
+    }
     if not scores:  # under one rank: let the assigner say what can be reached
         return _with(task, "svd", 1, "no structure reaches this factor alone")
     method, blocks = best = min(scores, key=lambda c: scores[c])
-    _, loss, time = scores[best]
+    loss, time = scores[best]
     name = f"{method} b={blocks}" if blocks > 1 else method
     return _with(
         task,
@@ -96,9 +86,7 @@ def _candidates(
     """Spec and predicted loss over low rank's of every structure that can meet `factor`."""
     o, i = task.layer.shape
     found: dict[tuple[LayerMethod, int], tuple[Spec, float]] = {}
-    for (method, blocks), loss in LOSS["calibrated" if calibrated else "plain"].items():
-        if gcd(o, i) % blocks:
-            continue
+    for (method, blocks), loss in known_losses(o, i, calibrated).items():
         trial = _with(task, method, blocks, "")
         rank = int(o * i / (factor * trial.cost)) // trial.step * trial.step
         if rank:
@@ -111,6 +99,17 @@ def _candidates(
     return found
 
 
+def known_losses(o: int, i: int, calibrated: bool) -> dict[tuple[LayerMethod, int], float]:
+    """`LOSS` of what divides the layer; of BLAST also the blocks that it has where it is asked for."""
+    known = LOSS["calibrated" if calibrated else "plain"]
+    found = {key: loss for key, loss in known.items() if gcd(o, i) % key[1] == 0}
+    usual = nearest_blocks(o, i, STRUCTURES["blast"].blocks or 1)
+    if usual >= FEWEST and ("blast", usual) not in found:
+        alike = min((b for m, b in known if m == "blast"), key=lambda b: abs(log(b / usual)))
+        found["blast", usual] = known["blast", alike]
+    return found
+
+
 def _chain_loss(spec: KroneckerSpec, factor: float, calibrated: bool) -> float:
     """Predicted squared error of a two-factor chain over that of low rank at equal parameters."""
     o, i = spec.out_features, spec.in_features
@@ -119,57 +118,6 @@ def _chain_loss(spec: KroneckerSpec, factor: float, calibrated: bool) -> float:
     chain = predicted_log_error(i, o, d1, a2, max(c // a2, 1), penalties)
     low = predicted_log_error(i, o, 1, 1, max(int(o * i / (factor * (o + i))), 1), penalties)
     return exp(2 * (chain - low))
-
-
-def _dense(
-    tasks: Sequence[Task], decided: dict[str, Task], recipe: Recipe, gpu: Gpu, curves: Curves
-) -> dict[str, Task]:
-    """Layers to leave dense, as long as the others can pay for it."""
-    reasons = {name: why for name, task in decided.items() if (why := _no_gain(task, recipe, gpu))}
-    reasons |= _insatiable(list(decided.values()), recipe, curves)
-    total = sum(task.size for task in tasks)
-    taken = sum(task.size for task in tasks if task.settings.method == "dense")
-    kept = {}
-    for name in sorted(reasons, key=lambda name: decided[name].size):
-        task = decided[name]
-        left = total / recipe.cf - taken - task.size
-        if left <= 0 or (total - taken - task.size) / left > OTHERS_PAY * recipe.cf:
-            break
-        taken += task.size
-        kept[name] = _with(task, "dense", 1, reasons[name])
-    same = {_kind(task) for task in kept.values()}
-    whole = {k for k in same if all(n in kept for n, t in decided.items() if _kind(t) == k)}
-    return kept if curves else {name: task for name, task in kept.items() if _kind(task) in whole}
-
-
-def _kind(task: Task) -> tuple[str, tuple[int, int]]:
-    return task.layer.type, task.layer.shape
-
-
-def _no_gain(task: Task, recipe: Recipe, gpu: Gpu) -> str | None:
-    """Why nothing makes the layer faster for one token, if so."""
-    o, i = task.layer.shape
-    factor = task.settings.cf or recipe.cf
-    specs = [spec for spec, _ in _candidates(task, factor, False).values()]
-    best = min((layer_time(spec, DECODE, gpu) for spec in specs), default=0.0)
-    dense = dense_time(i, o, DECODE, gpu)
-    if specs and best >= dense:
-        return f"decode takes {dense:.1f} µs dense, {best:.1f} µs in the best structure on {gpu.name}"
-    return None
-
-
-def _insatiable(tasks: Sequence[Task], recipe: Recipe, curves: Curves) -> dict[str, str]:
-    """Layers that equal margins would give (almost) all of their dense parameters."""
-    known = [task for task in tasks if task.layer.module in curves]
-    if not known or recipe.allocation == "uniform":
-        return {}
-    items = [Item(t.size, sum(t.layer.shape), curve=curves[t.layer.module]) for t in known]
-    ranks = equal_margins(items, sum(t.size for t in known) / recipe.cf, recipe.floor)
-    return {
-        task.layer.module: "its sensitivity asks for all of its parameters"
-        for task, item, rank in zip(known, items, ranks, strict=True)
-        if rank >= ALMOST_FULL * item.full - 1
-    }
 
 
 def _gain(spec: Spec, tokens: int, gpu: Gpu) -> float:

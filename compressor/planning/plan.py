@@ -15,7 +15,7 @@ from blr.compressor.planning.cached import KINDS as CACHED_KINDS
 from blr.compressor.planning.cached import Cached
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
-from blr.compressor.recipe.schema import DENSE, Recipe
+from blr.compressor.recipe.schema import AUTO, DENSE, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
@@ -132,7 +132,7 @@ def make_plan(
     layers = select(find_layers(source, recipe, notes), recipe, source)
     cached = Cached(layers, recipe, curves or {})
     tasks = [_task(layer, recipe, cached) for layer in layers]
-    tasks = _decide(tasks, recipe, curves or {}, calibrated, notes)
+    tasks = _decide(tasks, recipe, calibrated)
     if recipe.allocation == "sensitivity" and not curves:
         notes.append("allocation: sensitivity needs calibration, these ranks are uniform")
     fixed, kept = _dense(tasks, notes)
@@ -208,15 +208,13 @@ def _whole(source: Source) -> Whole | None:
     return Whole(sum(e.parameters for e in entries), sum(e.nbytes for e in entries))
 
 
-def _decide(
-    tasks: list[Task], recipe: Recipe, curves: Curves, calibrated: bool, notes: list[str]
-) -> list[Task]:
+def _decide(tasks: list[Task], recipe: Recipe, calibrated: bool) -> list[Task]:
     """Put a method in the place of every `auto`."""
-    if all(task.settings.method != "auto" for task in tasks):
+    if all(task.settings.method != AUTO for task in tasks):
         return tasks
     from blr.compressor.planning.auto import choose_methods
 
-    return choose_methods(tasks, recipe, curves, calibrated, notes)
+    return choose_methods(tasks, recipe, calibrated)
 
 
 def _planned(task: Task, spec: Spec, rule: str, notes: list[str]) -> PlannedLayer:
