@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from blr.compressor.bench.float8 import float8_arms
 from blr.compressor.bench.peers import Peer
 from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.runner import Arm, Case, Runner
@@ -80,6 +81,7 @@ class LayerBench:
         yield subject.arm("dense", lambda: (call, subject.rotation))
         if n in self.compiled:
             yield subject.arm("dense-compile", lambda: (compiled_call(call), subject.rotation))
+        yield from float8_arms(subject, None, self.runner.device)
 
     def _structured(self, subject: Subject, spec: Spec, n: int) -> Iterator[Arm]:
         name = spec.structure
@@ -92,6 +94,7 @@ class LayerBench:
             lambda: (our_call(name), subject.rotate(our_layout(spec, subject.factors()))),
             variant=our_variant(spec, n, self.precision, self.runner.device),
         )
+        yield from float8_arms(subject, spec, self.runner.device)
         yield from subject.peer_arms(name, self.peers)
 
 

@@ -18,18 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.bench.decode.models import OWN, STRUCTURES, Models, Subject, find_subject, prompt
+from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.quantized import quantized_layer
 from blr.compressor.progress import Progress
-from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
-from blr.kernels.quantized.formats import ROW
+from blr.compressor.structures.specs import DenseSpec
 
 DENSE, FP8, COMPILED = "dense", "fp8", "compiled"
 SHAPE_ARMS = tuple(arm + kind for arm in (DENSE, *STRUCTURES) for kind in ("", f"-{FP8}"))
@@ -205,27 +203,13 @@ def to_float8(model: Any) -> Any:
     for name, layer in list(model.named_modules()):
         if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, float8_layer(layer))
+            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
+            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
+            bias = None if layer.bias is None else layer.bias.detach()
+            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
     share_rows(model)
     prepare_float8(model)
     return model
-
-
-def float8_layer(layer: Any) -> nn.Module:
-    """The same layer with weights in float8, a scale a row."""
-    structured = isinstance(layer, StructuredLinear)
-    plain = layer.spec if structured else DenseSpec(layer.in_features, layer.out_features)
-    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
-    if structured:
-        factors = {name: getattr(layer, name).detach() for name in plain.shapes()}
-        tensors = quantize_factors(spec, factors).tensors
-    else:
-        tensors = quantize_dense(layer.weight.detach(), spec).tensors
-    with torch.device("meta"):
-        made = quantized_layer(spec, layer.bias is not None)
-    state = tensors if layer.bias is None else tensors | {"bias": layer.bias.detach()}
-    made.load_state_dict(state, assign=True)
-    return made.requires_grad_(False).eval()
 
 
 def first_logits(model: Any, ids: Tensor, way: str) -> Tensor:

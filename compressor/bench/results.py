@@ -28,8 +28,8 @@ class Row:
 
     Attributes:
         case: rows of one case are compared: they have the same layer or pattern, n and dtype.
-        arm: dense, dense-compile, plain, compile, ours or peer:NAME; for Kronecker-sparse patterns
-            bmm, einsum, bsr, dense, ours or peer:NAME.
+        arm: dense, dense-compile, dense-fp8, plain, compile, ours, fp8 or peer:NAME; for
+            Kronecker-sparse patterns bmm, einsum, bsr, dense, ours or peer:NAME.
         cf: dense over structured parameters.
         status: ok, wrong (no time), oom, skipped or failed; `note` says why.
         ms, low, high: median and quartiles of `rounds` samples, milliseconds a call.

@@ -72,10 +72,11 @@ class Subject:
         variant: str | None = None,
         capture: bool = True,
         skip: str | None = None,
+        limit: float | None = None,
     ) -> Arm:
         """An arm of this layer. `make` gives the call and its arguments."""
         row = Row(**self.fields, arm=name, variant=variant)
-        return Arm(row, make, lambda: self.expected, self.kernels, capture, skip)
+        return Arm(row, make, lambda: self.expected, self.kernels, capture, skip, limit)
 
     def peer_arms(self, structure: str, peers: Sequence[Peer], skip: str | None = None) -> list[Arm]:
         """An arm for each peer that has this structure."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.compressor.bench import float8
 from blr.compressor.bench.ceilings import Ceilings
 from blr.compressor.bench.kronecker import PatternBench
 from blr.compressor.bench.layers import LayerBench
@@ -65,6 +66,18 @@ def test_an_arm_without_a_time_says_why_and_spares_the_others(
     row, rows = peer_row(call)
     assert (row.status, row.note, row.ms, row.speedup) == (status, note, None, None)
     assert all(other.ms > 0 for other in rows if other is not row)
+
+
+def test_float8_is_timed_where_the_device_multiplies_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the error of float8, which is not that of its input's dtype."""
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
+    for precision, expected in ((PRECISIONS["bfloat16"], ["dense-fp8", "fp8", "fp8"]), (FLOAT32, [])):
+        bench, report = LayerBench(precision, runner()), Report("bench layers", {})
+        specs = specs_for(LAYER, ["svd", "blast"], blocks=[4])
+        bench.runner.run_all([bench.case(LAYER, specs, 2)], report, Progress(True))
+        found = [row for row in report.rows if "fp8" in row.arm]
+        assert [row.arm for row in found] == expected
+        assert all(row.status == "ok" and 0.01 < row.rel_error < 0.1 for row in found)
 
 
 def test_a_right_arm_has_everything() -> None:

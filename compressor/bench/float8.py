@@ -1,0 +1,56 @@
+"""Arms of `blr bench layers` in float8: activations are quantized in every call, its time counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.bench.runner import Arm
+from blr.compressor.bench.subjects import Subject
+from blr.compressor.bench.timing import Call, Rotation
+from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
+from blr.compressor.modeling.float8 import prepared
+from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
+from blr.kernels.common.names import FOLDERS
+from blr.kernels.fp8.op import HALF, STRUCTURES, fp8_device, fp8_product, fp8_rows
+from blr.kernels.quantized.formats import ROW
+
+LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
+
+
+def float8_arms(subject: Subject, spec: Spec | None, device: torch.device) -> Iterator[Arm]:
+    """The arm of a layer, dense if `spec` is None, where the device multiplies in float8."""
+    structure = "dense" if spec is None else FOLDERS[spec.structure]
+    half = getattr(torch, subject.fields["dtype"], None) in HALF
+    if structure in STRUCTURES and half and fp8_device(device):
+        name = "dense-fp8" if spec is None else "fp8"
+        yield subject.arm(name, lambda: _made(subject, spec, structure), limit=LIMIT)
+
+
+def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
+    """A layer with canonical `factors` rounded to float8, a scale a row."""
+    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
+    if isinstance(plain, DenseSpec):
+        tensors = quantize_dense(factors["weight"], spec).tensors
+    else:
+        tensors = quantize_factors(spec, factors).tensors
+    with torch.device("meta"):
+        made = quantized_layer(spec, bias is not None)
+    made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
+    return made.requires_grad_(False).eval()
+
+
+def _made(subject: Subject, spec: Spec | None, structure: str) -> tuple[Call, Rotation]:
+    i, o = subject.fields["in_features"], subject.fields["out_features"]
+    plain = DenseSpec(i, o) if spec is None else spec
+    factors = dict(zip(plain.shapes(), subject.factors(), strict=True))
+    scales, weights = prepared(float8_layer(plain, factors), structure, subject.x())
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
+
+    return call, subject.rotate(weights)
