@@ -183,7 +183,8 @@ def pair_stages(
     awaits = counting[0] is not None
     tiles = [quantized_tile(s, shape, gain, awaits) for s in (gate, up)]
     unit, one = min(tile.UNIT for tile in tiles), all(tile.ONE for tile in tiles)
-    tiles = [tile._replace(UNIT=unit, ONE=one) for tile in tiles]
+    full = all(tile.FULL for tile in tiles)
+    tiles = [tile._replace(UNIT=unit, ONE=one, FULL=full) for tile in tiles]
     first, second = (stage(s, *counting, unit) for s in (gate, up))
     return first, second, tiles, warps
 

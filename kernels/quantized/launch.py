@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.available import interpreted
 from blr.kernels.gemv.launch import (
     launch_options,
     mix_strides,
@@ -15,7 +16,7 @@ from blr.kernels.gemv.launch import (
     ready,
     run_stage,
 )
-from blr.kernels.quantized.formats import GROUP, form_of, packed_width
+from blr.kernels.quantized.formats import GROUP, Form, form_of, packed_width
 from blr.kernels.quantized.segments import (
     Correction,
     QuantizedSegment,
@@ -25,6 +26,7 @@ from blr.kernels.quantized.segments import (
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {2: 128, 3: 128, 4: 128, 8: 256}
+BYTES = False  # products of four bytes by one instruction, by default
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
 # More tokens, on the tensor cores. Bits -> rows, quads and warps of a program.
@@ -217,7 +219,22 @@ def quantized_tile(
         RANKS=0 if u is None else power_of_two(u.shape[2]),
         U_GROUP=0 if u is None or u.scale is None else u.group,
         AWAIT=awaits,
+        BYTES=products_of(s, bool(shape.get("BYTES", BYTES))),
+        FULL=_full(s, form, shape),
     )
+
+
+def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:
+    """Whether tiles of a shape are full: then nothing that is loaded needs a mask."""
+    rows = s.packed.shape[1] % shape["BR"] == 0 and s.mix is None
+    return rows and form.quads(s.K) == shape["BQ"] and s.K % s.group == 0
+
+
+def products_of(s: QuantizedSegment, wanted: bool) -> int:
+    """`QuantizedTile.BYTES`: of bytes where that is wanted and no less exact than the model's dtype."""
+    if not wanted or s.bits == 3 or s.scale.dtype.itemsize > 2 or len(s.x) > 2:
+        return 0
+    return 2 if interpreted() else 1
 
 
 def token_slots(tokens: int) -> int:

@@ -138,7 +138,9 @@ class QuantizedTile(NamedTuple):
     """What the code for a stage is specialized by: the `formats.Form` of its weights, rows BR and quads
     BQ of a program's tile, its rows T that lie side by side, whether a row has ONE chunk, by what UNIT
     of words rows are counted; NORM, BIAS and MIX as of `blr.kernels.gemv.segments.Tile`; the power of
-    two RANKS of a correction or 0, U_GROUP of its levels or 0, and whether it has to AWAIT its z."""
+    two RANKS of a correction or 0, U_GROUP of its levels or 0, whether it has to AWAIT its z; products
+    of BYTES: 0 in float32, 1 by the GPU's instruction for four, 2 by what that computes. FULL: the tile
+    has no row, quad or column that is not there."""
 
     BITS: int
     GROUP: int
@@ -157,6 +159,8 @@ class QuantizedTile(NamedTuple):
     RANKS: int = 0
     U_GROUP: int = 0
     AWAIT: bool = False
+    BYTES: int = 0
+    FULL: bool = False
 
 
 def grouped(

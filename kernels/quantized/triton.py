@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.gemv.triton import activate, bias_of, outputs, store_rows, tile_start
+from blr.kernels.quantized.bytes import byte_sums
 from blr.kernels.quantized.correction import correction, corrections, narrow_rows
 from blr.kernels.quantized.words import (
     column_at,
@@ -46,11 +47,17 @@ def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, N: tl.constexpr, T
     tile, factor = chunk
     x, x2, gain, past = inputs
     column = start * T.COLUMNS
-    first, square = quad_sums(tile, factor, x, gain, past, column, EXACT, T)
+    if T.BYTES > 0:
+        first, square = byte_sums(tile, factor, x, gain, past, column, T)
+    else:
+        first, square = quad_sums(tile, factor, x, gain, past, column, EXACT, T)
     second = first
     square2 = square
     if N == 2:
-        second, square2 = quad_sums(tile, factor, x2, gain, past, column, EXACT, T)
+        if T.BYTES > 0:
+            second, square2 = byte_sums(tile, factor, x2, gain, past, column, T)
+        else:
+            second, square2 = quad_sums(tile, factor, x2, gain, past, column, EXACT, T)
     return first, second, square, square2
 
 

@@ -84,15 +84,22 @@ def load_chunk(words, scales, start, T: tl.constexpr, LANES: tl.constexpr):
     """
     there = start * 4 < words[1]
     step = start * (4 * T.STEP // T.WORDS)
-    low = tl.load(words[0] + step, mask=there, other=0)
     at, left = scales
-    step = start * 4 // T.WORDS
-    factor = tl.load(at + step, mask=step < left, other=0.0).to(tl.float32)
+    group = start * 4 // T.WORDS
+    if T.FULL:
+        low = tl.load(words[0] + step)
+        factor = tl.load(at + group).to(tl.float32)
+    else:
+        low = tl.load(words[0] + step, mask=there, other=0)
+        factor = tl.load(at + group, mask=group < left, other=0.0).to(tl.float32)
     PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     RT: tl.constexpr = factor.shape[0] // (LANES * PARTS)
     factor = tl.reshape(factor, (RT, LANES, PARTS))
     if T.BITS == 3:
-        high = tl.load(words[2] + start * 6, mask=there, other=0) >> words[3]
+        if T.FULL:
+            high = tl.load(words[2] + start * 6) >> words[3]
+        else:
+            high = tl.load(words[2] + start * 6, mask=there, other=0) >> words[3]
         even = (low & 0x33333333) | ((high << 2) & 0x44444444)
         odd = ((low >> 2) & 0x33333333) | (high & 0x44444444)
         return (tl.reshape(even, (RT, LANES, 4)), tl.reshape(odd, (RT, LANES, 4))), factor
@@ -213,14 +220,20 @@ def lane_columns(lanes: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def field_inputs(x, gain, past, ahead, NORM: tl.constexpr):
+def field_inputs(x, gain, past, ahead, T: tl.constexpr):
     """[1, lanes, 4] inputs of one token `ahead` columns further, in float32, zero outside, and their
     squares before the gain. x, gain, past: see `rows_by_fma`."""
     shape: tl.constexpr = (1, past.shape[0] // 4, 4)
-    v = tl.load(x + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
+    if T.FULL:
+        v = tl.load(x + ahead).to(tl.float32)
+    else:
+        v = tl.load(x + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
     square = v * v
-    if NORM:
-        v *= tl.load(gain + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
+    if T.NORM:
+        if T.FULL:
+            v *= tl.load(gain + ahead).to(tl.float32)
+        else:
+            v *= tl.load(gain + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
     return tl.reshape(v, shape), tl.reshape(square, shape)
 
 
@@ -233,11 +246,11 @@ def quad_sums(tile, factor, x, gain, past, column, EXACT: tl.constexpr, T: tl.co
     with EXACT from each number, which costs one instruction a weight and no rounding.
     """
     FIELDS: tl.constexpr = T.FIELDS
-    v, square = field_inputs(x, gain, past, column, T.NORM)
+    v, square = field_inputs(x, gain, past, column, T)
     start = v * -field_offset(0, T.BITS)
     sums = (field_level(tile, 0, T.BITS) if EXACT else field_number(tile, 0, T.BITS)) * v
     for field in tl.static_range(1, FIELDS):
-        v, more = field_inputs(x, gain, past, column + field * T.WORDS, T.NORM)
+        v, more = field_inputs(x, gain, past, column + field * T.WORDS, T)
         square += more
         if EXACT:
             sums += field_level(tile, field, T.BITS) * v

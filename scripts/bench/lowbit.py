@@ -40,7 +40,7 @@ LEAST = {8: 2e-2, 4: 2e-2, 3: 2e-2, 2: 2e-2, 16: 2e-2}  # largest relative error
 @dataclass(frozen=True)
 class Case:
     """kind: "rows", "ready" (the same of inputs in bf16 after their norm), "corrected" (one launch),
-    "apart" (V in a launch before), "dual", "torch"."""
+    "apart" (V in a launch before), "dual", "torch", "bytes" (products of bytes)."""
 
     kind: str
     rows: int
@@ -82,6 +82,8 @@ def cases(only: set[str]) -> Iterator[Case]:
             for config in tiles(bits, K):
                 if "n1" in only:
                     yield Case("rows", rows, K, bits, 1, config=config)
+                if "n1" in only and bits != 3 and config[2][1] == 4:
+                    yield Case("bytes", rows, K, bits, 1, config=(*config, ("BYTES", 1)))
                 if "n2" in only and dict(config)["BR"] == 4:
                     yield Case("rows", rows, K, bits, 2, config=config)
             for tokens in (4, 16) if "many" in only else ():

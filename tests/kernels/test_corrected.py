@@ -63,6 +63,36 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
     assert near(s.y, replace(s, x=s.x.double()).product(**options))
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
+    from blr.kernels.quantized.formats import form_of
+    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.quantized.launch import complete, quantized_tile
+
+    torch.manual_seed(0)
+    s = quantized(torch.randn(1, 512), 8, form)
+    shape = {"BR": 8, "BQ": form_of(*form).quads(512), "num_warps": 1}
+    assert quantized_tile(s, complete(shape, 1, 1), None).FULL
+    grouped([s], config=[shape])
+    assert near(s.y, replace(s, x=s.x.double()).product(None, 0.0))
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f[0] != 3], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_products_of_bytes_are_as_exact_as_half_precision(tokens: int, form: tuple[int, int]) -> None:
+    """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger."""
+    from blr.kernels.quantized.grouped import grouped
+
+    torch.manual_seed(0)
+    x = torch.rand(tokens, 328) + 1
+    x[:, 7] = 100
+    s, options = quantized(x, 7, form), {"gain": torch.rand(328), "eps": 1e-5}
+    s = replace(s, scale=s.scale.half())
+    grouped([s], **options, config=[{"BQ": 8, "BYTES": 1}])
+    expected = replace(s, x=x.double()).product(**options)
+    assert float((s.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16] / 10
+
+
 @TOKENS
 @pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
