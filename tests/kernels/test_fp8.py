@@ -100,6 +100,48 @@ def test_products_scale_add_a_bias_and_permute(batch: int, M: int, N: int, K: in
         assert relative(room.permute(2, 1, 0, 3).flatten(2), expected) < 1e-5
 
 
+@needs_triton
+@pytest.mark.parametrize("store", [0, 1, 2])
+@pytest.mark.parametrize("programs", [0, 1])
+def test_products_through_the_copy_engine(
+    store: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches below and beside one another, sizes that are no multiples of a tile."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(
+        launch, "tma_ready", lambda a, b: launch.engine_reads(a) and launch.engine_reads(b)
+    )
+    tile = SMALL._replace(store=store, programs=programs)
+    for batch, M, N, K in ((1, 37, 40, 48), (3, 32, 32, 64), (3, 20, 48, 32)):
+        wide = torch.randn(M, batch * K).to(E4M3).view(M, batch, K).transpose(0, 1)
+        for a in (wide, wide.contiguous()):
+            b, by_row, by_col = torch.randn(batch, N, K).to(E4M3), torch.rand(M), torch.rand(batch, N)
+            bias = torch.randn(batch, N)
+            expected = product(a, b, by_row, by_col, torch.float32, bias)
+            beside = torch.full((M, batch, N), torch.nan).transpose(0, 1)
+            for out in (beside, beside.contiguous()):
+                launch.product(a, b, by_row, by_col, out, bias, tile=tile)
+                assert relative(out, expected) < 1e-5
+
+
+@needs_triton
+def test_the_fused_mix_is_the_product_and_the_mix() -> None:
+    torch.manual_seed(0)
+    for blocks, n, rank, p in ((4, 20, 40, 48), (2, 16, 16, 64), (1, 5, 20, 32)):
+        x, V = torch.randn(n, blocks * p).to(E4M3), torch.randn(blocks, rank, p).to(E4M3)
+        by_row, by_col = torch.rand(n), torch.rand(blocks, rank)
+        s = torch.rand(blocks, blocks, rank)
+        parts = x.view(n, blocks, p).transpose(0, 1)
+        z = product(parts, V, by_row, by_col, torch.float32)
+        expected = torch.einsum("klr,lnr->knr", s, z)
+        room = torch.full((blocks, n, rank), torch.nan)
+        assert relative(launch.mixed(x, V, by_row, by_col, s, room, SMALL), expected) < 1e-5
+        if blocks > 1:
+            room.fill_(torch.nan)
+            assert relative(launch.mix(z, s, room), expected) < 1e-5
+
+
 def made(structure: str, b: int, p: int, q: int, r: int) -> tuple[list[Tensor], Scales, list[Tensor]]:
     """Weights, scales and, in float64, the factors in canonical shape."""
     b = 1 if structure == "lowrank" else b
