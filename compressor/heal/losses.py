@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 from transformers import masking_utils
 
 from blr.compressor.heal.settings import CHUNK
+from blr.kernels.common.available import kernel_device
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
@@ -25,8 +26,27 @@ Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
     """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]."""
     assert teacher is not None
+    if student.requires_grad and kernel_device(student) and not torch.compiler.is_compiling():
+        return _Divergence.apply(student, teacher)
     log_p, log_q = (log_softmax(x, -1, dtype=torch.float32) for x in (teacher, student))
     return kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+class _Divergence(torch.autograd.Function):
+    """`kl` by one kernel, its gradient with it."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+        from blr.kernels.divergence.triton import divergence
+
+        lost, gradient = divergence(student, teacher)
+        ctx.save_for_backward(gradient)
+        return lost.sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(g), None  # it is asked for once
 
 
 def kl_of_top(k: int) -> Measure:
