@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from heal_models import QUIET, compress_pico, save_characters, save_dense
 from safetensors.torch import load_file, save_file
 
+from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import BlrError, CapabilityError
@@ -22,7 +24,7 @@ from blr.compressor.heal import run as healing_run
 from blr.compressor.heal.run import HealSummary, heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.loading.load import load_model
-from blr.compressor.output import check
+from blr.compressor.output import doors
 from blr.compressor.recipe.schema import Recipe
 
 SHORT = {"window": 16, "batch": 64, "own_tokens": 400, "steps": 30, "rate": 0.01, "device": "cpu"}
@@ -149,14 +151,14 @@ def test_checkpointed_blocks_give_the_same_model(compressed: Path, dense: Path, 
 def test_what_does_not_run_is_not_committed(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = check.load_written
+    door = doors._DOORS[TRANSFORMERS]
 
     def broken(folder: Path) -> Any:
-        model = loaded(folder)
+        model = door.written(folder)
         next(model.parameters()).data.fill_(float("nan"))
         return model
 
-    monkeypatch.setattr(check, "load_written", broken)
+    monkeypatch.setitem(doors._DOORS, TRANSFORMERS, replace(door, written=broken))
     with pytest.raises(BlrError, match="found NaN or Inf in the results for 16 tokens"):
         run(compressed, dense, tmp_path / "out", steps=2)
     assert not (tmp_path / "out").exists()
