@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.rounding import latent_name
+from blr.compressor.fitting.rounding import latent_name, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import LAYERS
 from blr.compressor.rounding.latent import Latent, Place, Plain, Trained
-from blr.compressor.structures.packing import from_matrix, pack_factor, to_matrix
+from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.quantized.reference import pack
@@ -46,21 +46,24 @@ class Twin:
         if isinstance(self.spec, CorrectedSpec):
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
+        if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
+            return self._float8(self.spec, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
-                found |= self._as_stored(name, part.parameter.detach(), dtype)
+                found[name] = part.parameter.detach().to(dtype).contiguous()
                 continue
             levels, scale = part.rounded()
             packed = pack(levels, part.bits, part.group)
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
-    def _as_stored(self, name: str, factor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Of a factor that is trained as it is: float8 is rounded once, when that is over."""
-        if isinstance(self.spec, QuantizedSpec):
-            return pack_factor(self.spec, name, factor, dtype)
-        return {name: factor.to(dtype).contiguous()}
+    def _float8(self, spec: QuantizedSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Of factors that are trained as they are and rounded once, when that is over."""
+        factors = {name: part.parameter.detach() for name, part in self.parts.items()}
+        if isinstance(spec.of, DenseSpec):
+            return quantize_dense(factors["weight"], spec, dtype).tensors
+        return quantize_factors(spec, factors, dtype).tensors
 
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
