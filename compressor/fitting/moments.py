@@ -11,7 +11,7 @@ from torch import Tensor
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum
-from blr.compressor.structures.linalg import solve_spd
+from blr.compressor.structures.linalg import cholesky, solve_factored
 
 RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
 
@@ -43,9 +43,14 @@ class Moments:
         right = weight @ self.cross
         if correct_drift and self.drift is not None:
             right = right + self.drift
+        return weight + solve_factored(self._ridged, right.mT).mT
+
+    @cached_property
+    def _ridged(self) -> Tensor:
+        """Lower Cholesky factor of H + λ, the same for all layers of the group."""
         ridge = RIDGE * self.gram.diagonal().mean()
         identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
-        return weight + solve_spd(self.gram + ridge * identity, right)
+        return cholesky(self.gram + ridge * identity)
 
 
 @dataclass(frozen=True)

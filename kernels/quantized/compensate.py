@@ -80,21 +80,22 @@ def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[T
         torch.empty_like(levels, dtype=part.dtype),
     )
     part = part if part.stride(1) == 1 else part.contiguous()
-    round_columns[(triton.cdiv(rows, ROWS),)](
-        part,
-        root.contiguous(),
-        scale.to(part.dtype).contiguous(),
-        levels,
-        latent,
-        missed,
-        rows,
-        columns,
-        part.stride(0),
-        BITS=bits,
-        OFF=SHIFT[bits],
-        CURVED=CURVE.get(bits, 0.0),
-        BR=ROWS,
-        BG=max(triton.next_power_of_2(columns), 16),
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(part):
+        round_columns[(triton.cdiv(rows, ROWS),)](
+            part,
+            root.contiguous(),
+            scale.to(part.dtype).contiguous(),
+            levels,
+            latent,
+            missed,
+            rows,
+            columns,
+            part.stride(0),
+            BITS=bits,
+            OFF=SHIFT[bits],
+            CURVED=CURVE.get(bits, 0.0),
+            BR=ROWS,
+            BG=max(triton.next_power_of_2(columns), 16),
+            num_warps=WARPS,
+        )
     return levels, latent, missed
