@@ -45,6 +45,7 @@ LOSS: dict[str, dict[tuple[LayerMethod, int], float]] = {
         ("blast", 16): 0.46,
     },
 }
+ROUNDS = 10  # of BLAST's solver, below which it may still lose more than low rank
 FEWEST = 4  # blocks of BLAST whose loss is known
 
 
@@ -86,7 +87,10 @@ def _candidates(
     """Spec and predicted loss over low rank's of every structure that can meet `factor`."""
     o, i = task.layer.shape
     found: dict[tuple[LayerMethod, int], tuple[Spec, float]] = {}
+    few = task.settings.rounds is not None and task.settings.rounds < ROUNDS
     for (method, blocks), loss in known_losses(o, i, calibrated).items():
+        if method == "blast" and few:
+            continue
         trial = _with(task, method, blocks, "")
         rank = int(o * i / (factor * trial.cost)) // trial.step * trial.step
         if rank:

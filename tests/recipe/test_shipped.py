@@ -106,6 +106,11 @@ def test_auto_loses_no_more_than_the_best_single_method(
     assert all("predicted loss" in layer.rule for layer in plans[0].layers)
 
 
+def test_auto_takes_no_blast_that_is_hardly_fitted(tmp_path: Path) -> None:
+    plan = planned("llama-3.1-8b", make_recipe(method="auto", rounds=5), tmp_path)
+    assert {layer.spec.structure for layer in plan.layers} == {"svd"}
+
+
 @pytest.mark.parametrize("sizes", [(896, 128), (384, 1000), (12, 36)])
 def test_auto_has_the_blocks_that_blast_would_have(sizes: tuple[int, int]) -> None:
     """Sixteen do not divide every layer."""
