@@ -29,7 +29,7 @@ from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 4  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 5  # raise it when a factorizer's results change: journals of older runs are then void
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
 

@@ -14,7 +14,7 @@ from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
-from blr.compressor.structures.linalg import cholesky, recorded_fallbacks, solve_upper
+from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -105,10 +105,15 @@ def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | 
     if outputs is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
     if takes_whole_metric(spec):
-        root = outputs.root(_output_groups(spec))
+        groups = _output_groups(spec)
+        root = outputs.root(groups)
         fit = structure.fit(root @ target, spec, gram, options)
-        left = fit.tensors["U"]
-        fit.tensors["U"] = solve_upper(root, left.reshape(len(root), -1)).view_as(left)
+        left, right = fit.tensors["U"], fit.tensors["V"]
+        if groups > 1:  # U [G, o/G, r] is all of [o, r]
+            left = solve_upper(root, left.flatten(0, 1)).view_as(left)
+        else:
+            left = solve_upper(root, left)
+        fit.tensors["U"], fit.tensors["V"] = balance(left, right)
         return fit
     rows = outputs.rows
     fit = structure.fit((rows[:, None] * target).to(dtype), spec, gram.to(dtype), options)

@@ -201,7 +201,7 @@ class Table:
             "speed": healed["tokens"] / max(healed["trained_seconds"], 1e-9),
             "met": met(row, dense, after),
             "command": f"blr compress {row.model} {row.compress.format(**self.words)} -o {key} && "
-            f"blr heal {key} --teacher {row.model} {options.format(**self.words)} -o {row.name}",
+            f"blr heal {key} --teacher {row.model} {options.format(**self.words)} -o {row.name}-healed",
             "notes": row.notes,
         }
 
