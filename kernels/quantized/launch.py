@@ -25,9 +25,10 @@ from blr.kernels.quantized.segments import (
 )
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
-CHUNK = {2: 128, 3: 128, 4: 128, 8: 256}
+CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
 BYTES = False  # products of four bytes by one instruction, by default
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
+SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
 # More tokens, on the tensor cores. Bits -> rows, quads and warps of a program.
 MANY = {2: (32, 8, 8), 3: (32, 8, 8), 4: (32, 8, 8), 8: (16, 16, 4)}
@@ -46,7 +47,7 @@ def tile_shape(
 
     A thread that has several rows makes their inputs once; but the programs must fill the GPU: on an
     H200 the stages of an 8B model were fastest with the most rows that leave `PROGRAMS` programs, and
-    with `DEEPEST` where rows have several chunks.
+    with `DEEPEST` where rows of 4 and 8 bits have several chunks.
 
     Args:
         rows, width: of a block of weights. total: rows of the whole launch (default: `rows`).
@@ -58,10 +59,12 @@ def tile_shape(
         return {"BR": least, "BQ": min(chunk, quads), "num_warps": warps}
     chunk = min(quads, CHUNK[bits])
     warps = max(chunk // 32, 4)
-    beside = max(32 * warps // chunk, 1)
+    beside = max(32 * warps // (chunk * 2 if pair and bits < 4 else chunk), 1)
     deep = max((total or rows) // (PROGRAMS * beside), 1)
     deep = min(power_of_two(deep + 1) // 2, DEEPEST)  # the power of two at or below
-    if quads > chunk:
+    if bits == 3:
+        deep = min(deep, SHALLOW)
+    elif bits > 3 and quads > chunk:
         deep = DEEPEST
     elif quads < CHUNK[bits] and not pair:
         deep = min(deep, NARROW)

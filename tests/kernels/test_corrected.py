@@ -49,8 +49,7 @@ def corrected(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("K", [90, 328])
+@pytest.mark.parametrize(("K", "tokens"), [(90, 1), (328, 1), (328, 3)])
 def test_every_format_is_multiplied_as_it_is_dequantized(
     K: int, tokens: int, form: tuple[int, int]
 ) -> None:
@@ -78,13 +77,12 @@ def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("form", [f for f in FORMATS if f[0] != 3], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_products_of_bytes_are_as_exact_as_half_precision(tokens: int, form: tuple[int, int]) -> None:
+def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, int]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger."""
     from blr.kernels.quantized.grouped import grouped
 
     torch.manual_seed(0)
-    x = torch.rand(tokens, 328) + 1
+    x = torch.rand(2, 328) + 1
     x[:, 7] = 100
     s, options = quantized(x, 7, form), {"gain": torch.rand(328), "eps": 1e-5}
     s = replace(s, scale=s.scale.half())

@@ -75,6 +75,16 @@ def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> No
 
 
 @needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [3, 2], ids=["int3", "int2"])
+@pytest.mark.parametrize("kind", ["one-normed", "two-normed", "wide", "many-normed"])
+def test_few_bits_do_not_spill_either(bits: int, kind: str) -> None:
+    tokens, width, norm = KINDS[kind]
+    made, _ = _compiled(bits, 90, tokens, width, norm)
+    assert made["spills"] <= 64 and "ld.global.v4.b32" in made["asm"]["ptx"]
+
+
+@needs_triton
 @BITS
 @pytest.mark.parametrize("kind", ["one", "one-normed", "wide", "narrow"])
 def test_tiles_stay_in_registers(bits: int, kind: str) -> None:
