@@ -21,6 +21,7 @@ from blr.kernels.quantized.segments import Correction, QuantizedSegment
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "attention", "choose")
+READY_FROM = 3  # rows whose inputs are normed and rounded by a launch of their own
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Binder:
         if self.triton:
             from blr.kernels.quantized.either import stages
 
-            return stages(segments, add=phase.add, pdl=self.pdl, **norm)
+            segments, norm, before = self._ready(segments, norm)
+            return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
         from blr.kernels.quantized.segments import grouped as reference
 
         if phase.add:
@@ -87,10 +89,27 @@ class Binder:
         if self.triton:
             from blr.kernels.quantized.either import pair
 
-            return pair(gate, up, pdl=self.pdl, **options)
+            (gate, up), options, before = self._ready([gate, up], options)
+            return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
         from blr.kernels.quantized.segments import dual as reference
 
         return partial(reference, gate, up, **options)
+
+    def _ready(
+        self, segments: list[Segment | QuantizedSegment], options: dict[str, Any]
+    ) -> tuple[list[Segment | QuantizedSegment], dict[str, Any], list[Run]]:
+        """Segments, options of their launch and what runs before it: from three rows on inputs that all
+        share are normed once, in the dtype of the weights, which the tensor cores take."""
+        x, dtype = segments[0].x, self.state.kv.data.dtype
+        shared = all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments)
+        if self.rows < READY_FROM or not shared or dtype == torch.float32 or x.dtype == dtype:
+            return segments, options, []
+        from blr.kernels.gemv.ready import ready
+
+        made = torch.empty(x.shape, dtype=dtype, device=x.device)
+        norm = {"gain": options["gain"], "eps": options["eps"]}
+        before = partial(ready, x, made, pdl=self.pdl, **norm)
+        return [_reading(s, made) for s in segments], {**options, "gain": None}, [before]
 
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self.state.view(phase.source, self.rows), self.state.view(phase.target, self.rows)
@@ -157,6 +176,19 @@ class Binder:
         options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
+
+
+def _in_turn(*runs: Run) -> Run:
+    return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]
+
+
+def _reading(segment: Any, x: Tensor) -> Any:
+    """A segment, and the first stage of its correction, of another input."""
+    correction = getattr(segment, "correction", None)
+    if correction is not None:
+        correction = replace(correction, first=replace(correction.first, x=x))
+        return replace(segment, x=x, correction=correction)
+    return replace(segment, x=x)
 
 
 def _over_rms(x: Tensor, eps: float) -> Tensor:

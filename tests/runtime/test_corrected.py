@@ -62,3 +62,16 @@ def test_narrow_factors_are_those_that_are_dequantized(bits: str, tmp_path: Path
     assert found and any(layer.packing.tiled for layer in found)
     for layer in found:
         assert torch.equal(layer.narrow("U").dense(torch.float32)[0], layer.U)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def test_inputs_of_three_rows_are_made_ready_once(tmp_path: Path) -> None:
+    """In half precision, by launches before those of the products."""
+    model = _model(tmp_path, KINDS["int3"]).half()
+    ids, token = torch.tensor([[5, 9, 3], [7, 2, 8], [1, 6, 4]]), torch.tensor([4, 6, 2])
+    found = []
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=3, context=8, ops=ops)
+        decoder.prefill(ids)
+        found.append(decoder.step(token))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
