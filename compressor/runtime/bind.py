@@ -99,10 +99,11 @@ class Binder:
         self, segments: list[Segment | QuantizedSegment], options: dict[str, Any]
     ) -> tuple[list[Segment | QuantizedSegment], dict[str, Any], list[Run]]:
         """Segments, options of their launch and what runs before it: from three rows on inputs that all
-        share are normed once, in the dtype of the weights, which the tensor cores take."""
-        x, dtype = segments[0].x, self.state.kv.data.dtype
+        share are normed once; for plain weights in their dtype, which tensor cores take as it lies."""
+        x, packed = segments[0].x, any(isinstance(s, QuantizedSegment) for s in segments)
         shared = all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments)
-        if self.rows < READY_FROM or not shared or dtype == torch.float32 or x.dtype == dtype:
+        dtype = torch.float32 if packed else self.state.kv.data.dtype
+        if self.rows < READY_FROM or not shared or (options["gain"] is None and x.dtype == dtype):
             return segments, options, []
         from blr.kernels.gemv.ready import ready
 

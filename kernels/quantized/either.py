@@ -15,6 +15,9 @@ from blr.kernels.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
 Run = Callable[[], Any]
+# Of layers whose corrections are in their launch. On an H200 it takes 0.4–0.7 µs less than two launches
+# with 512 programs of 4096 rows, and up to 1.6 µs more with 1024: they queue at its counter.
+MOST_ROWS = 6144
 
 
 def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
@@ -108,6 +111,7 @@ def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
     """The segments if their corrections fit the launch of their layers, else none."""
     firsts, packed = _corrections(segments), [s for s in segments if isinstance(s, QuantizedSegment)]
     whole = len(firsts) == len(packed) == len(segments) and len({_format(s) for s in packed}) == 1
+    whole = whole and sum(s.y.shape[1] for s in packed) <= MOST_ROWS
     return packed if whole and all(isinstance(s, QuantizedSegment) for s in firsts) else []
 
 

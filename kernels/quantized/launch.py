@@ -30,8 +30,7 @@ BYTES = False  # products of four bytes by one instruction, by default
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
-# More tokens, on the tensor cores. Bits -> rows, quads and warps of a program.
-MANY = {2: (32, 8, 8), 3: (32, 8, 8), 4: (32, 8, 8), 8: (16, 16, 4)}
+MANY = (32, 16, 4)  # rows, quads and warps of a program for more tokens, on the tensor cores
 
 
 def tile_shape(
@@ -55,7 +54,7 @@ def tile_shape(
     """
     quads = max(power_of_two(form_of(bits, group).quads(width)), 4)
     if tokens > 2:
-        least, chunk, warps = MANY[bits]
+        least, chunk, warps = MANY
         return {"BR": least, "BQ": min(chunk, quads), "num_warps": warps}
     chunk = min(quads, CHUNK[bits])
     warps = max(chunk // 32, 4)
