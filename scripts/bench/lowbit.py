@@ -104,7 +104,7 @@ def tiles(bits: int, K: int) -> Iterator[tuple[tuple[str, int], ...]]:
     for warps, BQ in ((4, 64), (4, 128), (8, 128), (2, 64)):
         if 64 < BQ >= 2 * quads or (bits == 8 and BQ == 64):
             continue
-        for deep in (2, 4, 8) if warps > 2 else (4,):
+        for deep in (4, 8) if warps > 2 else (4,):
             rows = deep * max(32 * warps // BQ, 1)
             yield ("BR", rows), ("BQ", BQ), ("num_warps", warps)
 
@@ -261,6 +261,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         print(f"{n:3} {rows_:5} {K:5} {bits:4} {rank:4} {kind:9} {best}  {'; '.join(told)}")
 
 
+def order(case: Case) -> tuple[Any, ...]:
+    """One token first, of the largest shapes first, weights of one kind together."""
+    return case.tokens > 1, -case.rows * case.K, case.rows, case.bits, case.tokens
+
+
 def told_config(row: dict[str, Any]) -> str:
     return "x".join(str(value) for _, value in row["config"]) or "-"
 
@@ -273,7 +278,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14))
     given = parser.parse_args()
     begun, wanted = monotonic(), list(cases(set(given.only.split(","))))
-    wanted.sort(key=lambda case: (case.kind == "rows" and case.tokens > 1, case.tokens))
+    wanted.sort(key=order)
     right: list[tuple[Case, float, str]] = []
     wrong: list[tuple[Case, float, str]] = []
     with get_context("spawn").Pool(given.processes) as pool:
@@ -288,7 +293,7 @@ def main() -> int:
         print(f"WRONG {case} error {error:.2e} {' '.join(last)}")
     print(f"{len(right)} right, {len(wrong)} wrong, {monotonic() - begun:.0f} s")
     speed, found = copy_speed(), []
-    right.sort(key=lambda item: (item[0].kind != "torch", item[0].rows, item[0].K, item[0].bits))
+    right.sort(key=lambda item: order(item[0]))
     for case, error, _ in right:
         if monotonic() - begun > given.seconds:
             print("timing stopped by time")
