@@ -33,11 +33,13 @@ SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 @dataclass
 class Running:
     """What the message of a stop tells: the folder being produced, once it is known, whether the same
-    command goes on where it stopped (or starts over), and what is kept for that."""
+    command goes on where it stopped (or starts over), what is kept for that, and `place`, where it is
+    kept if not beside an output."""
 
     output: Path | None = None
     resumes: bool = True
     kept: str = "finished layers are"
+    place: Path | None = None
 
 
 @contextmanager
@@ -129,6 +131,8 @@ def leave_at_once(message: str, code: int) -> None:
 
 def state_of(running: Running) -> str:
     """What a run leaves that is stopped now."""
+    if running.place is not None and running.place.exists():
+        return f"{running.kept} kept in {running.place}"
     output = running.output
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
     if partial is None or not os.path.exists(partial):

@@ -115,7 +115,7 @@ def sweep(
     offline_too = ("--offline",) if offline else ()
     tokens = () if max_tokens is None else ("--max-tokens", str(max_tokens))
     with stop_on_signals() as running:
-        running.kept = "finished points are"
+        running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
         settings = Settings(
             model=model,

@@ -100,6 +100,15 @@ def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
     refused(limited.run(*other, cwd=tmp_path), 5, "differs in texts")
 
 
+def test_a_stopped_sweep_says_how_to_go_on(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    stopping = "import signal; launch.start = lambda *_: os.kill(os.getpid(), signal.SIGTERM)"
+    ended = limited.run(*arguments, cwd=tmp_path, patch=FORKED + stopping)
+    assert ended.code == 143
+    assert "finished points are kept in out; resume with: blr sweep" in ended.err
+
+
 def test_a_folder_of_something_else_is_left_alone(
     limited: Limited, arguments: list[str], tmp_path: Path
 ) -> None:
