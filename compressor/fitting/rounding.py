@@ -36,8 +36,7 @@ from blr.compressor.structures.specs import (
     Spec,
     stored_names,
 )
-from blr.kernels.fp8.reference import LARGEST, is_number
-from blr.kernels.quantized.formats import ROW
+from blr.kernels.fp8.reference import is_number
 from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
@@ -182,8 +181,6 @@ def quantize_factors(
     exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
     if spec.tiled:
         exact = _even(spec.of, exact)
-    if spec.fp8 and spec.group == ROW and isinstance(spec.of, LowRankSpec):
-        exact = _one_scale(exact)
     for name in _turns(spec):
         factor = _solved(name, spec, back, exact, costs)
         dtype = scale_dtype or factors[name].dtype
@@ -285,17 +282,6 @@ def _even(spec: Spec, factors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**factors, "U": U / size, "V": V * size}
     size = _size(U, -2)
     return {**factors, "U": U / size, "V": V * size}
-
-
-def _one_scale(factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same product with columns of V [.., i, r] that all take one scale, a power of two: products of
-    the vendor's library that give float8 have one for a whole matrix. U takes their sizes, for which the
-    exponents of float8 have room."""
-    U, V = factors["U"], factors["V"]
-    size = V.abs().amax(-2, keepdim=True)
-    size = torch.where(size > 0, size, torch.ones_like(size)) / LARGEST
-    one = torch.exp2(size.log2().mean().round())
-    return {**factors, "U": U * (size / one), "V": V * (one / size)}
 
 
 def _size(factor: Tensor, axis: int) -> Tensor:

@@ -21,9 +21,8 @@ from blr.kernels.fp8.op import (
     fp8_device,
     fp8_product,
     fp8_rows,
-    library_takes,
 )
-from blr.kernels.fp8.reference import Rows, Scales, aligned, library_scales, scales_of
+from blr.kernels.fp8.reference import Rows, Scales, aligned, scales_of
 from blr.kernels.quantized.formats import ROW
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
@@ -58,7 +57,7 @@ def prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor
     read fast: made once."""
     held = layer.__dict__.get("float8_prepared")
     if held is None or held[0].second.device != x.device:
-        held = _prepared(layer, structure, x)
+        held = _prepared(layer, structure)
         layer.__dict__["float8_prepared"] = held
     return held  # type: ignore[no-any-return]
 
@@ -132,13 +131,11 @@ def _hindrance(layer: Any, structure: str, x: Tensor) -> str | None:
     return None
 
 
-def _prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
+def _prepared(layer: Any, structure: str) -> tuple[Scales, list[Tensor]]:
     if structure == "dense":
         weight = layer.packed()
         return Scales(None, weight.scale.float().view(-1)), [weight.packed]
     U, V = (_blocks(layer.packed(name)) for name in ("U", "V"))
-    if structure == "lowrank" and library_takes(x, U.packed, V.packed, V.scale):
-        return library_scales(U.scale[0], V.packed[0], V.scale[0]), [U.packed, V.packed]
     S = layer.S.detach() if structure == "blast" else None
     return scales_of(U.scale, V.packed, V.scale, S), [aligned(U.packed), V.packed]
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from blr.kernels.fp8.launch import Tile, mix, mixed, product
+from blr.kernels.fp8.library import second as library_second
+from blr.kernels.fp8.library import takes as library_takes
 from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
 
 __all__ = ["LAYERS", "blast", "dense", "lengths", "lowrank", "monarch", "scales_of"]
@@ -37,6 +39,8 @@ def lowrank(
     z = _rows(1, n, rank, x.q)
     assert scales.first is not None
     product(x.q[None], V, x.unit_norm, scales.first, z, tile=tiles[0])
+    if tiles[1] is None and library_takes(z[0], U[0], dtype):
+        return library_second(z[0], x.norm, U[0], scales.second[0], dtype, bias)
     y = torch.empty(n, U.shape[1], dtype=dtype, device=U.device)
     bias = None if bias is None else bias[None]
     product(z, U, x.norm, scales.second, y[None], bias, tile=tiles[1])

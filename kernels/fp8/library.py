@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.kernels.fp8.reference import E4M3, Rows
+from blr.kernels.fp8.reference import Rows
+
+FROM = 1 << 24  # outputs of a product from which the library's is the faster one
 
 
 def dense(
@@ -33,29 +35,28 @@ def dense(
     )
 
 
-def lowrank(
-    x: Rows,
+def second(
+    z: Tensor,
+    norm: Tensor,
     U: Tensor,
-    V: Tensor,
-    first: Tensor,
-    second: Tensor,
+    scale: Tensor,
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``y = (x V) Uᵀ + bias``, [n, o], for V of one scale, whose product the library writes in float8.
-
-    Args:
-        U: float8 [o, r], V: float8 [r, i], o, r and i multiples of 16. first: float32 [2], what z is
-            scaled by beside the scales of x and V, which `second` [o] makes good, and 1.
-    """
-    by_z, one = first[:1], first[1:]
-    z = torch._scaled_mm(x.q, V.t(), scale_a=by_z, scale_b=one, out_dtype=E4M3, use_fast_accum=True)
+    """The second product of two, [n, o]: z float8 [n, r] by rows of `norm` [n], U float8 [o, r] by
+    `scale` [o], o and r multiples of 16."""
     return torch._scaled_mm(
         z,
         U.t(),
-        scale_a=x.scale[:, None],
-        scale_b=second[None],
+        scale_a=norm[:, None],
+        scale_b=scale[None],
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
     )
+
+
+def takes(z: Tensor, U: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `second` can, and was measured on an H200 to be the faster way (scripts/LOG.md)."""
+    fits = z.is_cuda and dtype == torch.bfloat16 and not any(size % 16 for size in U.shape)
+    return fits and z.shape[0] * U.shape[0] >= FROM

@@ -1,7 +1,7 @@
 """Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
 
-Under `torch.compile` rows are quantized in torch's own operations, which the compiler joins with what
-makes them (a norm, an activation); the products are one operator. Neither has gradients.
+Neither has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of the two
+reductions behind a norm is slower than our kernel (scripts/LOG.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.registration import register
-from blr.kernels.fp8.reference import Rows, Scales
+from blr.kernels.fp8.reference import E4M3, Rows, Scales
 from blr.kernels.fp8.reference import layer as plain_layer
 from blr.kernels.fp8.reference import quantize_rows as plain_rows
 
@@ -36,9 +36,8 @@ def _multiplies(device: torch.device) -> bool:
 
 def fp8_rows(x: Tensor) -> Rows:
     """Activations [n, K] in float8."""
-    if torch.compiler.is_compiling():
-        return plain_rows(x)
-    return Rows(*_run_rows(x))
+    plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return Rows(*(_run_rows(x) if plain else _ROWS.op(x)))
 
 
 def fp8_product(
@@ -54,8 +53,7 @@ def fp8_product(
     Args:
         structure: of `STRUCTURES`.
         weights: float8 U [B, q, r] and V [B, r, p], or the dense weight [o, i].
-        scales: of `reference.scales_of` or, of low rank by the library, `library_scales`; of a dense
-            weight `second` alone.
+        scales: of `reference.scales_of`; of a dense weight `second` alone.
     """
     made = [t for t in scales if t is not None]
     arguments = (*rows, list(weights), made, bias, structure, dtype)
@@ -88,7 +86,6 @@ def _run_product(
         return plain_layer(structure, rows, weights, scales, dtype, bias)
     from blr.kernels.fp8.layers import LAYERS, dense
     from blr.kernels.fp8.library import dense as library_dense
-    from blr.kernels.fp8.library import lowrank as library_lowrank
 
     if structure == "dense":
         weight = weights[0]
@@ -97,8 +94,6 @@ def _run_product(
         y: Tensor = run(rows, weight, scales[0], dtype, bias)
         return y
     U, V = weights
-    if scales[0].dim() == 1:  # of `library_scales`
-        return library_lowrank(rows, U[0], V[0], scales[0], scales[1], dtype, bias)
     return LAYERS[structure](rows, U, V, Scales(*scales), dtype, bias)
 
 
@@ -107,17 +102,6 @@ def _fake(
     structure: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], outputs_of(weights), dtype=dtype)
-
-
-def library_takes(x: Tensor, U: Tensor, V: Tensor, V_scale: Tensor) -> bool:
-    """Whether the vendor's library can compute a low-rank layer, U [1, o, r], V [1, r, i]: of sizes that
-    are multiples of 16, of one scale of V, in bfloat16."""
-    sizes = (*U.shape[1:], V.shape[2])
-    if torch.compiler.is_compiling():  # which cannot look at values
-        return False
-    if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % 16 for size in sizes):
-        return False
-    return bool((V_scale == V_scale[0, 0, 0]).all())
 
 
 def outputs_of(weights: Sequence[Tensor]) -> int:
@@ -130,6 +114,16 @@ def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("float8 products have no gradient: the layer dequantizes where one is asked for")
 
 
+def _fake_rows(x: Tensor) -> tuple[Tensor, ...]:
+    numbers = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
+    return x.new_empty(x.shape, dtype=E4M3), *numbers
+
+
+_ROWS = register(
+    "fp8_rows",
+    "(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)",
+    *(_run_rows, _fake_rows, lambda ctx, inputs, output: None, _no_gradient, _run_rows),
+)
 _PRODUCT = register(
     "fp8_product",
     "(Tensor q, Tensor scale, Tensor unit_norm, Tensor norm, Tensor[] weights, Tensor[] scales, "

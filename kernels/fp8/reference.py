@@ -167,19 +167,6 @@ def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = No
     return Scales(by_v.contiguous(), (by_u * bound).contiguous(), (S.float() / bound).contiguous())
 
 
-def library_scales(U_scale: Tensor, V: Tensor, V_scale: Tensor) -> Scales:
-    """`scales_of` for the vendor's library, whose first product has one scale for all rows and columns:
-    of x no more is known than that all of its numbers are within ±448.
-
-    Args:
-        U_scale: [o, 1]. V: float8 [r, i]; V_scale: [r, 1], all the same.
-    """
-    longest = V.float().square().sum(-1).max().sqrt().clamp_min(1.0)
-    by_z = 1 / (longest * V.shape[1] ** 0.5)
-    second = U_scale.float().squeeze(-1) * (V_scale[0].float() / by_z)
-    return Scales(torch.stack([by_z, torch.ones_like(by_z)]), second.contiguous())
-
-
 def layer(
     structure: str,
     x: Rows,

@@ -32,7 +32,7 @@ from blr.kernels.blast.op import blast_linear
 from blr.kernels.blast.reference import blast_linear as blast_reference
 from blr.kernels.fp8 import launch, layers, library, reference
 from blr.kernels.fp8.launch import Tile
-from blr.kernels.fp8.reference import E4M3, dequantize_fp8, library_scales, quantize_fp8
+from blr.kernels.fp8.reference import E4M3, dequantize_fp8, quantize_fp8
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import lowrank_linear as lowrank_reference
 from blr.kernels.monarch.op import monarch_linear
@@ -182,8 +182,12 @@ def product_arms(n: int, N: int, K: int, out: torch.dtype) -> Arms:
         return launch.product(a, b, by_row, by_col, y, tile=tile)
 
     def by_library(a: Tensor, b: Tensor) -> Tensor:
-        by = (small, small) if out == E4M3 else (by_row[:, None], by_col)
-        return torch._scaled_mm(a[0], b[0].t(), *by, out_dtype=out, use_fast_accum=True)
+        if out == E4M3:  # which the library gives for one scale of all rows and columns
+            by, result = (small, small), small
+        else:
+            by, result = (by_row[:, None], by_col), None
+        given = {"scale_a": by[0], "scale_b": by[1], "scale_result": result, "out_dtype": out}
+        return torch._scaled_mm(a[0], b[0].t(), **given, use_fast_accum=True)
 
     arms: Arms = {name: (partial(run, tile=tile), (a, b)) for name, tile in TILES.items()}
     arms["exact 128"] = (partial(run, tile=TILES[NARROW]._replace(exact=128)), (a, b))
@@ -253,9 +257,6 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     n, r = len(x), rank_of(o, i)
     (U, us, Ud), (V, vs, Vd) = weight(o, r, terms=r), weight(r, i, terms=i)
     scales = layers.scales_of(us[None], V[None], vs[None])
-    V1, v1 = (t.view(1, -1) for t in quantize_fp8(Vd.flatten(), 0, torch.float32))
-    V1 = V1.view(r, i)  # of one scale, as the library's first product needs it
-    by_library = library_scales(us, V1, v1.expand(r, 1))
     tiles = best(found, n, r, i), best(found, n, o, r)
 
     def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
@@ -265,17 +266,19 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     def alone(q: Tensor, U: Tensor, V: Tensor) -> Tensor:
         return layers.lowrank(rows_given._replace(q=q), U[None], V[None], scales, BF16, tiles=tiles)
 
-    def both(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
-        first, second = by_library.first, by_library.second
-        assert first is not None
-        return library.lowrank(launch.quantize_rows(x), U, V, first, second, BF16)
+    def mixed(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # ours first, the library's second
+        rows = launch.quantize_rows(x)
+        z = torch.empty(1, n, r, dtype=E4M3, device="cuda")
+        assert scales.first is not None
+        launch.product(rows.q[None], V[None], rows.unit_norm, scales.first, z, tile=tiles[0])
+        return library.second(z[0], rows.norm, U, scales.second[0], BF16)
 
     rows_given = launch.quantize_rows(x)
     plain = Ud.to(BF16), Vd.to(BF16)  # V stored [r, i]
     return {
         "low-rank bf16": (lambda x, U, V: lowrank_linear(x, U, V.mT), (x, *plain)),
         "low-rank fp8": (ours, (x, U, V)),
-        "low-rank fp8 library": (both, (x, U, V1)),
+        "low-rank fp8 ours+library": (mixed, (x, U, V)),
         "low-rank fp8 alone": (alone, (rows_given.q, U, V)),
     }
 

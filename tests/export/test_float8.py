@@ -75,8 +75,6 @@ def test_a_twin_stores_what_it_was_made_of(stored: Path) -> None:
     assert back.keys() == own.keys()
     for key, tensor in back.items():
         assert tensor.dtype == own[key].dtype
-        if key == "V_scale" and "rank" in fields:  # the library's products have one scale of V
-            assert len(tensor.unique()) == 1 and len(own[key].unique()) == 1
         if key.endswith("_scale"):
             assert torch.allclose(tensor.float(), own[key].float(), rtol=2**-7)
 
