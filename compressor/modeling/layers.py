@@ -49,6 +49,7 @@ class StructuredLinear(nn.Module):
     """
 
     defers = always = False
+    _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
 
     def __init__(self, spec: Spec, bias: bool) -> None:
         super().__init__()
@@ -319,7 +320,9 @@ def caches_ranks(config: Any) -> str | None:
 def prepare_layers(model: nn.Module) -> None:
     """Give the structured layers of `model` that are on a GPU their kernel layout."""
     for module in model.modules():
-        if isinstance(module, StructuredLinear) and any(p.is_cuda for p in module.parameters()):
+        if not isinstance(module, StructuredLinear) or module._hf_quantized_needs_local_tp:
+            continue
+        if any(p.is_cuda for p in module.parameters()):
             module.relayout_()
 
 

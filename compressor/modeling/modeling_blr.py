@@ -24,6 +24,7 @@ from blr.compressor.modeling.configuration_blr import PREFIX, config_class, nati
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.layers import caches_ranks, defer_large, prepare_layers
 from blr.compressor.modeling.rank_cache import rank_cache
+from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
 
 _classes: dict[str, type[Any]] = {}
@@ -68,6 +69,19 @@ class StructuredModelMixin:
             model_kwargs["past_key_values"] = rank_cache(cache, self.config, kind)
 
     @classmethod
+    def maybe_distribute_model(
+        cls: Any, model: Any, distributed_config: Any, *rest: Any, **options: Any
+    ) -> Any:
+        """As of transformers, with factors cut where the native plan cuts weights."""
+        size = getattr(distributed_config, "tp_size", None) or 1
+        plan = split_plan(model, size) if size > 1 else {}
+        if plan:
+            model._tp_plan = {**plan, **(model._tp_plan or {})}
+            split_layers(model)
+        native: Any = super()
+        return native.maybe_distribute_model(model, distributed_config, *rest, **options)
+
+    @classmethod
     def from_pretrained(
         cls: Any, *arguments: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
@@ -79,6 +93,7 @@ class StructuredModelMixin:
         native: Any = super()
         model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
         prepare_layers(model)
+        freeze_parts(model)
         prepare_float8(model)
         if output_loading_info:
             return model, info

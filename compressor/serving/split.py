@@ -14,19 +14,10 @@ from typing import Literal
 from torch import Tensor
 
 from blr.compressor.errors import CapabilityError
+from blr.compressor.modeling.splitting import AXES
 from blr.compressor.structures.specs import LowRankSpec, Shape, Spec
 
 Side = Literal["out", "in"]
-# structure, then the side that is cut, to factor and axis; factors that are not named stay whole
-AXES: dict[str, dict[Side, dict[str, int]]] = {
-    "svd": {"out": {"U": 0}, "in": {"V": 0}},
-    "groups out": {"out": {"U": 0, "V": 0}, "in": {"V": 1}},
-    "groups in": {"out": {"U": 1}, "in": {"U": 0, "V": 0}},
-    # the last axis runs over the blocks of the other side first
-    "monarch": {"out": {"U": 0, "V": 2}, "in": {"U": 2, "V": 0}},
-    "blast": {"out": {"U": 0, "S": 0}, "in": {"S": 1, "V": 0}},
-    "dense": {"out": {"weight": 0}, "in": {"weight": 1}},
-}
 
 
 @dataclass(frozen=True)

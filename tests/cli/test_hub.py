@@ -265,5 +265,5 @@ def test_of_a_pipeline_the_transformer_alone_is_downloaded(
     assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
     snapshot = tmp_path / "hf/hub/models--who--pico/snapshots" / COMMIT
     assert sorted(path.name for path in snapshot.iterdir()) == ["model_index.json", "transformer"]
-    again = blr(environment, tmp_path, "compress", "who/pico", *options, "--offline", "--overwrite")
+    again = blr(environment, tmp_path, "plan", "who/pico", "--offline")
     assert again.returncode == 0, again.stderr

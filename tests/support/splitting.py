@@ -1,0 +1,49 @@
+"""One process of those that hold a model together: what it computes, beside the whole model.
+
+python splitting.py RANK SIZE PORT FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.modeling.layers import StructuredLinear
+
+
+def main(rank: str, size: str, port: str, folder: str) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    logging.disable_progress_bar()
+    split = DistributedConfig(tp_size=int(size))
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split).eval()
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(2, 26)[None]
+    with torch.no_grad():
+        expected, found = whole(ids).logits, model(ids).logits
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = [m.generate(ids, **options).tolist() for m in (whole, model)]
+    layers = [m for m in model.modules() if isinstance(m, StructuredLinear)]
+    held = sum(getattr(p, "_local_tensor", p).numel() for m in layers for p in m.parameters())
+    result = {
+        "distance": float((found - expected).norm() / expected.norm()),
+        "same tokens": tokens[0] == tokens[1],
+        "share": held / sum(m.spec.parameters for m in layers),
+        "trains": any(p.requires_grad for m in layers for p in m.parameters()),
+    }
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
