@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def asks_for_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are left out unless `-m gpu` asks for them, and skipped where there is none."""
+    """Tests marked gpu are left out unless `-m gpu` asks for them, and skipped where there is none; of
+    those marked sampled(n), every nth case is for everyday runs."""
+    spread_samples(items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not asks_for_gpu(config):
         config.hook.pytest_deselected(items=on_gpu)
@@ -69,6 +72,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         why = "torch finds no CUDA device; --device cpu runs these tests in Triton's interpreter"
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def spread_samples(items: list[pytest.Item]) -> None:
+    """Of a function marked sampled(n), all cases but every nth in their order are slow: with axes of
+    other lengths than n, each value of each axis comes up."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        if seen[function] % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen[function] += 1
 
 
 def has_gpu() -> bool:

@@ -42,6 +42,7 @@ def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
         assert [row["arm"] for row in csv.DictReader(file)] == ["dense", "naive", "ours-1"] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -25,6 +25,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("locale", [{}, {"PYTHONIOENCODING": "ascii"}], ids=["utf-8", "ascii"])
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_folders(
@@ -84,6 +85,7 @@ TAKES_PATHS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("command", TAKES_PATHS)
 def test_paths(command: str, path: str, limited: Limited, model: Path) -> None:

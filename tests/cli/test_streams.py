@@ -58,6 +58,7 @@ def place(made: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["closed", "full", "left"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_results_that_nobody_gets(command: str, kind: str, killer: Killer, place: Path) -> None:
@@ -89,6 +90,7 @@ def test_results_on_a_full_disk_are_told_all_the_same(command: str, killer: Kill
     assert [line for line in steady if line not in told] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["closed", "full", "left"])
 @pytest.mark.parametrize("command", ["plan", "compress, json", "export", "generate"])
 def test_talk_that_nobody_hears_stops_nothing(

@@ -184,6 +184,7 @@ def call(invoke: Invoke, command: str, folder: Path, text: Path) -> tuple[int, s
     return invoke(name, folder, *arguments[name], *more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("damage", "command"), CASES)
 def test_damage_is_refused(
     damage: str, command: str, whole: dict[str, Path], text: Path, tmp_path: Path, invoke: Invoke
@@ -206,6 +207,7 @@ def test_hashes_of_weights_are_left_out_on_request(
     assert call(invoke, command, folder, text)[0] == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["eval", "generate", "export", "inspect--verify", "verify"])
 def test_outputs_of_the_format_before_are_read(
     command: str, whole: dict[str, Path], text: Path, tmp_path: Path, invoke: Invoke
@@ -288,6 +290,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["eval", "generate", "export"])
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_weights_that_no_model_can_have(

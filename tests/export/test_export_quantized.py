@@ -25,6 +25,7 @@ def exported(source: Path, output: Path, **options: object) -> dict[str, torch.T
     return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["dense", "monarch", "blast"])
 def test_tensors_and_errors_are_those_of_the_quantized_source(

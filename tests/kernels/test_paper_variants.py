@@ -103,6 +103,7 @@ def test_factors_may_have_any_strides_and_no_bias(variant: Callable[..., Tensor]
 SMALL = {"BM": 16, "BN": 32, "BK": 16, "GROUP": 3}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_block_sizes_change_nothing_but_time(dtype: torch.dtype) -> None:
     """Several tiles along every axis, several steps of p, several groups of output blocks."""

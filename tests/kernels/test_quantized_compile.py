@@ -59,6 +59,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @needs_triton
 @BITS
 @pytest.mark.parametrize("capability", [80, 90])
@@ -74,6 +75,7 @@ def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> No
     assert not any(f"cvt.rn.f32.{source}" in ptx for source in ("s8", "u8", "s16", "u16", "u32"))
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, 2], ids=["int3", "int2"])

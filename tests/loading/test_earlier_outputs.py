@@ -83,6 +83,7 @@ def test_loads_without_blr_by_the_files_it_carries(
         assert found == pytest.approx(logits[name], abs=1e-4), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_exports(
     name: str, earlier: Path, logits: dict[str, list[float]], tmp_path: Path, blr: Run

@@ -64,6 +64,7 @@ def _state(pid: str) -> str:
         return "Z"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [

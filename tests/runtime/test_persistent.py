@@ -98,6 +98,7 @@ def error_of(model: Any, rows: int, programs: int, steps: int = 2, tuning: Tunin
     return max(errors)
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.parametrize(("rows", "programs"), [(2, 1), (1, 3)])
 @pytest.mark.parametrize("family", ["llama-tied", "mistral", "qwen2", "qwen3"])
@@ -107,6 +108,7 @@ def test_dense_families(family: str, programs: int, rows: int, tmp_path: Path) -
     assert error_of(model, rows, programs) < TOLERANCES[torch.float32]
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.parametrize(("rows", "programs"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -115,6 +117,7 @@ def test_structures(structure: str, programs: int, rows: int, tmp_path: Path) ->
     assert error_of(model, rows, programs) < TOLERANCES[torch.float32]
 
 
+@pytest.mark.sampled(2)
 @needs_triton
 @pytest.mark.parametrize("programs", [1, 5])
 def test_a_mixture_of_structures(programs: int, tmp_path: Path) -> None:
@@ -123,6 +126,7 @@ def test_a_mixture_of_structures(programs: int, tmp_path: Path) -> None:
     assert error_of(model, 2, programs) < TOLERANCES[torch.float32]
 
 
+@pytest.mark.sampled(4)
 @needs_triton
 @pytest.mark.parametrize("kinds", [("svd", "dense"), ("blast",), ("monarch",)], ids="-".join)
 @pytest.mark.parametrize("rows", [1, 2])
