@@ -106,7 +106,8 @@ class Latent:
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)
         self.width = matrix.shape[-1]
-        padded = nn.functional.pad(matrix, (0, -self.width % self.group))
+        missing = -self.width % self.group  # rarely any: a copy of all that is trained, every step
+        padded = nn.functional.pad(matrix, (0, missing)) if missing else matrix
         return padded.unflatten(-1, (-1, self.group))
 
 
