@@ -22,7 +22,8 @@ def check_device(name: str) -> str:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes the GPU if there is one.
+    """`auto` takes the GPU if there is one. A GPU that is named becomes the current one: Triton launches
+    there, wherever the tensors are.
 
     Raises UsageError for a name that is no device's, CapabilityError for a device that is absent.
     """
@@ -34,6 +35,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise CapabilityError(f"device {name!r} cannot be used ({reason}); try --device cpu") from None

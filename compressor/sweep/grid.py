@@ -63,6 +63,8 @@ def points_of(grid: Grid, common: dict[str, Any]) -> dict[Point, Recipe]:
     Raises:
         UsageError: settings that do not fit together, a point twice, or none.
     """
+    if DENSE in grid.methods:
+        raise UsageError("--methods are structures; dense weights in few bits are the line of --plain")
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
     found = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
     names = [point.name for point in found]
