@@ -38,7 +38,8 @@ def test_a_7b_layer_takes_what_was_measured(tmp_path: Path) -> None:
         if layer.layer.type in MEASURED:
             seconds, memory = MEASURED[layer.layer.type]
             found = forecast([layer], recipe, H200, 1, calibrated=True)
-            assert found.seconds - CALIBRATED == pytest.approx(seconds, rel=0.4), layer.layer.module
+            predicted = found.seconds - CALIBRATED
+            assert predicted == pytest.approx(seconds, rel=0.4), layer.layer.module
             assert memory * 2**30 * 0.8 < found.memory < memory * 2**30 * 2
 
 
@@ -47,5 +48,6 @@ def test_gpus_share_the_work(calibrated: bool, tmp_path: Path) -> None:
     recipe = Recipe(method="svd", cf=2)
     found = layers(tmp_path, recipe)
     one, two = (forecast(found, recipe, H200, n, calibrated) for n in (1, 2))
-    assert one.seconds / 2 < two.seconds < one.seconds
+    alone, together = one.seconds, two.seconds  # predicted ones
+    assert alone / 2 < together < alone
     assert "of each of 2 h200" in words(two, "h200") and "each" not in words(one, "h200")

@@ -75,7 +75,6 @@ def test_default_tiles_do_not_spill(bits: int, capability: int, kind: str) -> No
     assert not any(f"cvt.rn.f32.{source}" in ptx for source in ("s8", "u8", "s16", "u16", "u32"))
 
 
-@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, 2], ids=["int3", "int2"])
@@ -86,6 +85,7 @@ def test_few_bits_do_not_spill_either(bits: int, kind: str) -> None:
     assert made["spills"] <= 64 and "ld.global.v4.b32" in made["asm"]["ptx"]
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @BITS
 @pytest.mark.parametrize("kind", ["one", "one-normed", "wide", "narrow"])
@@ -102,5 +102,6 @@ def test_tiles_stay_in_registers(bits: int, kind: str) -> None:
     fields = 32 // bits
     assert ptx.count("ld.global.v4.b32") == chunks * quads + fields
     products = 4 * fields * quads
-    assert ptx.count("fma.rn.f32") >= products
+    # the first product of a sum has nothing to be added to
+    assert ptx.count("fma.rn.f32") + ptx.count("mul.f32") + ptx.count("mul.rn.f32") >= products
     assert ptx.count("sub.f32") + ptx.count("sub.rn.f32") < products // 8
