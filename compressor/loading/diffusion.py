@@ -17,6 +17,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import BlrError, CapabilityError, InputError
+from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.trial import NO_CHECK, Trial, trial_of
 from blr.compressor.machine.device import pick_device
@@ -55,7 +56,7 @@ def load_written(folder: Path) -> Any:
 def _structured(source: Source, dtype: str | None) -> Any:
     cls = structured_class(source.model_type, source)
     stored = getattr(torch, dtype) if dtype else working_dtype(source)
-    with _native_errors(source), quiet_diffusers():
+    with native_errors(source), quiet_diffusers():
         return cls.from_pretrained(source.folder, torch_dtype=stored, local_files_only=True)
 
 
@@ -68,7 +69,7 @@ def dense_model(source: Source, *, meta: bool = False) -> Any:
     """
     cls = dense_class(source)
     config = {**source.config, DIFFUSERS.kind: source.model_type}
-    with _native_errors(source), quiet_diffusers(), init_empty_weights(include_buffers=False):
+    with native_errors(source), quiet_diffusers(), init_empty_weights(include_buffers=False):
         model = cls.from_config(config)
     if found := misfit(model, {name: entry.shape for name, entry in source.entries.items()}):
         refuse(source.folder, f"{found} for {cls.__name__}", "the tensors of one model", REMEDY)
@@ -189,17 +190,3 @@ def quiet_diffusers() -> Iterator[None]:
     finally:
         logging.set_verbosity(level)
         logging.enable_progress_bar()
-
-
-@contextmanager
-def _native_errors(source: Source) -> Iterator[None]:
-    """Turn what diffusers raises while it builds a model from a config into InputError."""
-    try:
-        yield
-    except (BlrError, MemoryError):
-        raise
-    except Exception as error:  # the values of a config are passed on unchecked
-        raise_exhausted(error)
-        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
-        found = f"what {quote(source.model_type)} cannot be built from ({reason})"
-        refuse(source.folder / "config.json", found, "those of a trained model", REMEDY)

@@ -1,0 +1,106 @@
+"""Every float8 kernel on a GPU against its reference, before `fp8.py` times it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blr.kernels.blast.reference import blast_linear as blast_reference
+from blr.kernels.fp8 import launch, layers, library, reference
+from blr.kernels.fp8.launch import Tile
+from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
+from blr.kernels.lowrank.reference import lowrank_linear as lowrank_reference
+from blr.kernels.monarch.reference import monarch_linear as monarch_reference
+
+BF16 = torch.bfloat16
+TILES = {
+    "128x128 s4 w8": Tile(128, 128, 128, stages=4),
+    "128x128 s4 w4": Tile(128, 128, 128, stages=4, warps=4),
+    "128x256 s3 w8": Tile(128, 256, 128, stages=3),
+    "128x256 s3 w8 half-store": Tile(128, 256, 128, stages=3, store=2),
+    "128x256 s3 w8 persistent": Tile(128, 256, 128, stages=3, programs=1, store=2),
+    "128x256 s3 w8 persistent flat": Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x256 s4 w8 persistent flat": Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
+    "128x128 s4 w8 persistent flat": Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
+    "128x128 s3 w4 2 persistent": Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
+}
+
+
+def relative(y: Tensor, expected: Tensor) -> float:
+    lost = (y.double() - expected.double()).norm() / expected.double().norm()
+    return float(lost) if bool(torch.isfinite(y.float()).all()) else float("nan")
+
+
+def weight(*shape: int, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random float8 [..., R, K], its scales [..., R, 1] and what it stands for in float32."""
+    w = torch.randn(*shape, device="cuda") / terms**0.5
+    q, scale = quantize_fp8(w, 0, torch.float32)
+    return q, scale, dequantize_fp8(q, scale, torch.float32)
+
+
+def check_kernels() -> bool:
+    """Every kernel against its reference; prints what misses."""
+    torch.manual_seed(0)
+    fine = True
+
+    def say(name: str, error: float, limit: float) -> None:
+        nonlocal fine
+        good = error <= limit
+        fine &= good
+        print(f"{'ok  ' if good else 'BAD '} {name}: {error:.2e} (limit {limit:g})")
+
+    for n, K in ((1, 100), (33, 4096), (257, 14336)):
+        x, other = torch.randn(2, n, K, device="cuda", dtype=BF16).unbind()
+        x = x.clone()
+        x[0], gain = 0, torch.rand(K, device="cuda", dtype=BF16)
+        worst, apart = 0.0, 0.0
+        for make in reference.MAKES:
+            found = launch.quantize_rows(x, make, other, gain, 1e-5)
+            right = reference.quantize_rows(x, make, other, gain, 1e-5)
+            back, expected = (r.q.float() * r.scale[:, None] for r in (found, right))
+            worst = max(worst, relative(back, expected) if n > 1 else 0.0)
+            apart = max(
+                apart, float((found.norm - right.norm).abs().max() / right.norm.max().clamp_min(1e-9))
+            )
+        say(f"quantize {n}x{K}", worst, 5e-3)
+        say("  its norms", apart, 1e-2)
+    cases = [(1, 64, 48, 16), (129, 512, 384, 100), (300, 1024, 768, 272), (513, 4096, 4096, 1024)]
+    for n, i, o, r in cases:
+        x = torch.randn(n, i, device="cuda", dtype=BF16)
+        x[0] *= 1000
+        rows, bias = launch.quantize_rows(x), torch.randn(o, device="cuda", dtype=BF16)
+        (W, ws, _Wd), (U, us, Ud), (V, vs, Vd) = (
+            weight(o, i, terms=i), weight(o, r, terms=r), weight(r, i, terms=i)
+        )  # fmt: skip
+        given = rows.q.float() * rows.scale[:, None]
+        expected = reference.product(
+            rows.q[None], W[None], rows.scale, ws.view(1, -1), BF16, bias[None]
+        )[0]
+        for name, tile in {"default": None, **TILES}.items():
+            if n < 129 and name != "default":
+                continue
+            y = layers.dense(rows, W, ws.view(-1), BF16, bias, tile)
+            error = relative(y, expected)
+            if name == "default" or not error <= 4e-3:
+                say(f"dense {o}x{i}, {n} tokens, {name}", error, 4e-3)
+        scales = layers.scales_of(us[None], V[None], vs[None])
+        exact = lowrank_reference(given.double(), Ud.double(), Vd.double().mT, bias.double())
+        y = layers.lowrank(rows, U[None], V[None], scales, BF16, bias)
+        say(f"low rank {o}x{i}, rank {r}, {n} tokens", relative(y, exact), 0.04)
+        say("  of its other rows", relative(y[1:], exact[1:]) if n > 1 else 0.0, 0.04)
+        if i % 16 == o % 16 == 0:
+            y = library.dense(rows, W, ws.view(-1), BF16, None)
+            say("  dense by the library", relative(y, expected.float() - bias.float()), 6e-3)
+    for n, b, p, q, r in ((5, 4, 64, 48, 32), (300, 16, 256, 256, 1024), (300, 3, 112, 80, 48)):
+        x = torch.randn(n, b * p, device="cuda", dtype=BF16)
+        rows, bias = launch.quantize_rows(x), torch.randn(b * q, device="cuda", dtype=BF16)
+        (U, us, Ud), (V, vs, Vd) = weight(b, q, r, terms=r), weight(b, r, p, terms=p)
+        given = (rows.q.float() * rows.scale[:, None]).double()
+        exact = monarch_reference(given, Ud.double(), Vd.double().mT, bias.double())
+        y = layers.monarch(rows, U, V, layers.scales_of(us, V, vs), BF16, bias)
+        say(f"Monarch {b}, {n} tokens", relative(y, exact), 0.04)
+        S = torch.randn(b, b, r, device="cuda") / b**0.5
+        exact = blast_reference(given, Ud.double(), S.double(), Vd.double().mT, bias.double())
+        y = layers.blast(rows, U, V, layers.scales_of(us, V, vs, S), BF16, bias)
+        say(f"BLAST {b}, {n} tokens", relative(y, exact), 0.04)
+    return fine
