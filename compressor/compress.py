@@ -27,6 +27,7 @@ from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storing import what_becomes
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
@@ -122,6 +123,8 @@ def compress(
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
             check_transformers(source, "--calibration and --heal take")
+        recipe, said = paced(source, recipe, settings.calibration is not None)
+        progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
@@ -272,9 +275,11 @@ class Job:
         factors = sum(p.bits for p in layers) // 8
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         needed = kept + 2 * factors + extra + (4 << 20)
-        if self.settings.calibration is not None:  # refitted ones, and the numbers behind packed ones
+        if (
+            self.settings.calibration is not None
+        ):  # refitted and finished ones, and the numbers behind packed ones
             packed = [p for p in layers if p.spec.quantized]
-            needed += factors + sum(p.layer.entry.nbytes for p in packed)
+            needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
             needed += kept + factors + extra
             needed += STATE_BYTES * sum(p.spec.parameters for p in layers)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import log
+from math import inf, log
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -30,6 +30,7 @@ from blr.compressor.bench.subjects import (
     Subject,
     dense_kernel,
     gaussian,
+    laid_rank,
     our_layout,
     random_factors,
     reference_of,
@@ -40,21 +41,26 @@ from blr.compressor.planning.roofline import kernels
 from blr.compressor.progress import Progress
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
+from blr.compressor.tune_float8 import Product, float8_candidates, float8_cases
 from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
 from blr.kernels.common.tables import (
     BUCKETS,
-    DECODE,
     DENSE,
+    MOST,
+    PLAIN,
+    PRODUCT,
     REFERENCE,
     Shape,
     heuristic,
 )
 
-FULL = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # tokens that are measured
+FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
 QUICK = (1, 8, 256, 4096)
+FLOAT8 = PRODUCT  # beside the structures
 MARGIN = 1.02  # a time within this of the best is as good: noise, and rules that hold for longer
+OURS = 1.03  # times as fast as the plain form a kernel of ours must be to be chosen in its place
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,14 @@ def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, lis
 def candidates(structure: str, n: int) -> list[Candidate]:
     """What is timed for n tokens: every variant with every configuration it lists."""
     table, configs = variants_of(structure)
-    names = [name for name in table if name != REFERENCE and (name != "gemv" or n <= DECODE)]
+    names = [name for name in table if name != REFERENCE and n <= MOST.get(name, n)]
     return [Candidate(name, config) for name in names for config in configs.get(name, [{}])]
 
 
 def shape_of(spec: Spec) -> Shape:
     """The sizes that tables know a layer by."""
     blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
-    return Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
+    return Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))
 
 
 @dataclass
@@ -137,15 +143,18 @@ class Tuning:
     points: list[Point] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def cases(self, layers: Sequence[Layer]) -> Iterator[tuple[Case, Spec, int]]:
+    def cases(self, layers: Sequence[Layer]) -> Iterator[tuple[Case, Spec | Product, int]]:
         """Each layer in each structure, dtype and number of tokens, timed beside the dense layer."""
+        plain = [name for name in self.structures if name != FLOAT8]
         for precision in self.precisions:
             for layer in layers:
-                for spec in specs_for(layer, self.structures):
+                for spec in specs_for(layer, plain):
                     for n in self.tokens:
                         yield self._case(layer, spec, n, precision), spec, n
+            if FLOAT8 in self.structures and precision.stored == "bfloat16":
+                yield from float8_cases(layers, self.tokens, precision, self.runner)
 
-    def run(self, case: Case, spec: Spec, n: int) -> None:
+    def run(self, case: Case, spec: Spec | Product, n: int) -> None:
         """Time one case and keep what came out right."""
         arms = case.arms()
         self.runner.run(arms, case.precision)
@@ -154,8 +163,11 @@ class Tuning:
         self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
         del arms
         self.runner.release()
-        structure = STRUCTURES[spec.structure].folder
-        self.points.append(Point(structure, shape_of(spec), case.precision.stored, n, times))
+        if isinstance(spec, Product):
+            structure, shape = spec
+        else:
+            structure, shape = STRUCTURES[spec.structure].folder, shape_of(spec)
+        self.points.append(Point(structure, shape, case.precision.stored, n, times))
 
     def _case(self, layer: Layer, spec: Spec, n: int, precision: Precision) -> Case:
         title = f"{layer.title} {spec.structure} {spec.describe()} {precision.name} n={n}"
@@ -283,15 +295,25 @@ def _variant_rules(
 
 
 def _winner(point: Point, before: str | None) -> str | None:
-    """The fastest candidate; one as good is taken if it is the rule of thumb or won at fewer tokens,
-    so that there are fewer rules."""
+    """The fastest candidate; in its place one that is as good: a plain form above all, so that noise
+    never chooses ours, then what won at fewer tokens, so that there are fewer rules, or the rule of
+    thumb."""
     best = fastest(point)
     if best is None:
         return None
+    if plain := _as_good(point, PLAIN[point.structure], OURS * best[1]):
+        return plain
     thumb = heuristic(point.structure, point.n, getattr(torch, point.dtype))[0]
     usual = [label for label in (before, thumb) if label is not None]
-    good = [label for label in usual if point.times.get(label, float("inf")) <= MARGIN * best[1]]
+    good = [label for label in usual if point.times.get(label, inf) <= MARGIN * best[1]]
     return good[0] if good else best[0]
+
+
+def _as_good(point: Point, labels: Sequence[str], limit: float) -> str | None:
+    """The fastest of `labels`, if it takes at most `limit` milliseconds."""
+    times = {label: point.times[label] for label in labels if label in point.times}
+    found = min(times, key=times.__getitem__) if times else None
+    return found if found is not None and times[found] <= limit else None
 
 
 def _general_rules(
@@ -307,15 +329,21 @@ def _general_rules(
 
 def _least_loss(points: Sequence[Point], known: Mapping[str, Candidate]) -> str | None:
     """The candidate without arguments that loses least, by the geometric mean over the shapes that
-    any candidate ran; it must have run all of those."""
-    plain = [label for label, candidate in known.items() if not candidate.config and label != DENSE]
+    any candidate ran; it must have run all of those. A plain form where ours is no better."""
+    free = [label for label, candidate in known.items() if not candidate.config and label != DENSE]
     best = [(point.times, found[1]) for point in points if (found := fastest(point))]
     losses = {
         label: fmean(log(times[label] / ms) for times, ms in best)
-        for label in plain
+        for label in free
         if best and all(label in times for times, _ in best)
     }
-    return min(losses, key=losses.__getitem__) if losses else None
+    if not losses:
+        return None
+    least = min(losses.values())
+    plain = [
+        label for label in PLAIN[points[0].structure] if losses.get(label, inf) <= least + log(OURS)
+    ]
+    return min(plain or losses, key=losses.__getitem__)
 
 
 def _rule(where: dict[str, Any], low: int, high: int, chosen: Candidate) -> dict[str, Any]:
@@ -365,4 +393,5 @@ def _about(rule: Mapping[str, Any]) -> str:
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
     """Every candidate that may have been timed, by label."""
     every = (c for s in STRUCTURES for n in tokens for c in candidates(s, n))
-    return {DENSE: DENSE_CANDIDATE, **{candidate.label: candidate for candidate in every}}
+    float8 = {label: Candidate(*chosen) for label, chosen in float8_candidates().items()}
+    return {DENSE: DENSE_CANDIDATE, **{candidate.label: candidate for candidate in every}, **float8}

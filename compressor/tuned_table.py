@@ -28,7 +28,7 @@ HEADER = "# Kernel variants measured by `blr tune`; format: kernels/common/table
 if TYPE_CHECKING:
     Kind = str
 else:
-    Kind = Literal[(*FOLDERS.values(), "token")]
+    Kind = Literal[(*FOLDERS.values(), "fp8", "token", "forward")]
 
 
 class TunedRule(BaseModel):
@@ -53,6 +53,13 @@ class TunedRule(BaseModel):
             bounds = getattr(self, name)
             if bounds is not None and bounds[0] > bounds[1]:
                 raise ValueError(f"found {name} from {bounds[0]} to {bounds[1]}, expected [least, most]")
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> TunedRule:
+        mib = self.config.get("mib")
+        if self.structure == "forward" and not (isinstance(mib, int | float) and mib > 0):
+            raise ValueError(f"found config {self.config}, expected {{mib: N}} for structure forward")
         return self
 
 

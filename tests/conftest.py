@@ -6,14 +6,17 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from killer import Killer
+from limited import Limited
 from patience import PATIENCE
 from running import Run
+from warm import Warm
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are imported
@@ -62,7 +65,7 @@ def asks_for_gpu(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu are left out unless `-m gpu` asks for them, and skipped where there is none; of
-    those marked sampled(n), every nth case is for everyday runs."""
+    those marked sampled(n), about every nth case is for everyday runs."""
     spread_samples(items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not asks_for_gpu(config):
@@ -75,17 +78,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def spread_samples(items: list[pytest.Item]) -> None:
-    """Of a function marked sampled(n), all cases but every nth in their order are slow: with axes of
-    other lengths than n, each value of each axis comes up."""
-    seen: Counter[str] = Counter()
+    """Of a function marked sampled(n), all cases but those that `chosen` names are slow."""
+    tables: dict[str, list[Any]] = {}
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None:
-            continue
-        function = item.nodeid.partition("[")[0]
-        if seen[function] % mark.args[0]:
-            item.add_marker(pytest.mark.slow)
-        seen[function] += 1
+        if item.get_closest_marker("sampled"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tables.values():
+        step = cases[0].get_closest_marker("sampled").args[0]
+        params = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
+        everyday = chosen(params, step)
+        for number, case in enumerate(cases):
+            if number not in everyday:
+                case.add_marker(pytest.mark.slow)
+
+
+def chosen(cases: list[dict[str, str]], step: int) -> set[int]:
+    """The numbers of every `step`th case, and of more until each value of each axis that has no more
+    values than these are comes up."""
+    taken = set(range(0, len(cases), step))
+    for axis in cases[0]:
+        values = [case[axis] for case in cases]
+        if len(set(values)) <= len(range(0, len(cases), step)):
+            missing = set(values) - {values[number] for number in taken}
+            taken |= {values.index(value) for value in missing}
+    return taken
 
 
 def has_gpu() -> bool:
@@ -124,9 +140,37 @@ def sample() -> Path:
     return DATA / "sample.txt"
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """The process that forks for every command."""
+    with Warm() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def limited(warm: Warm) -> Limited:
+    return Limited(warm)
+
+
+@pytest.fixture(scope="session")
+def killer(warm: Warm) -> Killer:
+    return Killer(warm)
+
+
 @pytest.fixture
-def blr(tmp_path: Path) -> Run:
-    """Runs the installed `blr` command in a temporary folder, its output captured."""
+def blr(tmp_path: Path, limited: Limited) -> Run:
+    """Runs ``blr`` in a temporary folder, its output captured."""
+
+    def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        done = limited.run(*map(str, arguments), cwd=tmp_path, env=env)
+        return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
+
+    return run
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Run:
+    """The same by the command that is installed, in a process of its own."""
     command = Path(sys.executable).with_name("blr")
 
     def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

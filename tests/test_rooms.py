@@ -48,6 +48,7 @@ ROOMS = (
         "inspect",
         "sweep",
         "bench",
+        "tune_float8",
         "tune",
         "cli",
         "__main__",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.subjects import Subject
@@ -19,6 +20,7 @@ from blr.kernels.common.names import FOLDERS
 from blr.kernels.fp8.op import HALF, STRUCTURES, fp8_device, fp8_product, fp8_rows
 from blr.kernels.quantized.formats import ROW
 
+TORCHAO = "torchao"
 LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 
 
@@ -29,6 +31,8 @@ def float8_arms(subject: Subject, spec: Spec | None, device: torch.device) -> It
     if structure in STRUCTURES and half and fp8_device(device):
         name = "dense-fp8" if spec is None else "fp8"
         yield subject.arm(name, lambda: _made(subject, spec, structure), limit=LIMIT)
+        if spec is None and find_spec(TORCHAO) is not None:
+            yield subject.arm("dense-fp8-torchao", lambda: _torchao(subject), limit=LIMIT)
 
 
 def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
@@ -42,6 +46,18 @@ def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = 
         made = quantized_layer(spec, bias is not None)
     made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
     return made.requires_grad_(False).eval()
+
+
+def _torchao(subject: Subject) -> tuple[Call, Rotation]:
+    """What its users have: activations rounded a row at a time at every call, compiled."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    with torch.device("meta"):
+        layer = nn.Linear(subject.fields["in_features"], subject.fields["out_features"], bias=False)
+    layer.weight = nn.Parameter(subject.factors()[0], requires_grad=False)
+    quantize_(layer, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    compiled = torch.compile(layer, dynamic=False)
+    return lambda x: compiled(x), subject.rotate(())
 
 
 def _made(subject: Subject, spec: Spec | None, structure: str) -> tuple[Call, Rotation]:

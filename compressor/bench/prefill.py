@@ -1,4 +1,5 @@
-"""`blr bench prefill`: time to the first token of whole models in transformers, bf16 and float8.
+"""`blr bench prefill`: whole models in transformers, bf16 and float8: decoders to the first token of an
+answer, encoders to their output.
 
 Arms of one model and number of tokens are timed in turn, a forward pass each, by the wall clock.
 Compiled ones have their decoder layers compiled, one compilation for all. No arm has a time before its
@@ -12,30 +13,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from blr.compressor.bench.decode.models import OWN, STRUCTURES, Models, Subject, find_subject, prompt
-from blr.compressor.bench.float8 import float8_layer
+from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
+from blr.compressor.bench.prefilled import FP8, Encoders, Prefilled, find_any, known_encoders
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.device import float_dtype, pick_device
-from blr.compressor.modeling.float8 import prepare_float8, share_rows
-from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.progress import Progress
-from blr.compressor.structures.specs import DenseSpec
 
-DENSE, FP8, COMPILED = "dense", "fp8", "compiled"
+DENSE, COMPILED = "dense", "compiled"
 SHAPE_ARMS = tuple(arm + kind for arm in (DENSE, *STRUCTURES) for kind in ("", f"-{FP8}"))
 FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
 LIMITS = {"": 0.1, FP8: 0.6}
-CHECKED = 128  # tokens of the check of float8
 CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to time
 
 
@@ -44,7 +40,8 @@ class PrefillOptions:
     """What to time.
 
     Attributes:
-        models: names of configs/bench-decode.yaml or checkpoint folders. arms: empty for the usual ones.
+        models: names of configs/bench-decode.yaml, of configs/bench-encoders.yaml or checkpoint folders.
+        arms: empty for the usual ones.
         tokens: of the prompt. rounds: samples of an arm. cf, blocks: of structured layers of shapes.
         compiling: compiled arms, too; None: on a GPU. seconds: after which no case is started.
     """
@@ -75,7 +72,7 @@ class PrefillBench:
     def __post_init__(self) -> None:
         self.device = pick_device(self.options.device)
         self.dtype = float_dtype(self.options.dtype)
-        self.subjects = [(s, self._arms(s)) for s in map(find_subject, self.options.models)]
+        self.subjects = [(s, self._arms(s)) for s in map(find_any, self.options.models)]
         large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
         if self.device.type == "cpu" and large:
             raise CapabilityError(
@@ -113,7 +110,7 @@ class PrefillBench:
     def _run_all(self, begun: float) -> None:
         with self.progress.layers(len(self.subjects) * len(self.options.tokens), "timing") as starting:
             for subject, arms in self.subjects:
-                models = Prefilled(subject, self.device, self.dtype, self.options)
+                models = self._models(subject)
                 for tokens in self.options.tokens:
                     title = f"{subject.name} {tokens} tokens"
                     limit = self.options.seconds
@@ -125,6 +122,10 @@ class PrefillBench:
                     torch.compiler.reset()
                 del models
                 gc.collect()
+
+    def _models(self, subject: Subject) -> Prefilled:
+        o, kind = self.options, Encoders if subject.name in known_encoders() else Prefilled
+        return kind(subject, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
 
     def _case(self, models: Prefilled, arms: Sequence[str], tokens: int) -> list[PrefillRow]:
         """All arms for one number of tokens, timed in turn."""
@@ -153,14 +154,13 @@ class PrefillBench:
     def _ready(self, models: Prefilled, arm: str, way: str, row: PrefillRow, tokens: int) -> None:
         """Compile and check an arm. Raises what it does."""
         model, kind = models.get(arm), FP8 if arm.endswith(FP8) else ""
-        ids = prompt(models.subject, model, self.options.batch, tokens)
-        expected: Tensor | None = None
+        x, expected = models.inputs(model, tokens), None
         if way:
-            expected = first_logits(model, ids, "")
+            expected = models.output(model, x)
         elif kind:
-            ids = ids[:, :CHECKED]
-            expected = dequantized_logits(model, ids)
-        found = first_logits(model, ids, way)
+            x = models.checked(x)
+            expected = models.dequantized(model, x)
+        found: Tensor = models.output(model, x, way)
         if expected is not None:
             row.rel_error = float((found - expected).norm() / expected.norm())
         if not torch.isfinite(found).all() or (row.rel_error or 0.0) > LIMITS[kind]:
@@ -169,67 +169,11 @@ class PrefillBench:
     def _time(self, models: Prefilled, arm: str, way: str, tokens: int) -> float:
         """Milliseconds to the first token."""
         model = models.get(arm)
-        ids = prompt(models.subject, model, self.options.batch, tokens)
+        x = models.inputs(model, tokens)
         _settle(self.device)
         begun = perf_counter()
-        first_logits(model, ids, way).argmax(-1).cpu()
+        models.output(model, x, way).argmax(-1).cpu()
         return (perf_counter() - begun) * 1e3
-
-
-class Prefilled:
-    """The models of one subject, each made once."""
-
-    def __init__(
-        self, subject: Subject, device: torch.device, dtype: torch.dtype, options: PrefillOptions
-    ) -> None:
-        self.subject, room = subject, max(options.tokens) + 1
-        self.models = Models(subject, device, dtype, room, options.cf, options.blocks)
-        self.built: dict[str, Any] = {}
-
-    def get(self, arm: str) -> Any:
-        """The model of an arm."""
-        if arm not in self.built:
-            structure = arm.removesuffix(f"-{FP8}")
-            plain = arm == structure
-            self.built[arm] = (
-                self.models.get(structure) if plain else to_float8(self.models.fresh(structure))
-            )
-        return self.built[arm]
-
-
-def to_float8(model: Any) -> Any:
-    """`model` with all linear layers but the head in float8, in place."""
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
-            parent, _, child = name.rpartition(".")
-            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
-            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
-            bias = None if layer.bias is None else layer.bias.detach()
-            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
-    share_rows(model)
-    prepare_float8(model)
-    return model
-
-
-def first_logits(model: Any, ids: Tensor, way: str) -> Tensor:
-    """[B, vocab] of the token after `ids`, in float32; `way`: eager, or layers compiled."""
-    layers = model.get_decoder().layers
-    for layer in layers:
-        if way and not hasattr(layer, "blr_compiled"):
-            layer.compile(dynamic=False)
-            layer.blr_compiled = layer._compiled_call_impl
-        layer._compiled_call_impl = layer.blr_compiled if way else None
-    found: Tensor = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-    return found
-
-
-def dequantized_logits(model: Any, ids: Tensor) -> Tensor:
-    """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    with torch.enable_grad():
-        found: Tensor = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=1).logits
-    return found.detach()[:, -1].float()
 
 
 def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[Report, int]:

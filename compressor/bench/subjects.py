@@ -18,7 +18,7 @@ from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.timing import Call, Rotation
 from blr.compressor.planning.roofline import Kernel
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import KroneckerSpec, Pattern, Spec
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Pattern, Spec
 
 Maker = Callable[[], tuple[Call, Rotation]]
 
@@ -140,12 +140,26 @@ def our_call(structure: str) -> Call:
 
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The factors in the physical order that our kernels like; shapes stay canonical."""
-    from blr.kernels.common.layout import relaid
+    """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
+    but for zeros behind ranks."""
+    from blr.kernels.common.layout import relaid, spaced, with_zeros
     from blr.kernels.common.orders import order_of
 
     named = zip(spec.shapes(), factors, strict=True)
-    return tuple(relaid(f, order_of(spec.structure, name, f.dim())) for name, f in named)
+    orders = [(f, order_of(spec.structure, name, f.dim())) for name, f in named]
+    width = laid_rank(spec)
+    if width == getattr(spec, "rank", 0):
+        return tuple(relaid(f, order) for f, order in orders)
+    return tuple(with_zeros(spaced(f, order, width), width) for f, order in orders)
+
+
+def laid_rank(spec: Spec) -> int:
+    """The rank that kernels see of a layer on a GPU; 0 where there is none."""
+    from blr.kernels.common.layout import wide_rank
+
+    rank = int(getattr(spec, "rank", 0))
+    whole = isinstance(spec, LowRankSpec | BlastSpec) and getattr(spec, "groups", 1) == 1
+    return wide_rank(rank) if whole else rank
 
 
 def our_variant(
@@ -159,7 +173,7 @@ def our_variant(
     if not kernel_device(torch.empty(0, dtype=precision.dtype, device=device)):
         return "reference"
     blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
-    shape = Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
+    shape = Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))
     variant, _ = choose(spec.structure, shape, n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and (last or variant == "auto"):
         return " ".join(_factor_variant(pattern, n, precision, last) for pattern in spec.patterns)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.regular import open_regular, parse_json, read_exactly, refuse
+from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.quoting import quote
 
 # Bits per element. Types nobody here computes with are known so that they can be copied untouched.
@@ -99,7 +100,7 @@ def read_header(path: Path) -> Header:
             that do not tile the data exactly (overlap, hole, trailing bytes, beyond the end).
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = _size(file, path)
         raw = _header_bytes(file, path, size)
     fields = parse_json(raw, path)
     metadata = _check_metadata(fields.pop("__metadata__", {}), path)
@@ -116,8 +117,14 @@ def header_bytes(path: Path) -> bytes:
     Raises InputError as `read_header`.
     """
     with open_regular(path) as file:
-        raw = _header_bytes(file, path, os.fstat(file.fileno()).st_size)
+        raw = _header_bytes(file, path, _size(file, path))
     return len(raw).to_bytes(8, "little") + raw
+
+
+def _size(file: io.FileIO, path: Path) -> int:
+    """Of the file, or of the one on the hub that it stands in for."""
+    shard = remote_shard(path)
+    return os.fstat(file.fileno()).st_size if shard is None else shard.size
 
 
 def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:

@@ -25,6 +25,7 @@ from blr.compressor.checkpoint.regular import (
     read_whole,
     refuse,
 )
+from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.quoting import quote
 
 if TYPE_CHECKING:
@@ -76,7 +77,11 @@ class Source:
 
         Raises:
             InputError: the shard cannot be read or has changed since it was checked.
+            HubError: it is on the hub, which fails.
         """
+        if (shard := remote_shard(entry.file)) is not None:
+            yield from shard.read(entry.start, entry.end, chunk, entry.file)
+            return
         with open_regular(entry.file) as file:
             self._check_unchanged(entry.file, os.fstat(file.fileno()))
             for start in range(entry.start, entry.end, chunk):
@@ -84,6 +89,8 @@ class Source:
 
     def sha256(self, entry: TensorEntry) -> str:
         """Hexadecimal SHA-256 of the stored bytes of `entry`. Raises as `read_bytes`."""
+        if (shard := remote_shard(entry.file)) and (known := shard.digest(entry.start, entry.end)):
+            return known
         digest = hashlib.sha256()
         for piece in self.read_bytes(entry):
             digest.update(piece)
@@ -103,7 +110,7 @@ class Source:
         dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
-        data = next(self.read_bytes(entry, entry.nbytes))
+        [data] = self.read_bytes(entry, entry.nbytes)
         return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
     def _check_unchanged(self, file: Path, status: os.stat_result) -> None:
@@ -122,6 +129,8 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
     """
     folder = Path(folder)
+    if os.path.isfile(folder):
+        refuse(folder, "a file", "a checkpoint folder", "give the folder it lies in")
     if not os.path.isdir(folder):
         refuse(folder, "no such folder", "a checkpoint folder", "check the path")
     if not os.path.lexists(folder / "config.json"):
@@ -154,7 +163,7 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
     has_single = os.path.lexists(folder / single)
     if not os.path.lexists(folder / index):
         return [inside(folder, single)], {}
-    weight_map = _read_index(inside(folder, index), Path(single).suffix)
+    weight_map = read_index(inside(folder, index), Path(single).suffix)
     names = sorted(set(weight_map.values()))
     if has_single and names != [single]:
         remedy = "remove the one that is not meant"
@@ -162,8 +171,11 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
     return [inside(folder, name) for name in names], weight_map
 
 
-def _read_index(path: Path, suffix: str) -> dict[str, str]:
-    """`weight_map` of the index at `path`: safe tensor names to plain file names."""
+def read_index(path: Path, suffix: str) -> dict[str, str]:
+    """`weight_map` of the index at `path`: safe tensor names to plain file names.
+
+    Raises InputError for any other.
+    """
     index = parse_json(read_whole(path, MAX_INDEX_BYTES), path)
     weight_map = index.get("weight_map")
     if type(weight_map) is not dict or not weight_map:

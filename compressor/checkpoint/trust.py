@@ -17,6 +17,7 @@ from blr.compressor.checkpoint.disk import sha256_file
 from blr.compressor.checkpoint.header import TensorEntry, header_bytes
 from blr.compressor.checkpoint.manifest import HEADER, MANIFEST, header_digest, read_manifest
 from blr.compressor.checkpoint.regular import inside, refuse
+from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
 
@@ -69,8 +70,10 @@ class ShardDigests:
         self._open[entry.file].update(piece)
 
     def check(self, listed: Mapping[str, Any]) -> None:
-        """Raise InputError for a shard that is not what a manifest lists."""
+        """Raise InputError for a shard that is not what a manifest lists, or the hub."""
         for path, digest in self._open.items():
+            if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
+                _compare(path, digest.hexdigest(), shard.sha256, "the hub")
             if path.name in listed:
                 _compare(path, digest.hexdigest(), listed[path.name]["sha256"])
 
@@ -95,6 +98,6 @@ def _sha256(path: Path) -> str:
         refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
 
 
-def _compare(path: Path, found: str, expected: str) -> None:
+def _compare(path: Path, found: str, expected: str, by: str = MANIFEST) -> None:
     if found != expected:
-        refuse(path, f"SHA-256 {found}", f"{expected} by {MANIFEST}", REMEDY)
+        refuse(path, f"SHA-256 {found}", f"{expected} by {by}", REMEDY)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -81,6 +82,12 @@ def _root(
     _check_kernels()
 
 
+@cache
+def command() -> Any:
+    """The command with the options of all its commands, which take a while to collect."""
+    return typer.main.get_command(app)
+
+
 def _check_kernels() -> None:
     """Refuse a BLR_KERNELS that cannot be followed before any work."""
     try:
@@ -100,12 +107,15 @@ def main() -> None:
     _plain_streams()
     try:
         streams.prepare()
-        code = app(standalone_mode=False)
+        code = command()(standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except BlrError as error:
         _fail(error, error.exit_code)
     except _UsageException as error:
+        if error.ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help(), file=sys.stderr)
+            sys.exit(UsageError.exit_code)
         _fail(
             error,
             UsageError.exit_code,

@@ -22,7 +22,7 @@ def decode(
         typer.Option(
             help="Comma-separated: hf- or ours- with dense, lowrank, blast, monarch (ours only) or, for "
             "a checkpoint, own; ours may go on with -int8 or -int4, then -head8 or -head4 for the "
-            "output head, then -graph, -persistent or -eager.",
+            "output head, -kv8 for keys and values in int8, then -graph, -persistent or -eager.",
             show_default="all usual ones",
         ),
     ] = None,

@@ -15,7 +15,10 @@ from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 def prefill(
     models: Annotated[
         str,
-        typer.Option(help="Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."),
+        typer.Option(
+            help="Comma-separated: 7b, 8b, 1b, minilm, bert-base, bert-large, vit-base, vit-large, pico "
+            "(random weights) or checkpoint folders."
+        ),
     ] = "8b",
     arms: Annotated[
         str | None,

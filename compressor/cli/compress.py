@@ -20,6 +20,7 @@ from blr.compressor.cli.options import (
     Exclude,
     Format,
     FormatOption,
+    Gpu,
     Gpus,
     Group,
     Heads,
@@ -41,10 +42,12 @@ from blr.compressor.cli.options import (
     Revision,
     StoredDtype,
     Threads,
+    TokensPerSecond,
     check_text,
     healed_text,
     print_result,
 )
+from blr.compressor.errors import UsageError
 from blr.compressor.heal.settings import MINUTES, checked_minutes
 from blr.compressor.parallel import environment
 
@@ -68,6 +71,8 @@ def compress(
     group: Group = None,
     base: Base = None,
     bpw: Bpw = None,
+    tokens_per_second: TokensPerSecond = None,
+    gpu: Gpu = None,
     couplings: Couplings = None,
     solver: Annotated[
         str | None, typer.Option(help="BLAST: varpro or precgd.", show_default="varpro")
@@ -113,6 +118,13 @@ def compress(
             show_default="2 on a GPU, 4 of packed weights, 0 on a CPU",
         ),
     ] = None,
+    finish: Annotated[
+        int | None,
+        typer.Option(
+            help="Epochs of a last pass, which trains all blocks together to predict as dense.",
+            show_default="8 on a GPU with the room, else 0",
+        ),
+    ] = None,
     heal: Annotated[
         float | None,
         typer.Option(
@@ -130,6 +142,13 @@ def compress(
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
     check: Check = True,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Keep the weights of a hub id there and fetch them as they are read.",
+        ),
+    ] = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -143,7 +162,8 @@ def compress(
         **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
         **{"heads": heads, "solver": solver, "rounds": rounds, "include": include or None},
         **{"exclude": exclude or None, "dtype": dtype, "seed": seed},
-        **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation, "refit": refit},
+        **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation},
+        **{"refit": refit, "finish": finish, "tokens_per_second": tokens_per_second, "gpu": gpu},
     }
     if (kv_rank or kv_cf) and not (method or recipe or cf or rank):
         given["method"] = "dense"  # nothing else was asked for
@@ -164,7 +184,15 @@ def compress(
         if first := environment.is_first():
             check_output(output, overwrite)
         heal_minutes = checked_minutes(heal)
-        found = resolve_model(model, revision=revision, offline=offline)
+        whole = bool(heal_minutes or mix or calibration == "self" or allow_pickle)
+        if stream and whole:
+            raise UsageError(
+                "--stream with --heal, --mix, --calibration self or --allow-pickle: these take the "
+                "whole model; leave it out, and set HF_HOME to a disk with room"
+            )
+        found = resolve_model(
+            model, revision=revision, offline=offline, stream=stream or (False if whole else None)
+        )
         settings = Settings(
             source_name=found.name,
             revision=found.revision,

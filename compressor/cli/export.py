@@ -52,7 +52,7 @@ def export(
     ] = Kind.folder,
     gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
     batch: Annotated[
-        int, typer.Option(callback=values.count, help="Sequences decoded at once, at most: 1 to 8.")
+        int, typer.Option(callback=values.count, help="Sequences decoded at once, at most: 1 to 16.")
     ] = 1,
     context: Annotated[
         int | None,
@@ -75,6 +75,13 @@ def export(
             "--quantize; a head tied to the embedding gets weights of its own."
         ),
     ] = "none",
+    kv_quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or none: keys and values that the runtime keeps; int8 is half the memory.",
+            show_default="as the checkpoint's cache",
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -117,6 +124,7 @@ def export(
             dtype=dtype,
             quantize=quantize,
             quantize_head=quantize_head,
+            kv_quantize=kv_quantize,
             kind=kind.value,
             max_shard_size=parse_size(max_shard_size),
             overwrite=overwrite,

@@ -149,6 +149,12 @@ Bpw = Annotated[
     float | None,
     typer.Option(help="Bits a weight in all, in place of --rank: of a --base and its correction."),
 ]
+TokensPerSecond = Annotated[
+    float | None,
+    typer.Option(
+        help="In place of sizes: the most bits that decode one sequence so fast on --gpu (predicted)."
+    ),
+]
 Include = Annotated[list[str] | None, typer.Option(help="Only modules matching this glob; repeatable.")]
 Exclude = Annotated[
     list[str] | None, typer.Option(help="Not the modules matching this glob; repeatable.")

@@ -26,6 +26,7 @@ from blr.compressor.cli.options import (
     Rank,
     RecipeOption,
     StoredDtype,
+    TokensPerSecond,
     print_result,
 )
 
@@ -46,6 +47,7 @@ def plan(
     group: Group = None,
     base: Base = None,
     bpw: Bpw = None,
+    tokens_per_second: TokensPerSecond = None,
     couplings: Couplings = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -75,6 +77,7 @@ def plan(
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan
     from blr.compressor.planning.roofline import find_gpu
+    from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.recipe.shipped import load_recipe
 
@@ -82,13 +85,15 @@ def plan(
         **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
         **{"heads": heads, "include": include or None, "exclude": exclude or None},
-        **{"dtype": dtype, "gpu": gpu},
+        **{"dtype": dtype, "gpu": gpu, "tokens_per_second": tokens_per_second},
     }
     resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
     card = find_gpu(resolved.gpu)
     found = resolve_model(model, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
+    resolved, said = paced(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
+    made.notes += [said] * bool(said)
     result = plan_result(made, resolved, card, found.name, outlined)
     if gpus:
         from blr.compressor.fitting.forecast import planned as planned_fits

@@ -48,7 +48,8 @@ def sweep(
         str, typer.Option(help="Ranks of these corrections, as 8,16.", show_default="none")
     ] = "",
     plain: Annotated[
-        str, typer.Option(help="Dense weights in few bits, the line to beat; none for no such line.")
+        str,
+        typer.Option(help="Dense weights in few bits or fp8, the line to beat; or none."),
     ] = "int4,int3,int2",
     heal: Annotated[str, typer.Option(help="Minutes of healing of every point, as 0,8.")] = "0",
     calibration: Annotated[
@@ -67,12 +68,17 @@ def sweep(
     refit: Annotated[
         int | None, typer.Option(help="Epochs of the refit.", show_default="as blr compress")
     ] = None,
+    finish: Annotated[
+        int | None, typer.Option(help="Epochs of the last pass.", show_default="as blr compress")
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Rounds of BLAST's solver.", show_default="the solver's")
     ] = None,
     blocks: Blocks = None,
     group: Group = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every point.", show_default="0")] = None,
+    seed: Annotated[
+        str, typer.Option(help="Seeds of every point; of several, as 0,1, the spread is shown.")
+    ] = "0",
     include: Include = None,
     exclude: Exclude = None,
     window: Annotated[
@@ -105,13 +111,16 @@ def sweep(
     from blr.compressor.sweep.run import sweep as run
 
     given = {
-        **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "rounds": rounds},
-        **{"blocks": blocks, "group": group, "seed": seed},
+        **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "finish": finish},
+        **{"rounds": rounds, "blocks": blocks, "group": group},
         **{"include": include or None, "exclude": exclude or None},
     }
     lines = () if plain == NONE else listed(plain)
     sizes = listed(cf, float), listed(quantize), listed(base), listed(rank, int)
-    grid = Grid(listed(methods), *sizes, lines, listed(heal, float))
+    seeds = listed(seed, int)
+    if len(seeds) == 1:
+        given["seed"], seeds = seeds[0], ()
+    grid = Grid(listed(methods), *sizes, lines, listed(heal, float), seeds)
     offline_too = ("--offline",) if offline else ()
     tokens = () if max_tokens is None else ("--max-tokens", str(max_tokens))
     with stop_on_signals() as running:

@@ -47,9 +47,10 @@ KERNEL_LAYOUT = (
 )
 FUSED = (
     "On an NVIDIA GPU with Triton `generate` runs in a fused decoding runtime, prepared for batches"
-    " up to {batch} and contexts up to {context} tokens; what that does not support, and every other"
-    " machine, is served by transformers with the same layers."
+    " up to {batch} and contexts up to {context} tokens{cache}; what that does not support, and every"
+    " other machine, is served by transformers with the same layers."
 )
+CACHES = {"whole": "", "int8": ", keys and values in int8"}
 COMPILED = """
 `model.pt2` is the forward pass compiled by AOTInductor, for machines like the one it was made on:
 
@@ -138,7 +139,7 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     kinds = ", ".join(sorted({f"{s.structure} {s.describe()}" for s in before.values()}))
     kept = [PACKED_BEFORE.format(count=len(before), kinds=kinds)] if before else []
     packed = [OUTPUT_HEAD.format(kind=f"int{entry['bits']}") for entry in head.values()]
-    fused = FUSED.format(batch=settings.batch, context=settings.context)
+    fused = FUSED.format(batch=settings.batch, context=settings.context, cache=CACHES[settings.cache])
     return SECTION.format(
         gpu=settings.gpu,
         what="".join([what, *kept, *packed]),

@@ -12,13 +12,13 @@ from blr.compressor.planning.roofline import find_gpu
 QUANTIZED = ("int8", "int4")
 NONE = "none"
 NO_USE = {  # what is exported to the options that it has no use for
-    "dense": ("batch", "context", "quantize", "quantize_head"),
-    "onnx": ("quantize", "quantize_head"),
+    "dense": ("batch", "context", "quantize", "quantize_head", "kv_quantize"),
+    "onnx": ("quantize", "quantize_head", "kv_quantize"),
 }
 KINDS = ("folder", "pt2", "dense", "onnx")
 COMPILED = "model.pt2"
 GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
-MAX_BATCH = 8
+MAX_BATCH = 16
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -28,7 +28,8 @@ class ExportOptions:
     """What the command line says; `source_name` and `revision` are recorded in the output.
 
     `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
-    the output head, which has a kind of its own.
+    the output head, which has a kind of its own. `kv_quantize` is of the runtime's cache, None as the
+    checkpoint says.
     """
 
     source_name: str
@@ -39,6 +40,7 @@ class ExportOptions:
     dtype: str | None = None
     quantize: str | None = None
     quantize_head: str | None = None
+    kv_quantize: str | None = None
     kind: str = "folder"
     max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
@@ -70,6 +72,7 @@ def check_options(options: ExportOptions) -> ExportOptions:
         ("dtype", options.dtype, DTYPES),
         ("quantize", options.quantize, QUANTIZED),
         ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
+        ("kv-quantize", options.kv_quantize, ("int8", NONE)),
         ("as", options.kind, KINDS),
     ):
         if value is not None and value not in known:

@@ -16,7 +16,10 @@ from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_qua
 from blr.compressor.export.reload import check_fits, export_context
 from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.runtime.modes import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
+
+WHOLE, INT8 = CACHES
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     _check_kind(checkpoint, options.kind, generates=context is not None)
     quantizer = _make_quantizer(staying, options, head)
     packed = {} if quantizer is None else quantizer.settings()
-    settings = ExportSettings(LAYOUT, options.gpu, options.batch, __version__, context, **packed)
+    cache = _cache(checkpoint, options, generates=context is not None)
+    settings = ExportSettings(LAYOUT, options.gpu, options.batch, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
     config = export_config(staying, settings, options.dtype)
     check_fits(source, config, tensors.shapes)
@@ -95,6 +99,18 @@ def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
         from blr.compressor.export.onnx import check_onnx
 
         check_onnx()
+
+
+def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
+    """What the runtime keeps of keys and values: as asked, else as the checkpoint does.
+
+    Raises UsageError where it is asked of a model that generates no text.
+    """
+    asked = options.kv_quantize
+    if asked is not None and not generates:
+        raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
+    asked = asked or (checkpoint.source.config.get("blr") or {}).get("kv_cache")
+    return INT8 if asked == INT8 else WHOLE
 
 
 def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:

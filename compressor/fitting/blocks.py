@@ -135,6 +135,13 @@ class BlockModel:
         named = dict(named)
         return named.pop("hidden_states"), ((), named)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., v] of final hidden states [..., d], behind the last norm and the head."""
+        base = self.model.base_model
+        norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
+        found: Tensor = self.model.get_output_embeddings()(norm(hidden))
+        return found
+
     def stored_module(self, name: str) -> str:
         """Name on disk of the module called `name` in the model."""
         return self.names[f"{name}.weight"].rpartition(".")[0]

@@ -17,9 +17,11 @@ from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
+from blr.compressor.fitting.finish import finish_blocks, finish_epochs
 from blr.compressor.fitting.own import is_own, with_own_text
+from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
-from blr.compressor.fitting.sequential import Run, fit_blocks
+from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.work import Work
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
@@ -28,6 +30,7 @@ from blr.compressor.text.reading import Calibration, read_calibration
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 3  # raise it when the measured sensitivities change
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
+FINISH_EPOCHS = 8  # of the last pass, likewise
 PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
@@ -76,10 +79,15 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     work.progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)
-    run = Run(work, model, plan, batches, sensitivity, epochs, prefix)
+    usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
+    finish = finish_epochs(recipe.finish, usual, model, batches)
+    run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
+    if finish:
+        finish_blocks(run, model.start(calibration, work.processes))
     results |= _outside(work, plan, results)
-    facts = {"tokens": calibration.tokens, "digest": calibration.digest, "refit_epochs": epochs}
+    facts = {"tokens": calibration.tokens, "digest": calibration.digest}
+    facts |= {"refit_epochs": epochs, "finish_epochs": finish}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves or {}, run.norms)
 

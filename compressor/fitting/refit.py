@@ -12,7 +12,7 @@ their order: processes share out the parts, and the result does not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,14 +77,16 @@ class Refitting:
         self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
         self.held = held or self.train
 
-    def run(self, epochs: int, seed: int) -> Refit:
-        """Train for so many epochs and keep the best; the batches' order follows from `seed`."""
+    def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Refit:
+        """Train for so many epochs, of each of which `advance` is told, and keep the best; the batches'
+        order follows from `seed`."""
         order = torch.Generator().manual_seed(seed)
         optimizer = Adam(self.masters, rates_of(self.masters, self.shares, self.rate))
         steps = epochs * len(self.train)
         best = before = self._judge()
         kept = self._values()
-        for _ in range(epochs):
+        for epoch in range(epochs):
+            advance(epoch)
             for n in torch.randperm(len(self.train), generator=order).tolist():
                 with tensor_cores(self.device):
                     self._gradients(self.train[n])

@@ -102,7 +102,7 @@ class Sweep:
         for n, state in hidden.items():
             generator = torch.Generator().manual_seed(layer_seed(self.work.recipe.seed, f"loss:{n}"))
             state = state.to(self.model.device).detach().requires_grad_(True)
-            _loss(self.model.model, state, self.mine[n].mask.to(state.device), generator).backward()
+            _loss(self.model, state, self.mine[n].mask.to(state.device), generator).backward()
             assert state.grad is not None
             gradients[n] = state.grad.to(self.home)
         return gradients
@@ -168,14 +168,12 @@ def _products(
     return {key: values.mT @ values for key, values in kept.items()}, state.grad
 
 
-def _loss(model: Any, hidden: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    if not model.can_generate():
+def _loss(model: BlockModel, hidden: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+    if not model.model.can_generate():
         pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         drawn = torch.randn(pooled.shape, generator=generator).to(pooled)
         return (torch.nn.functional.normalize(pooled, dim=-1) * drawn).sum()
-    base = model.base_model
-    norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
-    logits = model.get_output_embeddings()(norm(hidden)).flatten(0, 1)
+    logits = model.logits(hidden).flatten(0, 1)
     drawn = draw_tokens(logits.detach(), generator)
     return torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
 

@@ -12,66 +12,33 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.architectures import Group
-from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
-from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.blocks import (
     Batch,
-    BlockModel,
     captured_inputs,
     run_block,
     run_until,
 )
 from blr.compressor.fitting.cost import predicted_cost
-from blr.compressor.fitting.factorize import Job, Result, check_range, keep_factors, layer_seed
+from blr.compressor.fitting.factorize import Result, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.refit import Refit, Refitting
-from blr.compressor.fitting.sensitivity import Sensitivity
+from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.storage import home
-from blr.compressor.fitting.twins import Twin, make_twin
+from blr.compressor.fitting.student import Student
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
-from blr.compressor.fitting.work import Work
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import rounds
-from blr.compressor.planning.plan import Plan
-from blr.compressor.rounding.latent import Plain, Trained
 
 REFIT = 3  # raise it when the refit's results change
-NORM = "norm"  # prefix of theirs in the journal
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
-
-
-@dataclass
-class Run:
-    """One calibrated compression: what is fitted, from what, and what is done so far."""
-
-    work: Work
-    model: BlockModel
-    plan: Plan
-    batches: list[Batch]
-    sensitivity: Sensitivity | None
-    epochs: int
-    prefix: str  # digest of the calibration and of every layer finished so far
-    results: dict[str, Result] = field(default_factory=dict)
-    norms: dict[str, TensorEntry] = field(default_factory=dict)  # refitted ones, by tensor
-
-    def __post_init__(self) -> None:
-        self.planned = {planned.layer.module: planned for planned in self.plan.layers}
-
-    def job(self, module: str) -> Job:
-        return Job(self.planned[module], self.work.recipe, self.model.device)
-
-    @property
-    def mine(self) -> dict[int, Batch]:
-        """The batches of this process, by number."""
-        return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
 
 
 def fit_blocks(run: Run) -> dict[str, Result]:
@@ -88,36 +55,23 @@ class BlockFit:
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
         self.dense = run.model.load_block(index)
-        self.student = run.model.load_block(index)
+        self.student = Student(run, index)
         self.cache: dict[int, dict[str, Tensor]] | None = None
-        self.twins: dict[str, Twin] = {}
-        self.norms = self._norms()
-
-    def _norms(self) -> dict[str, nn.Parameter]:
-        """Parameters of the student's norms by the names of their tensors, where training them pays:
-        beside packed weights (LOG, 2026-11-22), not beside plain factors (LOG, 2026-11-21)."""
-        if not any(planned.spec.quantized for planned in self.run.plan.layers):
-            return {}
-        path = f"{self.run.model.path}.{self.index}"
-        parts = {n: p for n, p in self.student.named_modules() if "Norm" in type(p).__name__}
-        named = {f"{path}.{n}.{k}": v for n, p in parts.items() for k, v in p.named_parameters()}
-        known = self.run.model.names
-        return {known[name]: value for name, value in named.items() if name in known}
 
     def fit(self, advance: Any) -> None:
         """Fit all groups, refit if asked, and move the hidden states behind this block."""
         for group in self.run.model.family.groups:
             self._fit_group(group, advance)
         targets = self._dense_outputs()
-        if self.run.epochs and self.twins:
+        if self.run.epochs and self.student.twins:
             self._refit(targets)
         self._advance(targets)
-
-    def _stored(self, name: str) -> str:
-        return self.run.model.stored_module(f"{self.run.model.path}.{self.index}.{name}")
+        if self.run.finish:
+            self.run.students.append(self.student)
 
     def _fit_group(self, group: Group, advance: Any) -> None:
-        members = {name: m for name in group.modules if (m := self._stored(name)) in self.run.planned}
+        named = {name: self.student.module(name) for name in group.modules}
+        members = {name: module for name, module in named.items() if module in self.run.planned}
         keys = self._keys(list(members.values()))
         missing = set(self.run.work.missing(list(keys.values())))
         for module in members.values():
@@ -125,14 +79,16 @@ class BlockFit:
         if missing:
             self._fit({key: module for module, key in keys.items() if key in missing}, group)
         for name, module in members.items():
-            self._install(name, module, keys[module])
+            self.student.install(name, keys[module])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
 
     def _keys(self, modules: list[str]) -> dict[str, str]:
         """Module to the journal's key of its factors; each process hashes some of the weights."""
         processes, run = self.run.work.processes, self.run
         mine = [module for n, module in enumerate(modules) if processes.owns(n)]
-        found = {module: run.job(module).key(self._weight(module), run.prefix) for module in mine}
+        source = run.model.source
+        hashes = {module: source.sha256(run.planned[module].layer.entry) for module in mine}
+        found = {module: run.job(module).key(hashes[module], run.prefix) for module in mine}
         known = {module: key for part in processes.gather(found) for module, key in part.items()}
         return {module: known[module] for module in modules}
 
@@ -144,7 +100,7 @@ class BlockFit:
         def fit(key: str, processes: Processes | None = None) -> None:
             module = modules[key]
             job = replace(self.run.job(module), processes=processes)
-            found = fit_weighted(job, self._weight(module), moments, metrics[module])
+            found = fit_weighted(job, self.student.weight(module), moments, metrics[module])
             if processes is None or processes.first:
                 work.journal.store(key, *found)
 
@@ -155,9 +111,6 @@ class BlockFit:
         rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
         work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
         work.journal.await_all(together)
-
-    def _weight(self, module: str) -> Tensor:
-        return self.run.model.source.load_tensor(self.run.planned[module].layer.entry)
 
     def _metric(self, module: str) -> Tensor | None:
         """Of the outputs of `module`, as its fit takes it; the first process has it."""
@@ -185,7 +138,7 @@ class BlockFit:
         x = batch.rows(dense[group.modules[0]])
         if not sequential:
             return Inputs(x)
-        student = self._inputs(self.student, batch.student, batch, group)
+        student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None
         if group.residual is not None:
             drift = batch.rows(dense[group.residual] - student[group.residual])
@@ -224,23 +177,6 @@ class BlockFit:
         place = home(size, self.run.model.device)
         return place if place.type != "cpu" or size <= CACHE_BYTES else None
 
-    def _install(self, name: str, module: str, key: str) -> None:
-        """Put what is stored of `module` into the student."""
-        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
-        assert entries is not None
-        self._place(name, found)
-        spec = self.run.planned[module].spec
-        self.run.results[module] = ({n: entries[0][n] for n in spec.stored()}, entries[1])
-
-    def _place(self, name: str, tensors: dict[str, Tensor]) -> None:
-        old, device = self.student.get_submodule(name), self.run.model.device
-        held = {n: tensor.to(device) for n, tensor in tensors.items()}
-        spec = self.run.planned[self._stored(name)].spec
-        twin = make_twin(spec, held, getattr(old, "bias", None))
-        parent, _, leaf = name.rpartition(".")
-        setattr(self.student.get_submodule(parent), leaf, twin.module.requires_grad_(False))
-        self.twins[name] = twin
-
     @torch.no_grad()
     def _dense_outputs(self) -> dict[int, Tensor]:
         """By number of batch, of this process's."""
@@ -254,27 +190,27 @@ class BlockFit:
 
     def _refit(self, targets: dict[int, Tensor]) -> None:
         work, epochs = self.run.work, self.run.epochs
-        key = layer_key(refit=[epochs, REFIT], prefix=self.run.prefix, block=self.index)
+        settings = [epochs, REFIT, self.run.finish > 0]
+        key = layer_key(refit=settings, prefix=self.run.prefix, block=self.index)
         if work.missing([key]):
             found = self._run_refit(targets)
             if work.processes.first:
-                self._store_refit(key, found)
+                self.student.keep(key, {"refit": [found.before, found.after]})
             work.processes.wait()
             work.journal.await_all([key])
-        self._reload(key)
+        self.student.take(key)
         self.run.prefix = key
 
     def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
         """Train the block's layers, and norms beside packed ones, which cost nothing to store."""
         self.cache = None
-        trained: list[Trained] = [part for twin in self.twins.values() for part in twin.parts.values()]
-        trained += [Plain(parameter) for parameter in self.norms.values()]
+        trained = self.student.trained
         for part in trained:
             part.parameter.requires_grad_(True)
             part.publish()
         seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
         states = self.run.work.processes, self.run.batches, targets
-        found = Refitting(self.student, trained, *states, self._block_metric()).run(
+        found = Refitting(self.student.block, trained, *states, self._block_metric()).run(
             self.run.epochs, seed
         )
         for part in trained:
@@ -287,38 +223,8 @@ class BlockFit:
             return None
         return processes.shared(sensitivity.blocks[str(self.index)] if processes.first else None)
 
-    def _store_refit(self, key: str, found: Refit) -> None:
-        tensors: dict[str, Tensor] = {}
-        records: dict[str, Any] = {}
-        for name, twin in self.twins.items():
-            module = self._stored(name)
-            job, weight = self.run.job(module), self._weight(module)
-            old = self.run.results[module][1]
-            stored, record = keep_factors(job, weight, twin.stored(job.stored_dtype(weight)), old)
-            tensors |= {f"{module}:{suffix}": tensor for suffix, tensor in stored.items()}
-            records[module] = {**record, "refit": [found.before, found.after]}
-        for name, parameter in self.norms.items():
-            dtype = getattr(torch, TORCH_NAMES[self.run.model.source.entries[name].dtype])
-            tensors[f"{NORM}:{name}"] = parameter.detach().to("cpu", dtype)
-        check_range(tensors)
-        self.run.work.journal.store(key, tensors, records)
-
-    def _reload(self, key: str) -> None:
-        """Give the student, and the results, what a refit has stored."""
-        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
-        assert entries is not None
-        for name in list(self.twins):
-            module = self._stored(name)
-            names = {suffix: f"{module}:{suffix}" for suffix in self.run.planned[module].spec.stored()}
-            self._place(name, {suffix: found[full] for suffix, full in names.items()})
-            factors = {suffix: entries[0][full] for suffix, full in names.items()}
-            self.run.results[module] = (factors, entries[1][module])
-        for name, parameter in self.norms.items():
-            parameter.data.copy_(found[f"{NORM}:{name}"])
-            self.run.norms[name] = entries[0][f"{NORM}:{name}"]
-
     @torch.no_grad()
     def _advance(self, targets: dict[int, Tensor]) -> None:
         for n, batch in self.run.mine.items():
             batch.hidden = targets[n]
-            batch.student = self._out(self.student, batch.student, batch)
+            batch.student = self._out(self.student.block, batch.student, batch)

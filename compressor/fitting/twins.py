@@ -58,6 +58,11 @@ class Twin:
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
+    def latents(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""
+        found = {name: part.full() for name, part in self.parts.items() if isinstance(part, Latent)}
+        return {latent_name(name): t.to("cpu", dtype).contiguous() for name, t in found.items()}
+
     def _float8(self, spec: QuantizedSpec, dtype: torch.dtype) -> dict[str, Tensor]:
         """Of factors that are trained as they are and rounded once, when that is over."""
         factors = {name: part.parameter.detach() for name, part in self.parts.items()}

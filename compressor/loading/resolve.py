@@ -11,11 +11,12 @@ from shutil import disk_usage
 
 from blr.compressor.architectures import short_names
 from blr.compressor.checkpoint.remedies import FULL
-from blr.compressor.errors import HubError, InputError, StorageError, UsageError
+from blr.compressor.errors import BlrError, HubError, InputError, StorageError, UsageError
 from blr.compressor.quoting import is_text, printable, quote
 from blr.compressor.recipe.schema import Recipe
 
 PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
+STREAMED = "weights stay there, fetched as they are read: three times each (calibrated: about six)"
 SILENT = 10_000_000  # bytes of a download that nobody needs to be told of
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 PATTERNS = [
@@ -34,11 +35,17 @@ class Found:
 
 
 def resolve_model(
-    model: str, *, revision: str | None = None, offline: bool = False, weights: bool = True
+    model: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    weights: bool = True,
+    stream: bool | None = False,
 ) -> Found:
     """The local folder of `model`, downloaded if it is a hub id and not yet in the cache.
 
-    Without `weights` no more than its config.json is downloaded.
+    Without `weights` no more than its config.json is downloaded. With `stream`, or where it is None and
+    the disk has no room, weights are fetched as they are read (`checkpoint/remote.py`).
 
     Raises:
         UsageError: a revision of a local folder.
@@ -52,6 +59,8 @@ def resolve_model(
     if os.path.exists(folder):
         if revision is not None:
             raise UsageError(f"--revision {revision}: {model} is a local folder; only the hub has them")
+        if stream:
+            raise UsageError(f"--stream: {model} is a local folder; leave it out")
         return Found(_model_in(folder), printable(folder.resolve().name))
     repository = short_names().get(model.lower(), model)
     if not REPOSITORY.fullmatch(repository) or model.startswith((".", "/", "~")):
@@ -60,7 +69,7 @@ def resolve_model(
             f"(owner/name) or one of the short names {', '.join(sorted(short_names()))}"
         )
     patterns = PATTERNS if weights else ["config.json"]
-    return _download(repository, revision, offline or is_offline(), patterns)
+    return _download(repository, revision, offline or is_offline(), patterns, stream)
 
 
 def _model_in(folder: Path) -> Path:
@@ -96,17 +105,27 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def _download(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> Found:
+def _download(
+    repository: str,
+    revision: str | None,
+    offline: bool,
+    patterns: list[str],
+    stream: bool | None = False,
+) -> Found:
     from huggingface_hub import snapshot_download
 
     try:
+        own = patterns
         patterns = _of_pipeline(repository, revision, offline, patterns)
-        if not offline:
-            _check_room(repository, revision, patterns)
+        if not offline and _stays(repository, revision, patterns, stream if patterns == own else False):
+            from blr.compressor.loading.standing import stand_in
+
+            standing, commit = stand_in(repository, revision, patterns)
+            return Found(standing, repository, commit)
         folder = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=offline
         )
-    except StorageError:
+    except BlrError:
         raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -138,15 +157,21 @@ def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns:
     return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
 
 
-def _check_room(repository: str, revision: str | None, patterns: list[str]) -> None:
-    """Say what a download takes, ahead of it. Raises StorageError where the hub's cache has no room."""
+def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
+    """Say what a download takes, ahead of it; whether weights are to stay on the hub instead.
+
+    Raises StorageError where the hub's cache has no room and they must not.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
     files = snapshot_download(repository, revision=revision, allow_patterns=patterns, dry_run=True)
     needed = sum(file.file_size or 0 for file in files if file.will_download)
+    if stream:
+        print(f"blr: {repository}: {STREAMED}", file=sys.stderr)
+        return True
     if needed <= SILENT:
-        return
+        return False
     place = Path(HF_HUB_CACHE).absolute()
     while not place.exists():
         place = place.parent
@@ -154,7 +179,11 @@ def _check_room(repository: str, revision: str | None, patterns: list[str]) -> N
     found = (
         f"{repository}: {needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}, {free / 1e9:.1f} GB free"
     )
+    if needed > free and stream is None:
+        print(f"blr: {found}: {STREAMED}", file=sys.stderr)
+        return True
     if needed > free:
         remedy = "free that disk or set HF_HOME to another (nothing is deleted for you)"
         raise StorageError(f"{found}; {remedy}")
     print(f"blr: {found}", file=sys.stderr)
+    return False

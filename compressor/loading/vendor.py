@@ -157,7 +157,7 @@ def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -
     while waiting:
         name = waiting.pop()
         if name not in found:
-            module = found[name] = Module(name, _tuned_text() if name == TUNED else _source(name))
+            module = found[name] = _module(name)
             if needless := [other for other in module.eager if _within(other, left_out)]:
                 raise BundleError(f"{name} imports {needless[0]} at its top, which is to be left out")
             waiting += [*module.eager, *(other for other in module.lazy if not _within(other, left_out))]
@@ -179,6 +179,12 @@ def assigned(roots: Mapping[str, str], modules: Mapping[str, Module]) -> dict[st
 
 def _within(module: str, packages: frozenset[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+@cache
+def _module(name: str) -> Module:
+    """Read once for the bundles of all exports, which leave it as it is."""
+    return Module(name, _tuned_text() if name == TUNED else _source(name))
 
 
 def _source(module: str) -> str:

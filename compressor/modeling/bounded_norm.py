@@ -6,29 +6,28 @@ attention and MLP need once these are bounded.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.kernels.common.transient import chunks, tokens_within, transient_bytes
+from blr.compressor.modeling.extended import Extension, extend
+from blr.kernels.common.transient import bound_for, chunks, tokens_within
 
 HELD = 8  # bytes a feature: two copies in float32
 
 
-class BoundedNorm:
+class BoundedNorm(Extension):
     """Mixin before a norm's class: `forward` in stretches of tokens if the whole is over the bound."""
-
-    native: type[Any]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As of the norm."""
         compute: Any = super().forward  # type: ignore[misc]
         whole = torch.is_grad_enabled() or args or kwargs or type(hidden_states) is not Tensor
-        bound = None if whole else transient_bytes(hidden_states.device.type)
+        whole = whole or torch.compiler.is_compiling()
+        bound = None if whole else bound_for(hidden_states)
         width = HELD * hidden_states.shape[-1]
-        if bound is None or hidden_states.numel() * HELD <= bound or torch.compiler.is_compiling():
+        if bound is None or hidden_states.numel() * HELD <= bound:
             return compute(hidden_states, *args, **kwargs)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -36,25 +35,9 @@ class BoundedNorm:
             out[start:stop] = compute(rows[start:stop])
         return out.view(hidden_states.shape)
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """By the norm's own class, which pickle finds."""
-        return _empty, (self.native,), self.__dict__
-
 
 def bound_norms(model: nn.Module) -> None:
     """Let the RMS norms of `model` compute in stretches."""
     for module in model.modules():
-        native: Any = type(module)
-        if native.__name__.endswith("RMSNorm") and not isinstance(module, BoundedNorm):
-            module.__class__ = bounded_class(native)
-
-
-@cache
-def bounded_class(native: Any) -> Any:
-    """`native` with `BoundedNorm`, under its name."""
-    return type(native.__name__, (BoundedNorm, native), {"__module__": __name__, "native": native})
-
-
-def _empty(native: Any) -> Any:
-    made: Any = bounded_class(native)
-    return made.__new__(made)
+        if type(module).__name__.endswith("RMSNorm"):
+            extend(module, BoundedNorm)

@@ -22,11 +22,12 @@ from blr.compressor.modeling.expressions import (
     Permuted,
     Region,
     Repeated,
+    Replayed,
     forget_parts,
     sliced,
 )
 from blr.compressor.modeling.rank_store import Held
-from blr.kernels.common.transient import chunks, tokens_within, transient_bytes
+from blr.kernels.common.transient import bound_for, chunks, tokens_within
 
 FEW = 8  # queries up to which values stay in the space of ranks
 
@@ -46,7 +47,7 @@ def by_tokens(node: Node, outputs: int, product: Callable[[Tensor], Tensor]) -> 
     if not has_tokens(node):
         return NotImplemented
     out: Tensor | None = None
-    for region in regions(node.shape[:-1], tokens_within(_bound(), _width(node))):
+    for region in regions(node.shape[:-1], tokens_within(_bound([node]), _width(node, outputs))):
         part = product(node.part(region, {}))
         if part.shape[:-1] == node.shape[:-1]:
             return part
@@ -127,7 +128,7 @@ def attention(
     group = heads // key.shape[1] if enable_gqa else _repeats(key)
     attend: Any = functional.scaled_dot_product_attention
     memos: dict[tuple[int, int], Memo] = {}
-    for region in _heads(rows, heads, group, _row_bytes(nodes)):
+    for region in _heads(rows, heads, group, _row_bytes(nodes), _bound(nodes)):
         if region[0] not in memos:
             memos = {region[0]: {}}
         tensors = [_part(t, region, heads, memos[region[0]]) for t in given]
@@ -154,9 +155,8 @@ def _scale(query: Any, scale: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _heads(rows: int, heads: int, group: int, row_bytes: int) -> Iterator[Region]:
+def _heads(rows: int, heads: int, group: int, row_bytes: int, bound: int) -> Iterator[Region]:
     """Sequences that fit the bound, or heads of one: whole groups that share a key."""
-    bound = _bound()
     if row_bytes <= bound:
         for bounds in chunks(rows, bound // max(row_bytes, 1)):
             yield {0: bounds}
@@ -185,22 +185,35 @@ def _repeats(key: Any) -> int:
 
 
 def _row_bytes(nodes: list[Node]) -> int:
-    """Bytes of one sequence's q, k and v, and of what rotates one of them."""
-    return sum(_bytes(node) for node in nodes) + max(map(_bytes, nodes), default=0)
+    """Bytes of one sequence's q, k and v, and of what rotates one of them, if anything does."""
+    rotated = [_bytes(node) for node in nodes if any(isinstance(n, Replayed) for n in _all_of(node))]
+    return sum(map(_bytes, nodes)) + max(rotated, default=0)
+
+
+def _all_of(node: Node) -> Iterator[Node]:
+    """A node and what it is made from."""
+    yield node
+    for part in node.of:
+        yield from _all_of(part)
 
 
 def _bytes(node: Node) -> int:
     return node.shape[1:].numel() * node.dtype.itemsize
 
 
-def _width(node: Node) -> int:
-    """Bytes of one token of a node and of what it is made from at one time."""
-    return int(node.widest * node.dtype.itemsize * (len(node.sources) + 1))
+def _width(node: Node, outputs: int) -> int:
+    """Bytes of one token of a node, of what it is made from at one time and of what is made of it."""
+    steps = [n for n in _all_of(node) if isinstance(n, Replayed)]
+    over = all(n.overwrites({}) for n in steps)
+    made = node.widest * len(node.sources) + (min(outputs, node.widest) if over else node.widest)
+    return int(made * node.dtype.itemsize)
 
 
-def _bound() -> int:
-    """In bytes; where the bound was taken away in between, all at once."""
-    bound = transient_bytes()
+def _bound(nodes: list[Node]) -> int:
+    """In bytes, of the input of a layer that they are made from; where there is none any more, or all
+    that is made is in a cache, all at once."""
+    found = [bound_for(source.x) for node in nodes for source in node.sources]
+    bound = min((each for each in found if each is not None), default=None)
     return 1 << 62 if bound is None else bound
 
 

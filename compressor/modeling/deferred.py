@@ -17,7 +17,7 @@ from blr.compressor.modeling.chunked import CONSUMERS
 from blr.compressor.modeling.expressions import Node, Source, leaves, mapped
 from blr.compressor.modeling.recording import record
 from blr.compressor.modeling.settings import warn_once
-from blr.kernels.common.transient import transient_bytes
+from blr.kernels.common.transient import bound_for
 
 _FACTS = {
     getattr(Tensor, name).__get__
@@ -82,11 +82,11 @@ def deferred(x: Tensor, outputs: int, bound: Any, always: bool = False) -> Defer
     """
     if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2:
         return None
-    limit = transient_bytes(x.device.type)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    limit = bound_for(x)
     width = max(3 * x.shape[-1], 2 * outputs) * x.element_size()
     if not always and (limit is None or x.numel() // x.shape[-1] * width <= limit):
-        return None
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     if torch.is_autocast_enabled(x.device.type):
         return None

@@ -201,22 +201,45 @@ class Replayed(Node):
     """A function whose result for a part of its arguments is that part of its result.
 
     arguments: (args, kwargs) with nodes and tensors anywhere; tensors broadcast to the result's shape.
+    over: the same function writing over its first argument, or None.
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Any, like: Like, labels: tuple[Label, ...]
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        like: Like,
+        labels: tuple[Label, ...],
+        over: Callable[..., Any] | None = None,
     ) -> None:
-        self.function, self.arguments = function, arguments
+        self.function, self.arguments, self.over = function, arguments, over
+        self.plain = not any(isinstance(leaf, tuple | list | dict) for leaf in _values(arguments))
         super().__init__(like.shape, like.dtype, labels, leaves(arguments, Node))
+
+    def overwrites(self, region: Region) -> bool:
+        """Whether a part may be made in the memory of its first argument's: a product or a result that
+        nobody else reads."""
+        first = self.arguments[0][0] if self.over is not None and self.arguments[0] else None
+        if not isinstance(first, Source | Chained | Replayed) or first.value is not None:
+            return False
+        fresh = first.over is not None if isinstance(first, Replayed) else "o" not in region
+        return fresh and first.uses == 1 and (first.shape, first.dtype) == (self.shape, self.dtype)
 
     def _part(self, region: Region, memo: Memo) -> Tensor:
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Node):
                 return leaf.part(region, memo)
-            return sliced(leaf, self.shape, self.labels, region)
+            if isinstance(leaf, Tensor):
+                return sliced(leaf, self.shape, self.labels, region)
+            return leaf
 
-        args, kwargs = mapped((Node, Tensor), tensor, self.arguments)
-        result: Tensor = self.function(*args, **kwargs)
+        args, kwargs = self.arguments
+        if self.plain:  # the usual case, several times faster
+            args, kwargs = [tensor(arg) for arg in args], {n: tensor(arg) for n, arg in kwargs.items()}
+        else:
+            args, kwargs = mapped((Node, Tensor), tensor, self.arguments)
+        function = self.over if self.over is not None and self.overwrites(region) else self.function
+        result: Tensor = function(*args, **kwargs)
         return result
 
 
@@ -237,6 +260,11 @@ def mapped(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     if type(tree) is dict:
         return {key: mapped(kind, function, leaf) for key, leaf in tree.items()}
     return tree
+
+
+def _values(arguments: Any) -> tuple[Any, ...]:
+    """Of (args, kwargs)."""
+    return (*arguments[0], *arguments[1].values())
 
 
 def leaves(tree: Any, kind: Any) -> list[Any]:

@@ -7,7 +7,7 @@ layers that read one input. Elsewhere weights are dequantized, which is said onc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from blr.kernels.fp8.op import (
     fp8_product,
     fp8_rows,
 )
-from blr.kernels.fp8.reference import Rows, Scales, aligned, scales_of
+from blr.kernels.fp8.reference import Factors, Rows, Scales, aligned, even_ranks, scales_of
 from blr.kernels.quantized.formats import ROW
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
@@ -35,21 +35,44 @@ SIBLINGS = (
 )
 
 
+class Held(NamedTuple):
+    """What an input keeps: its rows, its version when they were made, and how many layers are yet to
+    read them; None: nobody has read them."""
+
+    rows: Rows
+    version: int
+    left: int | None
+
+
 def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
 
     Args:
         layer: with `packing` in float8, `packed`, and `described`.
     """
-    structure = FOLDERS.get(layer.packing.structure, layer.packing.structure)
-    if (reason := _hindrance(layer, structure, x)) is not None:
+    if (reason := hindrance(layer, x)) is not None:
         if reason:
             warn_once(f"float8 weights are dequantized at every product: {reason}")
         return None
+    return product_of_rows(layer, x, shared_rows(layer, x), bias)
+
+
+def product_of_rows(layer: Any, x: Tensor, made: Rows, bias: Tensor | None) -> Tensor:
+    """The same of rows that there are; of x [..., i] only its dtype and shape count."""
+    structure = structure_of(layer)
     scales, weights = prepared(layer, structure, x)
-    made = shared_rows(layer, x)
     y = fp8_product(structure, made, weights, scales, x.dtype, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def structure_of(layer: Any) -> str:
+    """The folder of a layer's kernels, or dense."""
+    return FOLDERS.get(layer.packing.structure, layer.packing.structure)
+
+
+def is_float8(layer: Any) -> bool:
+    """Whether it is a layer of ours with float8 weights."""
+    return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
 
 def prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
@@ -66,19 +89,18 @@ def prepare_float8(model: nn.Module) -> None:
     """Make what products take beside the weights, which no compiler can, for layers on a GPU that
     multiplies in float8."""
     for layer in model.modules():
-        if getattr(getattr(layer, "packing", None), "fp8", False):
+        if is_float8(layer):
             prepare_layer(layer)
 
 
 def prepare_layer(layer: Any) -> None:
     """The same of one layer, if it is on a GPU and does not dequantize anyway."""
     device = next(buffer.device for buffer in layer.buffers())
-    structure = FOLDERS.get(layer.packing.structure, layer.packing.structure)
     if device.type == "cuda":
         with torch.no_grad():
             like = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
-            if _hindrance(layer, structure, like) is None:
-                prepared(layer, structure, like)
+            if hindrance(layer, like) is None:
+                prepared(layer, structure_of(layer), like)
 
 
 def forget_scales(layer: Any) -> None:
@@ -89,34 +111,39 @@ def forget_scales(layer: Any) -> None:
 def shared_rows(layer: Any, x: Tensor) -> Rows:
     """x [..., i] as float8 [n, i]. Of layers that share it (`share_rows`) the first makes it and leaves
     it at x, until the last of them has taken it or x is written to."""
-    siblings = getattr(layer, "float8_siblings", 1)
-    held = getattr(x, HELD, None) if siblings > 1 else None
-    if held is not None and held[1] == _version(x):
-        left, made = held[2] - 1, held[0]
+    left, held = getattr(layer, "float8_siblings", 1), getattr(x, HELD, None)
+    if held is not None and held.version == version_of(x):
+        left, made = left if held.left is None else held.left, held.rows
     else:
-        left, made = siblings - 1, fp8_rows(rows(x))
-    if siblings > 1:
-        setattr(x, HELD, (made, _version(x), left) if left else None)
+        made = fp8_rows(rows(x))
+    if held is not None or left > 1:
+        setattr(x, HELD, Held(made, version_of(x), left - 1) if left > 1 else None)
     return made
 
 
-def share_rows(model: nn.Module) -> None:
+def leave_rows(x: Tensor, made: Rows) -> None:
+    """Let the layers that read x take its rows, which whoever made x has made."""
+    setattr(x, HELD, Held(made, version_of(x), None))
+
+
+def count_readers(model: nn.Module) -> None:
     """Tell the layers with float8 weights how many of them read one input."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return  # whose keys and values may be of another input than the queries
     for parent in model.modules():
         for names in SIBLINGS:
             found = [child for name, child in parent.named_children() if name in names]
-            found = [child for child in found if getattr(getattr(child, "packing", None), "fp8", False)]
+            found = [child for child in found if is_float8(child)]
             for child in found if len({child.in_features for child in found}) == 1 else []:
                 child.__dict__["float8_siblings"] = len(found)
 
 
-def _hindrance(layer: Any, structure: str, x: Tensor) -> str | None:
+def hindrance(layer: Any, x: Tensor) -> str | None:
     """Why a product is not computed in float8; "" where nobody need know, None if nothing hinders."""
+    structure = structure_of(layer)
     if is_traced() or not x.numel():
         return ""
-    if torch.compiler.is_compiling() and "float8_prepared" not in layer.__dict__:
+    if torch.compiler.is_compiling() and getattr(layer, "float8_prepared", None) is None:
         return ""  # a device that they were not prepared for
     if torch.is_grad_enabled() and x.requires_grad:
         return "a gradient is asked for, which torch.no_grad() does not"
@@ -137,7 +164,8 @@ def _prepared(layer: Any, structure: str) -> tuple[Scales, list[Tensor]]:
         return Scales(None, weight.scale.float().view(-1)), [weight.packed]
     U, V = (_blocks(layer.packed(name)) for name in ("U", "V"))
     S = layer.S.detach() if structure == "blast" else None
-    return scales_of(U.scale, V.packed, V.scale, S), [aligned(U.packed), V.packed]
+    f = even_ranks(structure, Factors(U.packed, V.packed, U.scale, V.scale, S))
+    return scales_of(f.U_scale, f.V, f.V_scale, f.S), [aligned(f.U), f.V]
 
 
 def _blocks(found: Any) -> Any:
@@ -146,6 +174,6 @@ def _blocks(found: Any) -> Any:
     return found._replace(packed=found.packed[None], scale=found.scale[None])
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """Changes when x is written to; of what cannot tell always the same."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

@@ -117,7 +117,7 @@ def _make_decoder(model: Any, settings: ExportSettings) -> Any:
 
     prepare_prompts(model)
     assert settings.context is not None  # as every export that generates has it
-    return Decoder(model, batch=settings.batch, context=settings.context)
+    return Decoder(model, batch=settings.batch, context=settings.context, cache=settings.cache)
 
 
 def _compare_gpu(device: torch.device, settings: ExportSettings) -> None:

@@ -77,6 +77,9 @@ class KernelLayout(StructuredLinear):
         """Nothing to do, wherever the layer is."""
         return self
 
+    def _keep(self, name: str, factor: Tensor) -> None:
+        self.get_parameter(name + SUFFIX).data = factor.permute(self.orders[name])
+
 
 class KernelLowRankLinear(KernelLayout, LowRankLinear):
     """V_kernel [r, i], or in groups [G, r, columns]."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.chunked import by_tokens, has_tokens
 from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
@@ -31,8 +32,10 @@ from blr.compressor.structures.specs import (
     spec_from_dict,
 )
 from blr.kernels.blast.op import blast_linear
-from blr.kernels.common.layout import relaid
+from blr.kernels.common.inlining import add_decompositions
+from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
+from blr.kernels.common.registration import is_unwatched
 from blr.kernels.fp8.reference import is_number
 from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
@@ -46,9 +49,13 @@ class StructuredLinear(nn.Module):
 
     defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
     always: whether every output is one, for a cache that holds the ranks of keys and values.
+    wide: ranks with the zeros that lie behind them, and where the factors were when these were put
+        there; None without.
     """
 
     defers = always = False
+    widens = False  # whether the last axis of every factor is the rank
+    wide: tuple[int, tuple[int, ...]] | None = None
     _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
 
     def __init__(self, spec: Spec, bias: bool) -> None:
@@ -127,10 +134,37 @@ class StructuredLinear(nn.Module):
 
     def relayout_(self) -> Self:
         """Lay the factors in memory as the kernels read them fastest. Values stay the same."""
+        if self._is_wide():
+            return self
         for name in self.spec.shapes():
             factor = self.get_parameter(name)
             factor.data = relaid(factor.data, order_of(self.spec.structure, name, factor.dim()))
         return self
+
+    def widen_(self) -> Self:
+        """Put zeros behind ranks that are no multiple of `ALIGNED`. Shapes and values stay the same."""
+        rank = int(getattr(self.spec, "rank", ALIGNED)) if self.widens else ALIGNED
+        if rank % ALIGNED == 0 or self._is_wide() or getattr(self.spec, "groups", 1) > 1:
+            return self
+        width = wide_rank(rank)
+        for name, factor in zip(self.spec.shapes(), self.ordered(), strict=True):
+            order = order_of(self.spec.structure, name, factor.dim())
+            self._keep(name, spaced(factor.detach(), order, width))
+        self.wide = width, tuple(f.data_ptr() for f in self.ordered())
+        return self
+
+    def _keep(self, name: str, factor: Tensor) -> None:
+        self.get_parameter(name).data = factor
+
+    def _is_wide(self) -> bool:
+        return self.wide is not None and self.wide[1] == tuple([f.data_ptr() for f in self.ordered()])
+
+    def factors_for(self, x: Tensor) -> list[Tensor]:
+        """The factors, with the zeros behind them where nobody looks on (`is_unwatched`)."""
+        held = self.ordered()
+        if self.wide is None or not is_unwatched(x) or not self._is_wide():
+            return held
+        return [with_zeros(factor, self.wide[0]) for factor in held]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """What every move and cast goes through: on a GPU, kernel layout."""
@@ -158,6 +192,7 @@ class LowRankLinear(StructuredLinear):
     spec: LowRankSpec
     U: Tensor
     V: Tensor
+    widens = True
     shared: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +204,8 @@ class LowRankLinear(StructuredLinear):
         return LowRankProduct(self.U, self.V, self.bias, self.spec.side)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        U, V = self.U, self.V  # read once: packed ones are dequantized at each reading
+        # read once: packed ones are dequantized at each reading
+        U, V = (self.U, self.V) if self.wide is None else self.factors_for(x)
         if U.dim() == 3:
             return grouped_lowrank_linear(x, U, V, bias, side=self.spec.side)
         return lowrank_linear(x, U, V, bias)
@@ -211,9 +247,11 @@ class BlastLinear(StructuredLinear):
     U: Tensor
     S: Tensor
     V: Tensor
+    widens = True
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return blast_linear(x, self.U, self.S, self.V, bias)
+        U, S, V = (self.U, self.S, self.V) if self.wide is None else self.factors_for(x)
+        return blast_linear(x, U, S, V, bias)
 
     def bound(self) -> Product:
         return Product(blast_linear, self.U, self.S, self.V, self.bias)
@@ -264,6 +302,9 @@ LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     BlastSpec: BlastLinear,
     KroneckerSpec: KroneckerLinear,
 }
+
+
+after_import("torch._inductor.lowering", add_decompositions)
 
 
 def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
@@ -324,11 +365,12 @@ def prepare_layers(model: nn.Module) -> None:
             continue
         if any(p.is_cuda for p in module.parameters()):
             module.relayout_()
+            module.widen_()
 
 
 def _contiguous_entries(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Entries of a state dict in canonical order and memory of their own, as files hold them."""
-    for name in module.spec.shapes():
+    for name in (*module.spec.shapes(), *(module._parameters if module.wide else ())):
         tensor = state.get(prefix + name)
         # the parameter itself is what keep_vars asks for
         if tensor is None or isinstance(tensor, nn.Parameter):

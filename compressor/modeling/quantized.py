@@ -163,6 +163,10 @@ class QuantizedStructured(StructuredLinear):
         """Nothing to do: what is stored is in kernel layout wherever the layer is."""
         return self
 
+    def widen_(self) -> Self:
+        """Nothing to do: packed rows start where their kernels ask for."""
+        return self
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         with kept_bytes(self):
             super()._apply(fn, recurse)

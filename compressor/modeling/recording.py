@@ -32,6 +32,12 @@ POINTWISE = {
     *("sigmoid", "tanh", "gelu", "silu", "relu", "relu6", "leaky_relu", "elu", "mish", "softplus"),
     *("hardtanh", "hardswish", "float", "half", "bfloat16", "double", "type_as"),
 }
+# Those that can write over their first argument, which saves a copy of the widest intermediates.
+OVER: dict[str, Callable[..., Any]] = {
+    **{"gelu": torch.ops.aten.gelu_, "silu": lambda x, inplace=False: torch.ops.aten.silu_(x)},
+    **{"relu": lambda x, inplace=False: torch.relu_(x), "tanh": torch.tanh_, "sigmoid": torch.sigmoid_},
+    **{"mul": Tensor.mul_, "add": Tensor.add_},
+}
 # Of every row of the last dimension by itself.
 ROWWISE = {"mean", "sum", "var", "norm", "rms_norm", "layer_norm"}
 MOST_TRIALS = 1024
@@ -59,7 +65,8 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not any(like.shape == node.shape for node in nodes):
         return NotImplemented
-    return Replayed(func, (args, kwargs), like, labels)
+    over = OVER.get(getattr(func, "__name__", "").strip("_"))
+    return Replayed(func, (args, kwargs), like, labels, over)
 
 
 def _rowwise(func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ class ExportSettings:
     """``config.blr["export"]``.
 
     `gpu` is a name of configs/gpus.yaml; `batch` sequences at most and `context` tokens of prompt
-    and answer (None: not a decoder) are what generation is prepared for; `quantize` is "int8",
+    and answer (None: not a decoder) are what generation is prepared for; `cache` is what the runtime
+    keeps of keys and values, "whole" or "int8"; `quantize` is "int8",
     "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed;
     `plain` are structured modules that are left as they are, since packing makes them no smaller.
     `head` maps the output head, if it is packed by itself, to the entry of `modeling/quantized.py`
@@ -27,6 +28,7 @@ class ExportSettings:
     batch: int
     blr_version: str
     context: int | None = None
+    cache: str = "whole"
     quantize: str | None = None
     dense: dict[str, list[int]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.float8 import share_rows
+from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear, replace_modules
 from blr.compressor.modeling.quantized import QuantizedLinear, quantized_layer
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict

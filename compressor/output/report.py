@@ -25,13 +25,16 @@ PAGE = """<!DOCTYPE html>
 <body><h1>{title}</h1>
 {body}</body></html>
 """
-STYLE = """
+PALETTE = """
 :root{color-scheme:light dark;--page:#fff;--ink:#1f2328;--faint:#59636e;--line:#d8dee4;
 --c0:#2563b8;--c1:#c2410c;--c2:#15803d;--c3:#9333ea;--c4:#7c8500;--c5:#0e7490;--c6:#be185d;--c7:#64748b}
 @media(prefers-color-scheme:dark){:root{--page:#0d1117;--ink:#e6edf3;--faint:#9198a1;--line:#30363d;
 --c0:#6cb6ff;--c1:#f69d50;--c2:#6bc46d;--c3:#c8a2ff;--c4:#c3cf4a;--c5:#56d4dd;--c6:#fc8dc7;--c7:#9aa7b4}}
-body{font:15px/1.5 system-ui,sans-serif;background:var(--page);color:var(--ink);max-width:1000px;
-margin:2em auto;padding:0 1em}
+"""
+STYLE = (
+    PALETTE
+    + """body{font:15px/1.5 system-ui,sans-serif;background:var(--page);color:var(--ink);
+max-width:1000px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}h3{font-size:1em;margin:1.2em 0 .2em}
 svg{width:100%;max-width:760px;display:block}svg text{font-size:12px;fill:var(--ink)}
 svg text.tick{fill:var(--faint);font-size:11px}
@@ -41,6 +44,7 @@ td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 .legend span{margin-right:1.2em;white-space:nowrap;font-size:13px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:5px}
 """
+)
 
 
 def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ NONE = "none"
 FP8 = "fp8"
 KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
 CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
+PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf")  # what a speed takes the place of
 CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
 if TYPE_CHECKING:
     Method: TypeAlias = str
@@ -123,9 +124,11 @@ class RecipeFields(_Settings):
     mix: Share = 0.0
     sequential: bool = True
     refit: Natural | None = None
+    finish: Natural | None = None
     dtype: Dtype | None = None
     seed: Natural = 0
     gpu: Annotated[str, Field(min_length=1)] = "h200"
+    tokens_per_second: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
 
 
 class Recipe(RecipeFields):
@@ -160,9 +163,13 @@ class Recipe(RecipeFields):
         mix: share of the windows that is text of the model's own, beside the user's.
         sequential: fit each layer to the inputs that the compressed layers before it give.
         refit: epochs of the joint refit of each block; None takes the device's default.
+        finish: epochs of the last pass, which trains all blocks together to predict what the dense model
+            does; None takes the device's default.
         dtype: stored dtype of the factors; None keeps that of each weight.
         seed: of the solvers that start from random numbers.
         gpu: name in configs/gpus.yaml that times are predicted for.
+        tokens_per_second: of one sequence on `gpu`, predicted: as many bits are stored as allow it, in
+            place of the sizes above.
     """
 
     @model_validator(mode="after")
@@ -298,6 +305,12 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
 
 def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
     """Raise ValueError for sizes that belong to something else, or nothing to do."""
+    if recipe.tokens_per_second is not None:
+        if given := [
+            n for n in PACED if n in recipe.model_fields_set and getattr(recipe, n) is not None
+        ]:
+            raise ValueError(f"tokens_per_second chooses what is stored; leave out {', '.join(given)}")
+        return
     if recipe.kv_rank is not None and recipe.kv_cf is not None:
         raise ValueError("the cache is sized by kv_rank or kv_cf, not both")
     if recipe.kv_quantize is not None and not recipe.caches_ranks:

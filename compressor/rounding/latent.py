@@ -75,7 +75,14 @@ class Latent:
 
     def take(self, value: Tensor) -> None:
         """Give the parameter `value`, shaped as the latent weights."""
-        self.parameter.copy_(self.place.back(value.flatten(-2)[..., : self.width]))
+        self.parameter.copy_(self._ungrouped(value))
+
+    def full(self) -> Tensor:
+        """The latent weights, shaped as the parameter."""
+        return self._ungrouped(self.latent.detach())
+
+    def _ungrouped(self, value: Tensor) -> Tensor:
+        return self.place.back(value.flatten(-2)[..., : self.width])
 
     def given(self) -> Tensor:
         """The parameter's gradient, shaped as the latent weights; the parameter keeps none."""

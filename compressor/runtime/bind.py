@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
-from blr.compressor.runtime.phases import Part, Phase
+from blr.compressor.runtime.phases import Part, Phase, Slot
 from blr.kernels.fp8.reference import is_number
 from blr.kernels.gemv.reference import ACTIVATIONS
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.segments import Correction, QuantizedSegment
+from blr.kernels.skinny.bound import PACKED_FROM, PLAIN_FROM
+from blr.kernels.skinny.segments import Emission
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "attention", "choose")
-READY_FROM = 3  # rows whose inputs are normed and rounded by a launch of their own
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Binder:
     """How phases run: on the first `rows` rows of `state`, contexts of up to `bucket` slots.
 
     triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
-    splits: of the attention, None for the launcher's choice.
+    splits: of the attention, None for the launcher's choice. halved: slots whose numbers are in the
+    model's dtype. ordered: and in the order of the packed weights that read them. emitted: what was left
+    beside a slot for the phase that reads its norm.
     """
 
     state: State
@@ -38,6 +41,9 @@ class Binder:
     triton: bool
     pdl: bool = False
     splits: int | None = None
+    halved: set[Slot] = field(default_factory=set)
+    ordered: set[Slot] = field(default_factory=set)
+    emitted: dict[Slot, Emission] = field(default_factory=dict)
 
     def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
         """The functions that run `phases` one after the other.
@@ -53,10 +59,15 @@ class Binder:
 
     def bind(self, phase: Phase) -> Run:
         """The function that runs `phase`."""
+        if phase.kind not in ("stages", "dual"):
+            self.ordered.discard(phase.target)
+            self.emitted.pop(phase.target, None)
         return getattr(self, f"_{phase.kind}")(phase)
 
     def _segment(self, part: Part) -> Segment | QuantizedSegment:
-        x, y = self.state.view(part.source, self.rows), self.state.view(part.target, self.rows)
+        if self.triton and part.order is not None and self.rows >= PACKED_FROM:
+            self.halved.add(part.target)
+        x, y = self._view(part.source), self._view(part.target)
         stage, w = part.stage, part.stage.w
         if not isinstance(w, Packed):
             return Segment(x, w, y, stage.bias, stage.mix, stage.part)
@@ -75,6 +86,8 @@ class Binder:
         if self.triton:
             from blr.kernels.quantized.either import stages
 
+            if run := self._skinny(phase, segments, add=phase.add, **norm):
+                return run
             segments, norm, before = self._ready(segments, norm)
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
         from blr.kernels.quantized.segments import grouped as reference
@@ -89,11 +102,56 @@ class Binder:
         if self.triton:
             from blr.kernels.quantized.either import pair
 
+            if run := self._skinny(phase, [gate, up], **options):
+                return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
         from blr.kernels.quantized.segments import dual as reference
 
         return partial(reference, gate, up, **options)
+
+    def _skinny(
+        self,
+        phase: Phase,
+        segments: list[Segment | QuantizedSegment],
+        *,
+        activation: str = "",
+        **options: Any,
+    ) -> Run | None:
+        """What runs segments, or with an activation a pair, by skinny products if those take them."""
+        from blr.kernels.skinny.bound import pair, reads, stages
+
+        made, dtype = self.state.workspace, self.state.kv.dtype
+        order, targets = phase.parts[0].order, {part.target for part in phase.parts}
+        order = order if segments[0].y.dtype == dtype else None
+        options |= {"pdl": self.pdl, "order": order}
+        options["ordered"] = all(part.source in self.ordered for part in phase.parts)
+        left = self.emitted.get(phase.parts[0].source)
+        options["norm"] = left if reads(left, segments, phase.gain) else None
+        emission = self._emission(phase, segments)
+        if activation:
+            gate, up = segments
+            run = pair(gate, up, made, dtype, activation=activation, **options)
+        else:
+            run = stages(segments, made, dtype, emission=emission, **options)
+        for target in targets:
+            self.emitted.pop(target, None)
+        if emission is not None:
+            self.emitted[phase.parts[0].target] = emission
+        self.ordered.difference_update(targets)
+        if run is not None and order is not None:
+            self.ordered.update(targets)
+        return run
+
+    def _emission(self, phase: Phase, segments: list[Segment | QuantizedSegment]) -> Emission | None:
+        """What a phase leaves beside its result for the one that reads its norm."""
+        from blr.kernels.skinny.bound import emission
+
+        reader = phase.reader
+        if reader is None or reader.gain is None:
+            return None
+        readers = [self._segment(part) for part in reader.parts]
+        return emission(segments[0], readers, reader.gain, reader.eps, self.state.kv.dtype)
 
     def _ready(
         self, segments: list[Segment | QuantizedSegment], options: dict[str, Any]
@@ -102,8 +160,8 @@ class Binder:
         share are normed once; for plain weights in their dtype, which tensor cores take as it lies."""
         x, packed = segments[0].x, any(isinstance(s, QuantizedSegment) for s in segments)
         shared = all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments)
-        dtype = torch.float32 if packed else self.state.kv.data.dtype
-        if self.rows < READY_FROM or not shared or (options["gain"] is None and x.dtype == dtype):
+        dtype = torch.float32 if packed else self.state.kv.dtype
+        if self.rows < PLAIN_FROM or not shared or (options["gain"] is None and x.dtype == dtype):
             return segments, options, []
         from blr.kernels.gemv.ready import ready
 
@@ -113,7 +171,12 @@ class Binder:
         return [_reading(s, made) for s in segments], {**options, "gain": None}, [before]
 
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
-        return self.state.view(phase.source, self.rows), self.state.view(phase.target, self.rows)
+        return self._view(phase.source), self._view(phase.target)
+
+    def _view(self, slot: Slot) -> Tensor:
+        """A slot: what packed weights read, and from three rows on plain ones, in the model's dtype."""
+        half = self.rows >= PLAIN_FROM or slot in self.halved
+        return self.state.view(slot, self.rows, self.triton and half)
 
     def _gate(self, phase: Phase) -> Run:
         source, target = self._slots(phase)
@@ -143,10 +206,12 @@ class Binder:
         inputs = (source, k, v, state.cos, state.sin, state.pos[: self.rows], state.start[: self.rows])
         options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
         options |= {"eps": heads.eps, "window": heads.window}
+        options |= {"scales": state.kv.scales(heads.layer, self.rows)}
         if self.triton:
             from blr.kernels.attention.launch import decode_attention
 
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
+            options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
         from blr.kernels.attention.reference import decode_attention as reference
 

@@ -19,7 +19,7 @@ from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
 from blr.compressor.runtime.memory import State, bucket_of
-from blr.compressor.runtime.modes import MODES, OPS
+from blr.compressor.runtime.modes import CACHES, MODES, OPS
 from blr.compressor.runtime.phases import Phase, make_plan, supports
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks, prepare_prompts
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "prepare_prompts", "supports"]
 
-MAX_BATCH = 8  # the kernels take 16 tokens, and are sized for 8
+MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
 
 
@@ -43,7 +43,7 @@ class Decoder:
     Args:
         model: a causal language model of transformers (dense or structured layers in any mixture),
             on one device, in evaluation mode. `prepare_prompts` before makes its prompts faster.
-        batch: rows at most, 1 to 8. context: slots a row at most, prompt and new tokens together.
+        batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
         mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
             power of two of the context; "persistent" has all phases in one kernel, whose programs
             wait for each other between them (batches 1 and 2, plain weights, ops "triton"); "eager"
@@ -52,6 +52,8 @@ class Decoder:
         ops: "triton" kernels, or "torch" for their references, on any device.
         deterministic: besides, the attention splits every context at the same slots, whatever the
             batch: results of a row then differ with the batch only through the matrix products.
+        cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head,
+            half the memory and bytes to read.
         tuning: sizes of the persistent kernel, None for the defaults.
 
     Attributes:
@@ -71,15 +73,16 @@ class Decoder:
         mode: str = "auto",
         ops: str = "triton",
         deterministic: bool = False,
+        cache: str = CACHES[0],
         tuning: Tuning | None = None,
     ) -> None:
         self.plan = make_plan(model)
-        _check(model, batch, context, mode, ops)
+        _check(model, batch, context, mode, ops, cache)
         self.model, self.batch, self.context = model, batch, context
         self.ops, self.deterministic = ops, deterministic
         self.mode = self._fastest() if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
-        self.state = State(model, self.plan, batch, context)
+        self.state = State(model, self.plan, batch, context, cache)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
         self._runs: dict[tuple[int, int], Run] = {}
@@ -265,7 +268,7 @@ class Decoder:
         with torch.cuda.graph(graph):
             for run in runs:
                 run()
-        return graph.replay
+        return partial(_replay, graph, runs)
 
     def _fastest(self) -> str:
         """The mode that the table of the GPU names."""
@@ -291,7 +294,14 @@ class Decoder:
             )
 
 
-def _check(model: Any, batch: int, context: int, mode: str, ops: str) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, runs: list[Run]) -> None:
+    """runs: what was captured, held for the tensors of its own: a graph knows addresses only."""
+    graph.replay()
+
+
+def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
+    if cache not in CACHES:
+        raise UnsupportedError(f"cache {cache!r}: expected one of {', '.join(CACHES)}")
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
     if ops not in OPS:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.runtime.cache import StaticKV
+from blr.compressor.runtime.cache import WHOLE, StaticKV
 from blr.compressor.runtime.phases import Plan, Slot
 from blr.kernels.attention.launch import attention_workspace
+from blr.kernels.quantized.formats import GROUP
+from blr.kernels.skinny.launch import Workspace
 
 # Logits that one program of the choice compares.
 CHOICE_BLOCK = 4096
@@ -20,25 +22,35 @@ MIN_BUCKET = 128
 class State:
     """What phases read and write, for up to `batch` rows of up to `context` slots.
 
+    Args:
+        kind: of the cache, one of `modes.CACHES`.
+
     Attributes:
         tokens: [batch] int64, the tokens that the next step feeds; it leaves the next ones there.
         pos: [batch] int64, the slot of those tokens. start: [batch] int64, first slot in use.
         cos, sin: [context, R] in float32, by the model's own rotary embedding.
-        kv: the cache. attention, choice: workspaces of kernels.
+        kv: the cache. attention, choice, workspace: of kernels.
+        operands: twins in the model's dtype of buffers that only products read, for several rows.
     """
 
-    def __init__(self, model: Any, plan: Plan, batch: int, context: int) -> None:
+    def __init__(self, model: Any, plan: Plan, batch: int, context: int, kind: str = WHOLE) -> None:
         device, config = model.device, model.config
         self.buffers = {
             name: torch.zeros(batch, width, dtype=buffer_dtype(name, model.dtype), device=device)
             for name, width in plan.buffers.items()
         }
+        self.operands = {
+            name: torch.zeros(*(batch, -(-width // GROUP) * GROUP), dtype=model.dtype, device=device)
+            for name, width in plan.buffers.items()
+            if name in ("heads", "inner") or (name[:1] == "z" and name[1:].isdigit())
+        }
+        self.workspace = Workspace()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.start = torch.zeros(batch, dtype=torch.int64, device=device)
         self.cos, self.sin = rotary_tables(model, context)
         width = next(phase.heads.width for phase in plan.phases if phase.heads)
-        self.kv = StaticKV(config, batch, context, width, model.get_input_embeddings().weight)
+        self.kv = StaticKV(config, batch, context, width, model.get_input_embeddings().weight, kind)
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.attention = attention_workspace(batch, *heads, width, device)
         parts = 1 << (-(-config.vocab_size // CHOICE_BLOCK) - 1).bit_length()
@@ -48,9 +60,10 @@ class State:
             "counter": torch.zeros(batch, dtype=torch.int32, device=device),
         }
 
-    def view(self, slot: Slot, rows: int) -> Tensor:
-        """[rows, width] of a buffer."""
-        return self.buffers[slot.name][:rows, slot.start : slot.start + slot.width]
+    def view(self, slot: Slot, rows: int, half: bool = False) -> Tensor:
+        """[rows, width] of a buffer. half: of its twin in the model's dtype, if it has one."""
+        buffers = self.operands if half and slot.name in self.operands else self.buffers
+        return buffers[slot.name][:rows, slot.start : slot.start + slot.width]
 
 
 def buffer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

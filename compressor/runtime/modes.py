@@ -2,3 +2,4 @@
 
 MODES = ("auto", "graph", "persistent", "eager")
 OPS = ("triton", "torch")
+CACHES = ("whole", "int8")  # what is kept of keys and values

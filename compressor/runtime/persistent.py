@@ -91,6 +91,8 @@ class PersistentToken:
             raise UnsupportedError(f"{reason}; use mode 'graph'")
         self.plan, self.state, self.tuning = plan, state, tuning or Tuning()
         self.fixed = fixed or (lambda bucket: None)
+        if state.kv.scale_data is not None:
+            raise UnsupportedError("mode 'persistent' with keys and values in int8; use mode 'graph'")
         count = programs or default_programs(model.device, self.tuning)
         try:
             table = make_table([self._pieces(phase) for phase in plan.phases], count, self.tuning)

@@ -8,7 +8,7 @@ activations, "logits". `execute.py` runs phases, with Triton kernels or in plain
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from blr.compressor.modeling.stages import Stage
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.stages import kind_of, stages_of
 from blr.kernels.gemv.segments import dual_fits
+from blr.kernels.quantized.formats import GROUP
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = {
@@ -49,12 +50,14 @@ NOWHERE = Slot("", 0)
 
 @dataclass(frozen=True)
 class Part:
-    """One stage of a launch, from one slot into another. first: that of its correction."""
+    """One stage of a launch, from one slot into another. first: that of its correction. order: bits and
+    group of the packed weights that alone read the target, if there are such."""
 
     stage: Stage
     source: Slot
     target: Slot
     first: Part | None = None
+    order: tuple[int, int] | None = None
 
     def slots(self) -> list[Slot]:
         """Where it reads and writes."""
@@ -81,7 +84,8 @@ class Phase:
     kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙
     second part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls
     `module`), "attention", "choose" (token of the largest logit; ends the token).
-    gain, eps: of the RMS norm of the input. add: the result is added to `target`.
+    gain, eps: of the RMS norm of the input. add: the result is added to `target`. reader: the phase that
+    comes next, if it reads the norm of what this one adds to.
     """
 
     name: str
@@ -96,6 +100,7 @@ class Phase:
     heads: Heads | None = None
     module: nn.Module | None = None
     weight: Tensor | None = None
+    reader: Phase | None = field(default=None, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -165,6 +170,7 @@ def make_plan(model: Any) -> Plan:
     head, logits = model.get_output_embeddings(), Slot("logits", config.vocab_size)
     _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
     plan.add(Phase("choose", "choose", source=logits))
+    _introduce(plan.phases)
     return plan
 
 
@@ -210,7 +216,7 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
     if gate is not None and up is not None and _pair(gate, up):
         name = f"{prefix}gate_up"
         inputs = _advance(plan, name, [gate, up], x, norm)
-        last = _last(inputs, [gate, up], [inner, inner])
+        last = _last(inputs, [gate, up], [inner, inner], _order([stages_of(mlp.down_proj)], 0))
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
         name += ".U" if len(gate) > 1 else ""
         plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
@@ -221,6 +227,32 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
+
+
+def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, int] | None:
+    """Bits and group of the weights of all stages at a depth, if they are one packed block each that is
+    neither mixed nor corrected, of whole groups or with zeros where the last one is padded."""
+    found = set()
+    for chain in stages:
+        if chain is None:
+            return None
+        w = chain[depth].w
+        bits, group = kind_of(w)
+        whole = bits == 4 or (bits == 2 and w.K % group == 0)
+        if not whole or w.shape[0] > 1 or chain[depth].mix is not None or chain[depth].correction:
+            return None
+        found.add((bits, group))
+    return found.pop() if len(found) == 1 else None
+
+
+def _introduce(phases: list[Phase]) -> None:
+    """Name the readers of phases that add."""
+    for index in reversed(range(len(phases) - 1)):
+        phase, reader = phases[index : index + 2]
+        targets = {part.target for part in phase.parts}
+        sources = {part.source for part in reader.parts}
+        if phase.add and len(phase.parts) == 1 and reader.gain is not None and targets == sources:
+            phases[index] = replace(phase, reader=reader)
 
 
 def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:
@@ -260,12 +292,13 @@ def _advance(
 ) -> list[Slot]:
     """All stages but the last of layers that share `source`; returns where each one's input is."""
     inputs = [source] * len(stages)
+    orders = [_order(stages, depth + 1) for depth in range(len(stages[0]) - 1)]
     for depth in range(len(stages[0]) - 1):
         parts, at = [], 0
         for given, chain in zip(inputs, stages, strict=True):
             target = Slot(f"z{depth}", chain[depth].rows, at)
-            parts.append(Part(chain[depth], given, target))
-            at += -(-target.width // 8) * 8  # 32-byte boundaries
+            parts.append(Part(chain[depth], given, target, order=orders[depth]))
+            at += -(-target.width // GROUP) * GROUP  # whole groups, should the next weights be packed
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and depth == 0 else {}
         plan.add(Phase(f"{name}.V", "stages", tuple(parts), **gain))
         inputs = [part.target for part in parts]
@@ -273,9 +306,13 @@ def _advance(
 
 
 def _last(
-    inputs: Sequence[Slot], stages: Sequence[Sequence[Stage]], targets: Sequence[Slot]
+    inputs: Sequence[Slot],
+    stages: Sequence[Sequence[Stage]],
+    targets: Sequence[Slot],
+    order: tuple[int, int] | None = None,
 ) -> list[Part]:
-    """The last stages, into `targets`; first stages of corrections side by side into "z"."""
+    """The last stages, into `targets`, in an order as of `Part`; first stages of corrections side by
+    side into "z"."""
     parts, at = [], 0
     for chain, given, target in zip(stages, inputs, targets, strict=True):
         stage, first = chain[-1], None
@@ -283,7 +320,7 @@ def _last(
             z = Slot("z", stage.correction.first.rows, at)
             first = Part(stage.correction.first, given, z)
             at += -(-z.width // 8) * 8  # 32-byte boundaries
-        parts.append(Part(stage, given, target, first))
+        parts.append(Part(stage, given, target, first, order))
     return parts
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.modeling.float8 import is_float8
 from blr.compressor.modeling.shared_input import share_inputs
 from blr.compressor.runtime.failures import BatchError
 from blr.compressor.runtime.phases import same_inputs, supports
 
 CHUNK = 512  # tokens of a row that pass through the layers together
+WIDE = 2048  # where products are in float8, which fewer tokens do not fill (scripts/LOG.md)
 
 
 def prepare_prompts(model: Any) -> int:
@@ -60,8 +62,9 @@ def prefill_chunks(model: Any, input_ids: Tensor, start: Tensor, cache: Any) -> 
     slot = torch.arange(length, device=input_ids.device)
     padding = start.to(input_ids.device)[:, None] if int(start.max()) > 0 else None
     hidden: Any = None
-    for begin in range(0, length, CHUNK):
-        end = min(begin + CHUNK, length)
+    step = WIDE if input_ids.is_cuda and any(map(is_float8, base.modules())) else CHUNK
+    for begin in range(0, length, step):
+        end = min(begin + step, length)
         positions, mask = slot[None, begin:end], None
         if padding is not None:
             positions = (positions - padding).clamp_min(0)

@@ -3,8 +3,14 @@
 `varpro` (default) starts from the optimal low rank of the same norm with S = 1, so it is never
 worse than low rank at equal rank. U is always the exact minimizer for (S, V),
 ``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹`` with ``Z_k = [diag(S_kl) V_lᵀ]_l``; S and V descend by
-preconditioned L-BFGS, every accepted step lowering tr((W−W')H(W−W')ᵀ). `precgd` is the
-published solver. Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation
+preconditioned L-BFGS, every accepted step lowering tr((W−W')H(W−W')ᵀ).
+
+Left alone that ends in large terms that cancel each other, as canonical decompositions do, and rounding
+them loses more than the fit has gained. So what rounding is expected to lose is part of the loss: with
+relative variance `noise` of a term u_kr s_klr v_lrᵀ, λ Σ_klr ‖u_kr s_klr v_lr‖², which is quadratic in U
+and the same however the size of a term is spread over its factors.
+
+`precgd` is the published solver. Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation
 Models", section 2.
 """
 
@@ -29,6 +35,8 @@ ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
 SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer of so many operations for its Z_k H
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
+SHRINKING = 1e-3  # noise from which U is that of the noisy loss to the end: below, a weight that has the
+# structure is met exactly
 PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
 
 Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
@@ -51,8 +59,10 @@ def fit(
     rounds = ROUNDS if options.rounds is None else options.rounds
     if gram is not None:
         gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
-    problem = BlastProblem(weight, gram, spec, options.processes)
+    problem = BlastProblem(weight, gram, spec, options.processes, options.noise)
     theta, losses = descend(problem, problem.start(), rounds)
+    if options.noise < SHRINKING:
+        problem.noise = 0.0
     problem.evaluate(theta)
     return _named(_balance(problem.left(), *problem.split(theta)), losses)
 
@@ -115,7 +125,7 @@ def is_shared(spec: BlastSpec, item_bytes: int) -> bool:
 
 
 class BlastProblem:
-    """tr((W−W')H(W−W')ᵀ) as a function of theta = (S, V), U eliminated.
+    """tr((W−W')H(W−W')ᵀ) + noise Σ ‖u_kr s_klr v_lr‖² as a function of theta = (S, V), U eliminated.
 
     With H = None (identity) the normal matrices need only V_lᵀV_l and no product with H. Block rows are
     taken some at a time, by `processes` in turn; what these add up is added in the rows' order.
@@ -127,6 +137,7 @@ class BlastProblem:
         gram: Tensor | None,
         spec: BlastSpec,
         processes: Processes | None = None,
+        noise: float = 0.0,
     ) -> None:
         self.spec, self.weight, self.gram = spec, weight, gram
         self.processes = processes or Processes(str(weight.device), alone=True)
@@ -134,6 +145,7 @@ class BlastProblem:
         self.rows = weight.unflatten(0, (b, -1))  # [k, q, i]
         self.chunk = rows_at_once(spec, weight.element_size(), gram is not None)
         self.starts = range(0, b, self.chunk)
+        self.noise = noise
         if gram is not None:
             at = torch.arange(b, device=weight.device)
             self.gram_blocks = gram.view(b, self.p, b, self.p)[at, :, at].contiguous()
@@ -210,11 +222,14 @@ class BlastProblem:
         Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
         weighted = Z if self.gram is None else self.gram @ Z
         normal = Z.mT @ weighted if overlap is None else mixed_gram(S, overlap)
-        U = solve_spd(normal, rows @ weighted)
+        sizes = self.noise * Z.square().sum(1)  # [k, r]
+        U = solve_spd(normal + torch.diag_embed(sizes), rows @ weighted)
         error = rows - U @ Z.mT
         pushed = error if self.gram is None else error @ self.gram
-        loss = float((error * pushed).sum(dtype=torch.float64))
-        return U, loss, (pushed.mT @ U).unflatten(1, (self.spec.blocks, self.p))
+        squares = U.square().sum(1)
+        loss = float((error * pushed).sum(dtype=torch.float64) + (squares * sizes).sum())
+        pull = pushed.mT @ U - self.noise * Z * squares[:, None]
+        return U, loss, pull.unflatten(1, (self.spec.blocks, self.p))
 
     def preconditioner(self, theta: Tensor) -> Apply:
         """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl the diagonal of

@@ -277,7 +277,7 @@ class QuantizedSpec(Spec):
     def matrix_shape(self, name: str) -> Shape:
         """[..., R, K] of a factor."""
         shape = self.shapes()[name]
-        return tuple(prod(shape[axis] for axis in joined) for joined in self.axes(name))
+        return tuple(prod([shape[axis] for axis in joined]) for joined in self.axes(name))
 
     def tile(self, name: str) -> tuple[int, int] | None:
         """Rows of a factor that share a group, and the width that each is padded to; None if none do."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Found:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
-    `speed` in tokens a second, predicted, None where that cannot be; `command` makes it."""
+    `speed` in tokens a second, predicted, None where that cannot be; `command` makes it. Of several
+    seeds `losses` are the mean, `spread` how far the largest is from the least, and `command` has a line
+    for each."""
 
     name: str
     kind: str
@@ -22,6 +24,22 @@ class Found:
     command: str
     bytes: int = 0
     seconds: float = 0.0
+    spread: tuple[float, ...] | None = None
+
+
+def over_seeds(found: Sequence[Found], setting: str) -> Found:
+    """One point of those that differ in their seed alone, named after the `setting`."""
+    if len(found) == 1 and found[0].name == setting:
+        return found[0]
+    by_text = list(zip(*(point.losses for point in found), strict=True))
+    return replace(
+        found[0],
+        name=setting,
+        losses=tuple(sum(losses) / len(losses) for losses in by_text),
+        spread=tuple(max(losses) - min(losses) for losses in by_text),
+        command="\n".join(point.command for point in found),
+        seconds=sum(point.seconds for point in found),
+    )
 
 
 def frontier(found: Sequence[Found]) -> list[Found]:

@@ -17,7 +17,8 @@ NONE = "none"
 class Grid:
     """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
     corrections by `methods` of each of `bases` in each of `ranks`; and `plain` quantization, which they
-    have to beat. All of it with each of so many minutes of healing (0: none)."""
+    have to beat. All of it with each of so many minutes of healing (0: none), and with each of several
+    seeds."""
 
     methods: tuple[str, ...]
     cfs: tuple[float, ...]
@@ -26,17 +27,24 @@ class Grid:
     ranks: tuple[int, ...] = ()
     plain: tuple[str, ...] = ()
     heals: tuple[float, ...] = (0.0,)
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Point:
     """One compression. `name` is that of its files; `settings` are those of its recipe that differ from
-    other points', `heal` minutes of training, `kind` the curve that it belongs to."""
+    other points', `heal` minutes of training, `kind` the curve that it belongs to, `setting` the name
+    that it shares with those that differ in the seed alone."""
 
     name: str
     kind: str
     settings: tuple[tuple[str, Any], ...]
     heal: float = 0.0
+    seed: int | None = None
+
+    @property
+    def setting(self) -> str:
+        return self.name if self.seed is None else self.name.removesuffix(f"-seed{self.seed}")
 
     @property
     def plain(self) -> bool:
@@ -66,7 +74,8 @@ def points_of(grid: Grid, common: dict[str, Any]) -> dict[Point, Recipe]:
     if DENSE in grid.methods:
         raise UsageError("--methods are structures; dense weights in few bits are the line of --plain")
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
-    found = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
+    healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
+    found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
     names = [point.name for point in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
@@ -106,6 +115,13 @@ def _healed(point: Point, minutes: float) -> Point:
     if not minutes:
         return point
     return Point(f"{point.name}-heal{minutes:g}", f"{point.kind}, healed", point.settings, minutes)
+
+
+def _seeded(point: Point, seed: int | None) -> Point:
+    if seed is None:
+        return point
+    settings = (*point.settings, ("seed", seed))
+    return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
 
 
 def listed(text: str, kind: type = str) -> tuple[Any, ...]:

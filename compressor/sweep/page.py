@@ -16,7 +16,7 @@ CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 def page(result: dict[str, Any]) -> str:
     """Well-formed XHTML: a chart of losses against bits for every text, losses against predicted speed,
-    and the commands of the frontier."""
+    and the commands, of the frontier first."""
     kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
     parts = [legend(list(colours.items()))] if kinds else []
@@ -32,7 +32,8 @@ def page(result: dict[str, Any]) -> str:
                 loss,
             ),
         ]
-    parts += [_frontier(result), _rows(result), _failed(result)]
+    parts += [_commands(result, frontier=True), _rows(result), _commands(result, frontier=False)]
+    parts.append(_failed(result))
     title = escape(f"{result['model']}: bits against loss, swept by blr")
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
@@ -55,16 +56,18 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
     return found
 
 
-def _frontier(result: dict[str, Any]) -> str:
-    by_name = {point["name"]: point for point in result["points"]}
+def _commands(result: dict[str, Any], *, frontier: bool) -> str:
+    """Of the points on the frontier, or of all others."""
+    order = {name: n for n, name in enumerate(result["frontier"])}
+    points = [point for point in result["points"] if (point["name"] in order) == frontier]
+    points.sort(key=lambda point: order.get(point["name"], 0))
     parts = [
-        f"<h3>{escape(name)}, {by_name[name]['bits']:.3f} bits</h3>"
-        f"<pre>{escape(by_name[name]['command'])}</pre>"
-        for name in result["frontier"]
+        f"<h3>{escape(point['name'])}, {point['bits']:.3f} bits</h3>"
+        f"<pre>{escape(point['command'])}</pre>"
+        for point in points
     ]
-    return "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>" + "".join(
-        parts
-    )
+    said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
+    return (said if frontier else "<h2>The others</h2>" * bool(parts)) + "".join(parts)
 
 
 def _rows(result: dict[str, Any]) -> str:
@@ -95,27 +98,33 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
             point["name"],
             f"{point['bits']:.3f}",
         ]
-        for loss, share in zip(point["losses"], point["of_plain"], strict=True):
-            cells += [f"{loss:.4f}", "" if share is None else f"{share:.2f}"]
+        spreads = point["spread"] or [None] * len(point["losses"])
+        for loss, wide, share in zip(point["losses"], spreads, point["of_plain"], strict=True):
+            cells.append(f"{loss:.4f}" if wide is None else f"{loss:.4f} ({wide:.4f})")
+            cells.append("" if share is None else f"{share:.2f}")
         speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
         rows.append([*cells, speed, f"{point['seconds']:.0f}"])
     return rows
 
 
 def table(result: dict[str, Any]) -> str:
-    """As plain text: what failed in a line each, what is on the frontier with its command."""
-    rows = table_rows(result)
-    by_name = {point["name"]: point for point in result["points"]}
+    """As plain text: what failed in a line each, and every point's command."""
+    rows, stars = table_rows(result), result["frontier"]
+    spread = "; in brackets how far seeds differ" * any(p["spread"] for p in result["points"])
+    others = [point["name"] for point in result["points"] if point["name"] not in stars]
+    lines = {p["name"]: p["command"].splitlines() for p in result["points"]}
     dense = ", ".join(
         f"{value:.3f} in {Path(text).name}"
         for value, text in zip(result["dense"], result["texts"], strict=True)
     )
     return "\n".join(
         [
-            f"perplexity of the dense model: {dense}; losses below in nats a token over it",
+            f"perplexity of the dense model: {dense}; losses below in nats a token over it{spread}",
             aligned(rows, numbers=range(2, len(rows[0]))),
             *(f"failed: {point['name']}: {point['why']}" for point in result["failed"]),
             "* the frontier: no other point is better in bits and in every text",
-            *(f"  {name}: {by_name[name]['command']}" for name in result["frontier"]),
+            *(f"  {name}: {line}" for name in stars for line in lines[name]),
+            *["the others:"] * bool(others),
+            *(f"  {name}: {line}" for name in others for line in lines[name]),
         ]
     )

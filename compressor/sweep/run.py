@@ -16,14 +16,14 @@ from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import Progress
 from blr.compressor.sweep.chain import PointChain, command_line
 from blr.compressor.sweep.folder import ABOUT, RESULT, Folder
-from blr.compressor.sweep.frontier import Found, frontier, share_of_plain
+from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, Point, common_options, points_of
 from blr.compressor.sweep.launch import Pool, slots
 from blr.compressor.sweep.page import page
-from blr.compressor.sweep.predict import tokens_per_second
 from blr.compressor.text.reading import calibration_digest
 
 DENSE = "dense"  # the record of the model itself
@@ -151,7 +151,7 @@ def _result(
     settings: Settings,
 ) -> dict[str, Any]:
     base = (place.record(DENSE) or {})["perplexities"]
-    found, failed = [], []
+    made, failed = dict[str, list[Found]](), []
     for point, speed in speeds.items():
         record = place.record(point.name)
         line = command_line(settings.model, _options(point, settings), point.name)
@@ -160,7 +160,9 @@ def _result(
             continue
         losses = [math.log(p / d) for p, d in zip(record["perplexities"], base, strict=True)]
         facts = (point.name, point.kind, point.plain, point.heal, record["bits"], tuple(losses))
-        found.append(Found(*facts, speed, line, record["bytes"], record["seconds"]))
+        one = Found(*facts, speed, line, record["bytes"], record["seconds"])
+        made.setdefault(point.setting, []).append(one)
+    found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))
     rows = [
         {**asdict(one), "of_plain": [share_of_plain(found, one, text) for text in texts]}

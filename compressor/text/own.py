@@ -20,7 +20,7 @@ from blr.compressor.progress import Progress
 
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
 TOP_P = 0.98
-ALGORITHM = 1  # raise it when samples change: journals of older runs are then void
+ALGORITHM = 2  # raise it when samples change: journals of older runs are then void
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
 GPU_BYTES = 16 << 30  # for the cache and the logits of a batch
@@ -124,9 +124,17 @@ def _prompts(
 @torch.inference_mode()
 def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
     """Continue prompts `ids` [m, p] to [m, length]; on the CPU, int32."""
-    from transformers import DynamicCache
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     generator = _generator(model.device, wanted, number)
+    # cuDNN's attention would plan anew for every length of the cache, which takes longer than it runs
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return _continued(model, ids, generator, wanted)
+
+
+def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
+    from transformers import DynamicCache
+
     cache, fresh, found = DynamicCache(config=model.config), ids, [ids]
     for _ in range(wanted.length - ids.shape[1]):
         out = model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)

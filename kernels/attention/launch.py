@@ -8,17 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.available import interpreted
+
 # Splits of one head's slots at most, and slots of a split at least.
 MAX_SPLITS = 64
 MIN_CHUNK = 32
 # Programs that keep a large GPU busy: two for each of 132 multiprocessors.
-PROGRAMS = 264
+MULTIPROCESSORS = 132
+PROGRAMS = 2 * MULTIPROCESSORS
+STREAMING = 3 * MULTIPROCESSORS  # those of the streamed kernel, as many as registers hold
+# Products of queries and keys that a program without tensor cores has in registers.
+HELD = 8192
+# Bucket of the context from which on whole keys and values are streamed.
+STREAMED_FROM = 1 << 30
 
 
 def split_count(programs: int, bucket: int) -> int:
     """Splits, a power of two, of a context of up to `bucket` slots (a power of two), for
     `programs` heads and rows together."""
     wanted = _power_below(max(PROGRAMS // programs, 1))
+    return max(min(wanted, bucket // MIN_CHUNK, MAX_SPLITS), 1)
+
+
+def even_count(programs: int, bucket: int, most: int) -> int:
+    """Splits that share out evenly what a token sees, for `programs` heads and rows together, `most`
+    programs in all; a power of two where that is nearly as many."""
+    wanted = max(most // programs, 1)
+    power = _power_below(wanted)
+    wanted = power if wanted < 1.2 * power else wanted
     return max(min(wanted, bucket // MIN_CHUNK, MAX_SPLITS), 1)
 
 
@@ -49,51 +66,85 @@ def decode_attention(
     k_gain: Tensor | None = None,
     eps: float = 0.0,
     window: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     bucket: int,
     workspace: dict[str, Tensor],
     out: Tensor,
     splits: int | None = None,
+    streamed: bool | None = None,
+    exact: bool = False,
     pdl: bool = False,
     **config: Any,
 ) -> Tensor:
     """`reference.decode_attention` as one kernel into `out` [B, Hq·D].
 
     Args:
-        k, v: [B, Hkv, L, D] with the last two axes contiguous. cos, sin: [L, R] in float32.
+        k, v: [B, Hkv, L, D] with the last two axes contiguous; scales: [B, Hkv, L] in float32, if they
+            are int8. cos, sin: [L, R] in float32.
         bucket: a power of two above every ``pos``; it fixes the grid.
-        workspace: of `attention_workspace`. splits: in place of `split_count`'s.
+        workspace: of `attention_workspace`. splits: stretches of the bucket, at the same slots whatever
+            the batch; None: `even_count` of what each row sees.
+        streamed: by `streamed.streamed_kernel` (None: int8, and contexts from `STREAMED_FROM` on), else
+            by `triton.attention_kernel`, which holds two tiles in registers and knows no int8.
+        exact: int8 is multiplied in float32, for models in float32, else in bfloat16.
         pdl: launched while the kernel before it still runs. ``pos``, ``start`` and the slots before
             ``pos`` must have been written before the last kernel that was launched without.
-        config: BN (slots of a tile), DOT (tensor cores), num_warps.
+        config: BN (slots of a tile), DOT (tensor cores), STAGES (tiles under way if streamed) and
+            num_warps.
 
     Raises:
-        ValueError: more than `MAX_SPLITS` splits.
+        ValueError: more than `MAX_SPLITS` splits; int8 that is not streamed.
     """
-    from blr.kernels.attention.triton import attention_kernel
-
     rows, kv_heads, _, width = k.shape
     group = (qkv.shape[1] // width - 2 * kv_heads) // kv_heads
-    splits = splits or split_count(rows * kv_heads, bucket)
+    if streamed is None:
+        streamed = scales is not None or bucket >= STREAMED_FROM
+    if scales is not None and not streamed:
+        raise ValueError("decode_attention: int8 is only streamed")
+    chunk = -(-bucket // splits) if splits else 0  # none: each row's own
+    most = STREAMING if streamed else PROGRAMS
+    splits = splits or even_count(rows * kv_heads, bucket, most)
     if splits > MAX_SPLITS:
         raise ValueError(f"decode_attention: {splits} splits; it takes up to {MAX_SPLITS}")
-    chosen = {**tile_shape(group, width, k.dtype), **config}
     none = qkv  # stands for an absent tensor: never read
-    attention_kernel[(rows * kv_heads, splits)](
-        *(qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1), cos, sin, cos.stride(0)),
-        *(none if q_gain is None else q_gain, none if k_gain is None else k_gain, eps),
-        *(pos, start, scale * log2(e), out, out.stride(0)),
+    gains = (none if gain is None else gain for gain in (q_gain, k_gain))
+    options = {
+        **{
+            "G": group,
+            "DP": max(_power(width), 16),
+            "SPLITS": _power(splits),
+            "NORM": q_gain is not None,
+        },
+        **{"WINDOW": window is not None, "PDL": pdl, **({"launch_pdl": True} if pdl else {})},
+    }
+    after = (
+        *(cos, sin, cos.stride(0), *gains, eps, pos, start, scale * log2(e), out, out.stride(0)),
         *(workspace["partial"], workspace["state"], workspace["counter"]),
-        *(kv_heads, width, cos.shape[1], window or 0, -(-bucket // splits)),
-        G=group,
-        DP=max(_power(width), 16),
-        SPLITS=splits,
-        NORM=q_gain is not None,
-        WINDOW=window is not None,
-        PDL=pdl,
-        **chosen,
-        **({"launch_pdl": True} if pdl else {}),
+        *(kv_heads, width, cos.shape[1], window or 0, chunk),
     )
+    grid, before = (rows * kv_heads, splits), (qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1))
+    if streamed:
+        from blr.kernels.attention.streamed import streamed_kernel
+
+        dot = group > 1 and not exact and k.dtype != torch.float32
+        options |= {**stream_shape(group, width, dot), **config, "INT8": scales is not None}
+        options |= {"HALF": interpreted()}  # whose products of bfloat16 are wrong
+        scaled = (none, none, 0, 0)
+        if scales is not None:
+            scaled = (*scales, scales[0].stride(0), scales[0].stride(1))
+        streamed_kernel[grid](*before, *scaled, *after, **options)
+    else:
+        from blr.kernels.attention.triton import attention_kernel
+
+        attention_kernel[grid](*before, *after, **options | tile_shape(group, width, k.dtype) | config)
     return out
+
+
+def stream_shape(group: int, width: int, dot: bool) -> dict[str, Any]:
+    """`tile_shape` of the streamed kernel, and its STAGES: how many tiles are under way."""
+    small = max(_power(group), 16) if dot else _power(group)
+    slots = 64 if dot else min(max(HELD // (small * _power(width)), 16), 64)
+    return {"GP": small, "BN": slots, "DOT": dot, "STAGES": 3 if dot else 2, "num_warps": 4}
 
 
 def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LARGEST = 127.0  # magnitude in int8
+TINY = 1e-30  # least scale, of a token whose numbers are all zero
+
 
 def decode_attention(
     qkv: Tensor,
@@ -20,12 +23,14 @@ def decode_attention(
     k_gain: Tensor | None = None,
     eps: float = 0.0,
     window: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Normalizes and rotates the new queries and keys, appends to the cache, attends.
 
     Args:
         qkv: [B, (Hq + 2·Hkv)·D], what the projections give: queries, keys, values; head major.
         k, v: [B, Hkv, L, D], of any dtype; slot ``pos[b]`` is written.
+        scales: of k and v in int8, [B, Hkv, L] each, as of `pack`.
         cos, sin: [L, R] by position (the slot less ``start``), R ≤ D: the first R columns of a head
             turn, column d together with d ± R/2; the others stay.
         pos: [B] int64, the slot of the new token. start: [B] int64, the first slot in use.
@@ -41,17 +46,40 @@ def decode_attention(
     c, s = cos[pos - start][:, None].to(qkv.dtype), sin[pos - start][:, None].to(qkv.dtype)
     query, key = rotate(rms(query, q_gain, eps), c, s), rotate(rms(key, k_gain, eps), c, s)
     row = torch.arange(rows, device=k.device)
-    k[row, :, pos], v[row, :, pos] = key.to(k.dtype), value.to(v.dtype)
+    if scales is None:
+        k[row, :, pos], v[row, :, pos] = key.to(k.dtype), value.to(v.dtype)
+    else:
+        for new, cache, scale_of in ((key, k, scales[0]), (value, v, scales[1])):
+            cache[row, :, pos], scale_of[row, :, pos] = pack(new)
     length = int(pos.max()) + 1
     slot = torch.arange(length, device=k.device)
     seen = (slot >= start[:, None]) & (slot <= pos[:, None])  # [B, T]
     if window is not None:
         seen &= slot > pos[:, None] - window
     query = query.unflatten(1, (kv_heads, -1))  # [B, Hkv, G, D]
-    scores = query @ k[:, :, :length].to(qkv.dtype).transpose(2, 3) * scale
+    keys, values = k[:, :, :length].to(qkv.dtype), v[:, :, :length].to(qkv.dtype)
+    if scales is not None:
+        keys, values = (
+            tensor * s[:, :, :length, None].to(qkv.dtype)
+            for tensor, s in zip((keys, values), scales, strict=True)
+        )
+    scores = query @ keys.transpose(2, 3) * scale
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    values = v[:, :, :length].to(qkv.dtype).masked_fill(~seen[:, None, :, None], 0)
+    values = values.masked_fill(~seen[:, None, :, None], 0)
     return (scores.softmax(-1) @ values).flatten(1)
+
+
+def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 of x [..., D] and the scale [...] in float32 of every token and head: the nearest multiples
+    of a 127th of the largest magnitude."""
+    x = x.float()
+    scale = (x.abs().amax(-1) / LARGEST).clamp_min(TINY)
+    return (x / scale[..., None]).round().to(torch.int8), scale
+
+
+def unpack(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `pack` stood for, in `dtype`."""
+    return (packed * scale[..., None]).to(dtype)
 
 
 def rms(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:

@@ -88,6 +88,21 @@ def reach(here, zero, split, window, chunk, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def stretch(here, zero, split, splits, window, chunk, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """`reach`; with a chunk of 0 the slots that the token sees are shared out evenly, in whole tiles of
+    BN, over as many of `splits` as there are tiles for: none is idle, however far the bucket goes."""
+    lowest = zero
+    if WINDOW:
+        lowest = tl.maximum(zero, here - window + 1)
+    even = tl.cdiv(tl.cdiv(here + 1 - lowest, splits), BN) * BN
+    size = tl.where(chunk == 0, even, chunk)
+    origin = tl.where(chunk == 0, lowest, 0)
+    begin = tl.maximum(lowest, origin + split * size)
+    stop = tl.minimum(here + 1, origin + (split + 1) * size)
+    return begin, stop, (lowest - origin) // size, (here - origin) // size
+
+
+@triton.jit
 def rotation(cos, sin, turn, d, R):
     """cos and sin [DP] from `turn` on, 1 and 0 where nothing turns."""
     c = tl.load(cos + turn + d, mask=d < R, other=1.0)
@@ -166,8 +181,8 @@ def attention_kernel(
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.decode_attention`. Grid (rows · kv_heads, SPLITS); split s has the slots
-    s·chunk…; `scale` includes log2 e."""
+    """See `reference.decode_attention`. Grid (rows · kv_heads, up to SPLITS); split s has the slots that
+    `stretch` gives it; `scale` includes log2 e."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) // kv_heads
@@ -175,7 +190,8 @@ def attention_kernel(
     split = tl.program_id(1)
     here = tl.load(pos + row).to(tl.int32)
     zero = tl.load(start + row).to(tl.int32)
-    begin, stop, first, last = reach(here, zero, split, window, chunk, WINDOW)
+    splits = tl.num_programs(1)
+    begin, stop, first, last = stretch(here, zero, split, splits, window, chunk, BN, WINDOW)
     if (split < first) | (split > last):
         return
     d = tl.arange(0, DP)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.launching import launch
 from blr.kernels.gemm.launch import dot_precision
 
 
@@ -31,21 +32,25 @@ def mix(
     if (cores or default_cores(blocks)) == "cuda":
         config = {"BN": 512 if blocks > 8 else 1024, "num_warps": 4, **config}
         grid = (-(-tokens // config["BN"]), ranks)
-        mix_fma_kernel[grid](
-            *(z, s, out, tokens, z.stride(0), z.stride(1), *s.stride(), out.stride(0), out.stride(1)),
-            B=blocks,
-            **config,
+        arguments = (z, s, out, tokens, *z.stride()[:2], *s.stride(), *out.stride()[:2])
+        launch(
+            mix_fma_kernel,
+            grid,
+            arguments,
+            {"B": blocks, "BN": config["BN"]},
+            num_warps=config["num_warps"],
         )
         return out
     config = {"BR": 4, "BN": 128, "STEPS": 1, "num_warps": 4, **config}
     grid = (-(-tokens // (config["BN"] * config["STEPS"])), -(-ranks // config["BR"]))
-    mix_dot_kernel[grid](
-        *(z, s, out, tokens, ranks, blocks, z.stride(0), z.stride(1), *s.stride()),
-        *(out.stride(0), out.stride(1)),
-        B=max(16, 1 << (blocks - 1).bit_length()),
-        PRECISION=dot_precision(),
-        **config,
-    )
+    strides = (*z.stride()[:2], *s.stride(), *out.stride()[:2])
+    constants = {
+        "B": max(16, 1 << (blocks - 1).bit_length()),
+        **{name: config[name] for name in ("BR", "BN", "STEPS")},
+        "PRECISION": dot_precision(),
+    }
+    arguments = (z, s, out, tokens, ranks, blocks, *strides)
+    launch(mix_dot_kernel, grid, arguments, constants, num_warps=config["num_warps"])
     return out
 
 

@@ -9,7 +9,7 @@ the gradient of y_k, z and w computed again:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from blr.kernels.blast.cpu import blast_linear as on_cpu
 from blr.kernels.blast.reference import blast_linear as reference
-from blr.kernels.common.dispatch import Variant, dispatch
-from blr.kernels.common.registration import apply, autocast, register, rows
+from blr.kernels.common.dispatch import Plans, Variant, dispatch, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
 
 
@@ -33,9 +34,17 @@ def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None
     Returns:
         [..., b·q] in the dtype of `x`.
     """
+    if is_unwatched(x):
+        kind = None if bias is None else bias.dtype
+        key = (x.shape, x.dtype, x.device, U.shape, U.dtype, S.shape, S.dtype, V.shape, V.dtype, kind)
+        run = _PLANS.get(key) or _PLANS.keep(key, _call(plan, x, U, S, V, bias))
+        return run(x, U, S, V, bias)
     x, U, S, V, bias = autocast((x, U, S, V, bias))
     y = apply(_LINEAR, rows(x), U, S, V, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+_PLANS = Plans()
 
 
 @cache
@@ -46,10 +55,21 @@ def variants() -> Mapping[str, Variant]:
     return VARIANTS
 
 
-def _forward(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+def _shape(U: Tensor, S: Tensor, V: Tensor) -> Shape:
     blocks, width, rank = V.shape
-    shape = Shape(blocks * width, blocks * U.shape[1], blocks, rank)
-    return dispatch("blast", shape, variants, reference, x, (U, S, V), bias, on_cpu)
+    return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)  # U may be a part of it
+
+
+def _call(
+    do: Callable[..., Any], x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None
+) -> Any:
+    """`dispatch` or `plan` of these tensors."""
+    return do("blast", _shape(U, S, V), variants, reference, x, (U, S, V), bias, on_cpu)
+
+
+def _forward(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = _call(dispatch, x, U, S, V, bias)
+    return y
 
 
 def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,8 +106,12 @@ def _mix(z: Tensor, S: Tensor) -> Tensor:
     return (z.permute(2, 1, 0) @ S.permute(2, 1, 0)).permute(2, 1, 0)
 
 
-_LINEAR = register(
-    "blast_linear",
-    "(Tensor x, Tensor U, Tensor S, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward, reference),
+_LINEAR = inlined(
+    register(
+        "blast_linear",
+        "(Tensor x, Tensor U, Tensor S, Tensor V, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    ),
+    "blast",
+    _shape,
 )

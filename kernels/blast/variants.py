@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.gemv.segments import Segment
+from blr.kernels.narrow.layers import blast as narrow
 
 # Rows of z start at multiples of so many tokens: the library's fast products need 16 bytes.
 ALIGNED = 8
@@ -42,51 +44,46 @@ def gemv(
 
 
 def bmm_mix(
-    x: Tensor,
-    U: Tensor,
-    S: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    *,
-    chunk: int = 0,
-    **config: Any,
+    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
     """Library product, our mix in place, library product, on z [b, r, tokens].
 
     Args:
-        chunk: tokens at a time, so that z stays in the L2 cache; 0: all.
-        config: of `launch.mix`.
+        x: [..., i]. config: of `launch.mix`.
     """
-    blocks, p, rank = V.shape
-    n = x.shape[0]
-    chunk = min(chunk or n, n)
-    y = torch.empty(n, U.shape[0] * U.shape[1], dtype=x.dtype, device=x.device)
-    room = -(-chunk // ALIGNED) * ALIGNED
-    z = torch.empty(blocks, rank, room, dtype=x.dtype, device=x.device)
-    bias = None if bias is None else bias.view(blocks, -1)
-    for start in range(0, n, max(chunk, 1)):
-        rows = min(chunk, n - start)
-        part = x[start : start + rows].view(rows, blocks, p).permute(1, 2, 0)  # [b, p, n]
-        to = y[start : start + rows].view(rows, blocks, -1).transpose(0, 1)  # [b, n, q]
-        _products(part, U, S, V, bias, z[:, :, :rows], to, config)
-    return y
-
-
-def _products(
-    x: Tensor,
-    U: Tensor,
-    S: Tensor,
-    V: Tensor,
-    bias: Tensor | None,
-    z: Tensor,
-    y: Tensor,
-    config: dict[str, Any],
-) -> None:
     from blr.kernels.blast.launch import mix
 
-    torch.bmm(V.transpose(1, 2), x, out=z)
+    blocks, p, rank = V.shape
+    part = x.reshape(-1, blocks, p).permute(1, 2, 0)  # [b, p, n]
+    n = part.shape[2]
+    if n % ALIGNED:
+        z = torch.empty(blocks, rank, -(-n // ALIGNED) * ALIGNED, dtype=x.dtype, device=x.device)
+        z = torch.bmm(V.mT, part, out=z[:, :, :n])
+    else:
+        z = torch.bmm(V.mT, part)
     mix(z, S, z, **config)
-    library_bmm(z.transpose(1, 2), U.transpose(1, 2), y, bias)
+    return _outputs(z.mT, U, bias, x.shape[:-1])
+
+
+def _outputs(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
+    """[..., b·q] of z [b, n, r], by the library."""
+    blocks, n, _ = z.shape
+    y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
+    bias = None if bias is None else bias.view(blocks, -1)
+    library_bmm(z, U.mT, y.transpose(0, 1), bias)
+    return y.view(*batch, blocks * U.shape[1])
+
+
+def plain(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain form: three products of the library on [tokens, ranks], as the reference."""
+    return reference(x, U, S, V, bias)
+
+
+def bmm(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain form with tokens last: three products of the library, none of which copies."""
+    z = torch.bmm(V.mT, x.reshape(-1, *V.shape[:2]).permute(1, 2, 0))  # [l, r, n]
+    w = torch.bmm(S.permute(2, 0, 1), z.transpose(0, 1))  # [r, k, n]
+    return _outputs(w.permute(1, 2, 0), U, bias, x.shape[:-1])
 
 
 def materialize(
@@ -106,6 +103,9 @@ def materialize(
 VARIANTS = {
     "reference": reference,
     "gemv": gemv,
+    "narrow": narrow,
     "bmm_mix": bmm_mix,
+    "bmm": bmm,
+    "plain": plain,
     "materialize": materialize,
 }

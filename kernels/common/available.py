@@ -11,6 +11,8 @@ from torch import Tensor
 
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
+# Bytes of shared memory of a block on sm_86 and sm_89, the least of the GPUs that kernels are for.
+SMALLEST_SHARED = 99 * 1024
 # A model number as vendors write it: H200, GH200, A100, L40S, RTX 4090, RTX A6000.
 _MODEL = re.compile(r"\b(?:RTX (?:PRO )?)?(?:GH|GB|[ABHLPTV])?\d{1,4}S?\b")
 
@@ -26,7 +28,12 @@ def has_triton() -> bool:
 
 
 def kernel_device(tensor: Tensor) -> bool:
-    """Whether Triton kernels take `tensor`, by its device and BLR_KERNELS.
+    """Whether Triton kernels take `tensor`: `kernels_on` its device."""
+    return kernels_on(tensor.device)
+
+
+def kernels_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device, by what it is and BLR_KERNELS.
 
     Raises RuntimeError when BLR_KERNELS insists on Triton and there is none.
     """
@@ -35,9 +42,9 @@ def kernel_device(tensor: Tensor) -> bool:
         return False
     if mode == "triton" and not has_triton():
         raise RuntimeError(NO_TRITON)
-    if tensor.is_cuda:
-        return _gpu_runs_kernels(tensor.device)
-    return mode == "triton" and tensor.device.type == "cpu" and interpreted()
+    if device.type == "cuda":
+        return _gpu_runs_kernels(device)
+    return mode == "triton" and device.type == "cpu" and interpreted()
 
 
 def interpreted() -> bool:
@@ -79,3 +86,12 @@ def gpu_name_key(name: str, capability: tuple[int, int]) -> str:
     if found is None or " MIG " in f" {name} ":
         return f"sm_{capability[0]}{capability[1]}"
     return found[0].replace(" ", "").lower()
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block may use on `device` (the least we know of off the GPU)."""
+    if device.type != "cuda":
+        return SMALLEST_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED)

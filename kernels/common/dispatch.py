@@ -11,16 +11,28 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.tables import REFERENCE, Shape, bucket, choose, heuristic
+from blr.kernels.common.replay import Replayed
+from blr.kernels.common.tables import MOST, REFERENCE, Shape, bucket, choose, heuristic
 from blr.kernels.common.tables import forget as forget_tables
 from blr.kernels.common.transient import chunks, transient_bytes
+from blr.kernels.common.transient import forget as forget_bounds
 
 MIXED = ("monarch", "blast")  # structures whose products have intermediates of blocks x tokens x ranks
 WEIGHTS = ("materialize",)  # variants that have none, since they make the dense weight
 FEWEST = 2048  # tokens of a chunk at least
+ANY_AXES = (
+    REFERENCE,
+    "gemm",
+    "plain",
+    "bmm",
+    "bmm_mix",
+    "permuted_store",
+)  # variants that take x [..., i] as it is
+PLANNED = 4096  # plans of a structure that are kept
 
 Variant = Callable[..., Tensor]
 Variants = Callable[[], Mapping[str, Variant]]
+Plan = Callable[..., Tensor]  # (x, *factors, bias) -> y
 
 
 def dispatch(
@@ -49,19 +61,93 @@ def dispatch(
     Raises:
         TypeError: factors of another dtype than `x`.
     """
-    dtype, n = x.dtype, x.shape[0]
+    _check(structure, x.dtype, factors, bias)
+    if x.shape[0] == 0:
+        return x.new_zeros(0, shape.outputs)
+    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
+    name, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
+    call = partial(run, **config)
+    bounded = run is not on_cpu and name not in WEIGHTS and structure in MIXED
+    return _in_chunks(call, shape, x, factors, bias) if bounded else _whole(call, x, factors, bias)
+
+
+def plan(
+    structure: str,
+    shape: Shape,
+    variants: Variants,
+    reference: Variant,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+    on_cpu: Variant | None = None,
+) -> Plan:
+    """What `dispatch` does for x [..., i], decided once for all tensors of these shapes and dtypes: a
+    function of (x, *factors, bias), which gives [..., o]. Arguments and errors as of `dispatch`."""
+    _check(structure, x.dtype, factors, bias)
+    given = (structure, shape, variants, reference)
+    n = x.numel() // shape.inputs
+    if n == 0 or (structure in MIXED and n > FEWEST):
+        return partial(_dispatched, given, on_cpu)
+    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
+    name, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, plain)
+    call = partial(run, **config) if config else run
+    if name in ANY_AXES and run is not on_cpu:
+        return call
+    if name in MOST and x.is_cuda and x.dtype.itemsize == 2:  # others may change their precision
+        return Replayed(call)
+    return partial(_flat, call)
+
+
+class Plans(dict[Any, Plan]):
+    """Plans by what they depend on; all of them go at `forget`, and where there are too many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _PLANS.append(self)
+
+    def keep(self, key: Any, made: Plan) -> Plan:
+        """`made`, known from now on."""
+        if len(self) >= PLANNED:
+            self.clear()
+        self[key] = made
+        return made
+
+
+_PLANS: list[Plans] = []
+
+
+def _dispatched(given: Any, on_cpu: Variant | None, x: Tensor, *rest: Any) -> Tensor:
+    (structure, shape, variants, reference), (*factors, bias) = given, rest
+    flat = x.reshape(-1, x.shape[-1])
+    y = dispatch(structure, shape, variants, reference, flat, factors, bias, on_cpu)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _flat(call: Variant, x: Tensor, *rest: Any) -> Tensor:
+    *factors, bias = rest
+    if x.dim() == 2:
+        return call(x, *factors, bias=bias).contiguous()
+    y = call(x.reshape(-1, x.shape[-1]), *factors, bias=bias)
+    return y.contiguous().view(*x.shape[:-1], y.shape[-1])
+
+
+def _check(structure: str, dtype: torch.dtype, factors: Sequence[Tensor], bias: Tensor | None) -> None:
     for tensor in factors if bias is None else (*factors, bias):
         if tensor.dtype != dtype:
             raise TypeError(f"{structure}: input {dtype} and factors {tensor.dtype}: cast one of them")
-    if n == 0:
-        return x.new_zeros(0, shape.outputs)
-    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    run, config = _chosen(structure, shape, bucket(n), dtype, x.device, variants, plain)
-    call = partial(run, **config)
-    bounded = run is not on_cpu and run.__name__ not in WEIGHTS and structure in MIXED
-    tokens = _tokens(shape, dtype, x.device.type) if bounded else n
+
+
+def _whole(call: Variant, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    return call(x, *factors, bias=bias).contiguous()
+
+
+def _in_chunks(
+    call: Variant, shape: Shape, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    """As `_whole`, as many tokens at a time as BLR_TRANSIENT has room for."""
+    n, tokens = len(x), _tokens(shape, x.dtype, x.device.type)
     if n <= tokens:
-        return call(x, *factors, bias=bias).contiguous()
+        return _whole(call, x, factors, bias)
     y = x.new_empty(n, shape.outputs)
     for start, stop in chunks(n, tokens):
         y[start:stop] = call(x[start:stop], *factors, bias=bias)
@@ -80,6 +166,9 @@ def _tokens(shape: Shape, dtype: torch.dtype, device: str) -> int:
 def forget() -> None:
     """Read tables and BLR_KERNELS again at the next call."""
     _chosen.cache_clear()
+    for plans in _PLANS:
+        plans.clear()
+    forget_bounds()
     forget_tables()
 
 
@@ -92,14 +181,14 @@ def _chosen(
     device: torch.device,
     variants: Variants,
     reference: Variant,
-) -> tuple[Variant, dict[str, Any]]:
+) -> tuple[str, Variant, dict[str, Any]]:
     if not _has_kernels(dtype, device):
-        return reference, {}
+        return REFERENCE, reference, {}
     variant, config = choose(structure, shape, n, dtype, device)
     table = variants() if variant != REFERENCE else {}
     if variant not in table:
         variant, config = heuristic(structure, n, dtype)
-    return (table[variant], config) if variant in table else (reference, {})
+    return (variant, table[variant], config) if variant in table else (REFERENCE, reference, {})
 
 
 def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:

@@ -88,8 +88,20 @@ def is_traced() -> bool:
     `torch.compile` is none; both exporters to ONNX go through one of the two.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        # `is_exporting` itself is true inside torch.compile before torch 2.12
+        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
     return torch.jit.is_tracing()
+
+
+def is_unwatched(x: Tensor) -> bool:
+    """Whether nobody looks on at a product of x: no gradients, tracing, autocast or class of tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not torch.is_grad_enabled()
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._is_tracing()
+    )
 
 
 def rows(x: Tensor) -> Tensor:

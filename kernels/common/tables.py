@@ -3,12 +3,14 @@
 A table belongs to one GPU and is a list of rules, the most specific first; the first that matches
 counts. A rule is a mapping of conditions, all optional, to a choice:
 
-    structure   lowrank, monarch, blast or kronecker; token: a whole decoded token, of a model whose
-                hidden size counts as inputs and outputs, n of its rows
+    structure   lowrank, monarch, blast or kronecker; fp8: one product in float8, inputs and outputs of
+                each of its blocks; token: a whole decoded token, of a model whose hidden size counts
+                as inputs and outputs, n of its rows; forward: a forward pass likewise, n of its tokens
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
     variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
-                a token "graph" or "persistent"
+                fp8 "library", or "tile" and its fields; for a token "graph" or "persistent"; for a
+                forward pass "bounded", whose intermediates are within config's `mib` (`transient.py`)
     config      its keyword arguments, {} if left out
 
 The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
@@ -30,6 +32,11 @@ from blr.kernels.common.tuned import tuned_rules
 
 BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
+MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
+# Forms of a structure that are products of the vendor's library alone: what ours must beat.
+PLAIN = {"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()}
+PRODUCT = "fp8"  # the structure of rules for one product in float8
+PLAIN[PRODUCT] = ("library",)
 DENSE = "dense"
 REFERENCE = "reference"
 _HALF = (torch.float16, torch.bfloat16)
@@ -58,6 +65,12 @@ def choose(
     """
     gpu = device if isinstance(device, str) else gpu_key(device)
     return _choose(FOLDERS.get(structure, structure), shape, bucket(n), dtype, gpu)
+
+
+def product_choice(shape: Shape, n: int, device: torch.device) -> Choice | None:
+    """What was measured for one product in float8, of n rows with `shape.inputs` numbers in each of
+    `shape.blocks`: "library", or "tile" and its fields. None if nobody measured it."""
+    return _product(shape, bucket(n), gpu_key(device))
 
 
 def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -116,6 +129,7 @@ def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
 def forget() -> None:
     """Read the tables again at the next choice."""
     _choose.cache_clear()
+    _product.cache_clear()
     tuned_rules.cache_clear()
 
 
@@ -128,6 +142,12 @@ def _choose(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) 
     if rule is None:
         return heuristic(structure, n, dtype)
     return rule["variant"], dict(rule.get("config") or {})
+
+
+@cache
+def _product(shape: Shape, n: int, gpu: str) -> Choice | None:
+    rule = first_match(tuned_rules(gpu), PRODUCT, shape, n, torch.bfloat16)
+    return None if rule is None else (rule["variant"], dict(rule.get("config") or {}))
 
 
 def _holds(rule: Rule, structure: str, shape: Shape, n: int, dtype: torch.dtype) -> bool:

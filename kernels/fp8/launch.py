@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blr.kernels.common.available import supports_pdl
+from blr.kernels.common.dispatch import Plans
+from blr.kernels.common.launching import Bound
+from blr.kernels.common.tables import Shape, product_choice
 from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows
 from blr.kernels.gemm.launch import run_length
 
 UNITS = 132  # multiprocessors of an H100 and an H200
+SHORT = 256  # terms of a sum that ends before its pipeline is full
+OVERLAP = False  # whether kernels start while those before them end
+_PLANS = Plans()
 
 
 class Tile(NamedTuple):
@@ -31,35 +39,40 @@ class Tile(NamedTuple):
     exact: int | None = None
 
 
-MIXED = Tile(BM=128, BN=64, BK=128, stages=4)
-
-
 def quantize_rows(
     x: Tensor,
     make: str = "",
     other: Tensor | None = None,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    keep: Tensor | None = None,
 ) -> Rows:
-    """As of `reference.quantize_rows`, one kernel; a row of `x` has stride 1."""
-    from blr.kernels.fp8.triton import quantize_kernel
+    """As of `reference.quantize_rows`, one kernel; rows of all have stride 1."""
 
     n, K = x.shape
     q = torch.empty(n, K, dtype=E4M3, device=x.device)
     scale, unit_norm, norm = (torch.empty(n, dtype=torch.float32, device=x.device) for _ in range(3))
-    block = 1 << max(K - 1, 1).bit_length()
     if n:
-        quantize_kernel[(n,)](
-            *(x, x if other is None else other, x if gain is None else gain),
-            *(q, scale, unit_norm, norm, K, x.stride(0)),
-            *(0 if other is None else other.stride(0), q.stride(0), eps),
-            MAKE=make,
-            BLOCK=block,
-            SLACK=SLACK,
-            LARGEST=LARGEST,
-            num_warps=min(max(block // 1024, 1), 8),
-        )
+        given = tuple(t for t in (other, gain, keep) if t is not None)
+        key = (make, eps, *map(_form, (x, *given)), _aligned(x, *given), OVERLAP, x.device)
+        launch, numbers = _plan(key, _rows_plan, x, make, other, keep, eps)
+        tensors = (x if t is None else t for t in (other, gain, keep))
+        launch(x, *tensors, q, scale, unit_norm, norm, *numbers)
     return Rows(q, scale, unit_norm, norm)
+
+
+def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, eps: float) -> Any:
+    """The launch of `quantize_rows`, and the numbers behind its tensors."""
+    from blr.kernels.fp8.triton import quantize_kernel
+
+    n, K = x.shape
+    block = 1 << max(K - 1, 1).bit_length()
+    beside = other.stride(0) if other is not None and other.dim() == 2 else 0
+    constants = {"MAKE": make, "BLOCK": block, "SLACK": SLACK, "LARGEST": LARGEST}
+    constants |= {"KEEP": keep is not None}
+    numbers = (K, x.stride(0), beside, 0 if keep is None else keep.stride(0), K, eps)
+    warps = min(max(block // 1024, 1), 8)
+    return _bound(quantize_kernel, (n,), constants, x, num_warps=warps), numbers
 
 
 def product(
@@ -84,109 +97,99 @@ def product(
     Returns:
         `out`.
     """
-    batch, M, K = a.shape
-    N = b.shape[1]
-    if batch * M * N == 0:
+    if a.shape[0] * a.shape[1] * b.shape[1] == 0:
         return out
-    tile = tile or tile_for(M, N, K, batch)
-    column = (0, N) if part is None else (out.stride(2), part)
-    tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
-    scales = (by_row, by_col, out if bias is None else bias, out)
-    config: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
-    config |= {"EXACT": tile.exact, "num_warps": tile.warps}
-    config |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
-    tiles = -(-M // tile.BM) * -(-N // tile.BN)
-    if tile.tma and tma_ready(a, b):
-        store = tile.store if part is None and _stores(out, tile) else 0
-        _by_engine(a, b, scales, tail, tile._replace(store=store), tiles, config)
-        return out
-    from blr.kernels.fp8.triton import product_kernel
+    tensors = (a, b, by_row, by_col, out) if bias is None else (a, b, by_row, by_col, out, bias)
+    key = (*map(_form, tensors), _aligned(*tensors), part, tile, OVERLAP, a.device)
+    launch, boxes, numbers = _plan(key, _product_plan, a, b, by_col, out, bias, part, tile)
+    first: Any = (a, b)
+    if boxes is not None:
+        from blr.kernels.fp8.triton import TensorDescriptor
 
-    product_kernel[(tiles, batch)](
-        *(a, b, *scales, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1)),
-        *(by_col.stride(0), *tail),
-        **config,
-        num_stages=min(tile.stages, 3),
-    )
+        left, right, to = boxes
+        first = TensorDescriptor(a, *left), TensorDescriptor(b, *right)
+        first = (*first, first[0] if to is None else TensorDescriptor(out, *to))
+    launch(*first, by_row, by_col, out if bias is None else bias, out, *numbers)
     return out
 
 
-def _by_engine(
-    a: Tensor, b: Tensor, scales: Any, tail: Any, tile: Tile, tiles: int, config: dict[str, Any]
-) -> None:
-    from blr.kernels.fp8.triton import TensorDescriptor, product_tma_kernel
+def _product_plan(
+    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, bias: Tensor | None, part: int | None,
+    tile: Tile | None,
+) -> Any:  # fmt: skip
+    """The launch of `product`, the boxes of its descriptors (None without), and its numbers."""
+    (batch, M, K), N = a.shape, b.shape[1]
+    tile = tile or chosen_tile(M, N, K, batch, a.device)
+    column = (0, N) if part is None else (out.stride(2), part)
+    tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
+    constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
+    constants |= {"EXACT": tile.exact, "BIAS": bias is not None}
+    constants |= {"RUN": run_length(N if part is None else part)}
+    tiles = -(-M // tile.BM) * -(-N // tile.BN)
+    if tile.tma and tma_ready(a, b):
+        store = tile.store if part is None and _stores(out, tile) else 0
+        return _engine_plan(a, b, by_col, out, tail, tile._replace(store=store), tiles, constants)
+    from blr.kernels.fp8.triton import product_kernel
 
-    batch, M, K = a.shape
-    out, by_col = scales[3], scales[1]
+    numbers = (M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), by_col.stride(0), *tail)
+    options = {"num_stages": min(tile.stages, 3), "num_warps": tile.warps}
+    return _bound(product_kernel, (tiles, batch), constants, a, **options), None, numbers
+
+
+def _engine_plan(
+    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: Any, tile: Tile, tiles: int,
+    constants: dict[str, Any],
+) -> Any:  # fmt: skip
+    from blr.kernels.fp8.triton import product_tma_kernel
+
+    (batch, M, K), to = a.shape, None
     left, a_rows, a_cols = flat(a)
     right, b_rows, b_cols = flat(b)
-    to = left
     if tile.store:
         stored, c_rows, c_cols = flat(out)
-        to = TensorDescriptor.from_tensor(stored, [tile.BM, tile.BN // tile.store])
+        to = _box(stored, tile.BM, tile.BN // tile.store)
         tail = (tail[0], c_rows, c_cols, *tail[3:])
     programs = tiles * batch
     if tile.programs:
         programs = min(programs, tile.programs * _multiprocessors(a.device.index or 0))
-    product_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(left, [tile.BM, tile.BK]),
-        TensorDescriptor.from_tensor(right, [tile.BN, tile.BK]),
-        *(to, *scales, M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols),
-        *(by_col.stride(0), *tail),
-        **config,
-        STORE=tile.store,
-        FLATTEN=tile.flatten,
-        STAGES=tile.stages,
-    )
+    boxes = _box(left, tile.BM, tile.BK), _box(right, tile.BN, tile.BK), to
+    numbers = (M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols, by_col.stride(0), *tail)
+    constants |= {"STORE": tile.store, "FLATTEN": tile.flatten, "STAGES": tile.stages}
+    return _bound(product_tma_kernel, (programs,), constants, a, num_warps=tile.warps), boxes, numbers
+
+
+def _box(t: Tensor, rows: int, cols: int) -> tuple[list[int], list[int], list[int]]:
+    """What a descriptor of [m, k] says beside its address: sizes, strides and those of a tile."""
+    return list(t.shape), list(t.stride()), [rows, cols]
 
 
 def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
     """``out[k] = Σ_l s[k, l] ⊙ z[l]`` for z [b, n, r], s float32 [b, b, r], out [b, n, r] in float8."""
+
+    if z.shape[1]:
+        key = (*map(_form, (z, s, out)), _aligned(z, s, out), OVERLAP, z.device)
+        launch, numbers = _plan(key, _mix_plan, z, out)
+        launch(z, s, out, *numbers)
+    return out
+
+
+def _mix_plan(z: Tensor, out: Tensor) -> Any:
+    """The launch of `mix`, and the numbers behind its tensors."""
     from blr.kernels.fp8.triton import mix_kernel
 
     blocks, n, rank = z.shape
-    if n:
-        mix_kernel[(-(-n // 16), -(-rank // 128))](
-            *(z, s, out, n, rank, z.stride(0), z.stride(1), out.stride(0), out.stride(1)),
-            BLOCKS=blocks,
-            TOKENS=16,
-            RANKS=128,
-            num_warps=4,
-        )
-    return out
-
-
-def mixed(
-    x: Tensor, V: Tensor, by_row: Tensor, by_col: Tensor, s: Tensor, out: Tensor, tile: Tile = MIXED
-) -> Tensor:
-    """The first product of BLAST and its mix in one kernel, z written nowhere: float8 `out` [b, n, r].
-
-    Args:
-        x: float8 [n, b·p]. V: float8 [b, r, p], b at most 4. by_row: [n]. by_col: [b, r]. s: [b, b, r].
-    """
-    from blr.kernels.fp8.triton import TensorDescriptor, mixed_kernel
-
-    blocks, rank, p = V.shape
-    n = x.shape[0]
-    mixed_kernel[(-(-n // tile.BM) * -(-rank // tile.BN),)](
-        TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]),
-        TensorDescriptor.from_tensor(V.view(blocks * rank, p), [tile.BN, tile.BK]),
-        *(by_row, by_col, s, out, n, rank, p, rank, out.stride(0), out.stride(1)),
-        BLOCKS=blocks,
-        BM=tile.BM,
-        BN=tile.BN,
-        BK=tile.BK,
-        GROUP=tile.GROUP,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
-    return out
+    width = 1 << (blocks - 1).bit_length()
+    tokens = max(64 // width, 1)
+    constants = {"BLOCKS": blocks, "WIDTH": width, "TOKENS": tokens, "RANKS": 128}
+    numbers = (n, rank, z.stride(0), z.stride(1), out.stride(0), out.stride(1))
+    grid = (-(-n // tokens), -(-rank // 128))
+    return _bound(mix_kernel, grid, constants, z, num_warps=4), numbers
 
 
 def tma_ready(a: Tensor, b: Tensor) -> bool:
     """Whether the bulk copy engine can read both: rows of 16 bytes and their multiples, the batches of
     each below or beside one another, one of them ending with its K columns."""
-    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (9, 0):
+    if not supports_pdl(a.device):  # a device that starts kernels early has the engine
         return False
     return engine_reads(a) and engine_reads(b) and (_below(a) or _below(b) or a.shape[2] % 128 == 0)
 
@@ -206,17 +209,58 @@ def flat(t: Tensor) -> tuple[Tensor, int, int]:
     return torch.as_strided(t, (m, width), (t.stride(1), 1), t.storage_offset()), 0, t.stride(0)
 
 
+def chosen_tile(M: int, N: int, K: int, batch: int, device: torch.device) -> Tile:
+    """The tile that the tables have for a product, else that of the rule of thumb."""
+    found = product_choice(Shape(K, N, batch), M, device)
+    if found is None or found[0] != "tile":
+        return tile_for(M, N, K, batch)
+    return Tile(**found[1])
+
+
 def tile_for(M: int, N: int, K: int, batch: int = 1) -> Tile:
-    """A tile, as measured on an H200: the wide one does a third more a tile, where there are enough."""
+    """A tile, as measured on an H200: the wide one does a third more, where there are enough; where
+    there are few, smaller ones keep more multiprocessors busy."""
     if M <= 64:
         return Tile(BM=64, BN=128, warps=4)
-    if batch > 1:
-        return Tile(BM=128, BN=256, stages=3) if N > 128 else Tile()
     rows = -(-M // 128)
-    wide, narrow = (-(-rows * -(-N // width) * batch // UNITS) for width in (256, 128))
+    if batch > 1:
+        return _batched(rows * batch, N, K)
+    if -(-M // 64) * -(-N // 64) <= UNITS:
+        return Tile(BM=64, BN=64, stages=6, warps=4)
+    wide, narrow = (-(-rows * -(-N // width) // UNITS) for width in (256, 128))
     if N > 128 and 1.75 * wide <= narrow * (1.15 if K < 2048 else 1.0):
         return Tile(BM=128, BN=256, stages=4, programs=1, store=2, flatten=True)
     return Tile(BM=128, BN=128, warps=4)
+
+
+def _batched(rows: int, N: int, K: int) -> Tile:
+    """The same for blocks with so many rows of tiles in all."""
+    if N <= 128 or rows * -(-N // 256) < UNITS:
+        return Tile() if rows * -(-N // 128) >= 2 * UNITS else Tile(BM=64, BN=128, warps=4)
+    if K <= SHORT:  # a program stores while the next tile is on its way
+        return Tile(BM=128, BN=256, stages=3, programs=1, store=2, flatten=True)
+    return Tile(BM=128, BN=256, stages=3)
+
+
+def _aligned(*tensors: Tensor) -> tuple[bool, ...]:
+    """Which of them start at multiples of 16 bytes, which kernels are compiled for."""
+    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+
+
+def _form(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.shape, t.stride()
+
+
+def _plan(key: Any, make: Any, *arguments: Any) -> Any:
+    """What `make` makes, once for all tensors of the same sizes, strides, dtypes and alignment."""
+    return _PLANS.get((make, key)) or _PLANS.keep((make, key), make(*arguments))
+
+
+def _bound(kernel: Any, grid: Any, constants: Any, like: Tensor, **options: Any) -> Bound:
+    """A launch, starting while the kernel before it ends where that is asked for."""
+    overlaps = OVERLAP and supports_pdl(like.device)
+    options |= {"launch_pdl": True} if overlaps else {}
+    return Bound(kernel, grid, {**constants, "PDL": overlaps}, **options)
 
 
 def _below(t: Tensor) -> bool:
@@ -237,5 +281,6 @@ def _stores(out: Tensor, tile: Tile) -> bool:
     return 0 < out.stride(0) < out.stride(1) and out.stride(0) * size % 16 == 0 and N % tile.BN == 0
 
 
+@cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

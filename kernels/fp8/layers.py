@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.kernels.fp8.launch import Tile, mix, mixed, product
+from blr.kernels.fp8.launch import Tile, mix, product
 from blr.kernels.fp8.library import second as library_second
 from blr.kernels.fp8.library import takes as library_takes
 from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
@@ -64,19 +64,16 @@ def monarch(
 
 def blast(
     x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
-    tiles: tuple[Tile | None, Tile | None] = (None, None), fused: Tile | None = None,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
     blocks, rank, p = V.shape
     n = len(x.q)
     assert scales.first is not None and scales.mix is not None
     parts, w = x.q.view(n, blocks, p).transpose(0, 1), _rows(blocks, n, rank, x.q)
-    if fused is not None:
-        mixed(x.q, V, x.unit_norm, scales.first, scales.mix, w, fused)
-    else:
-        z = torch.empty(blocks, n, rank, dtype=dtype, device=U.device)
-        product(parts, V, x.unit_norm, scales.first, z, tile=tiles[0])
-        mix(z, scales.mix, w)
+    z = torch.empty(blocks, n, rank, dtype=dtype, device=U.device)
+    product(parts, V, x.unit_norm, scales.first, z, tile=tiles[0])
+    mix(z, scales.mix, w)
     return _second(x, w, U, scales, dtype, bias, tiles[1])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import kernel_device
+from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.registration import register
 from blr.kernels.fp8.reference import E4M3, Rows, Scales
 from blr.kernels.fp8.reference import layer as plain_layer
@@ -26,7 +26,7 @@ STRUCTURES = ("dense", "lowrank", "monarch", "blast")
 
 def fp8_device(device: torch.device) -> bool:
     """Whether `device` multiplies in float8, by our kernels."""
-    return kernel_device(torch.empty(0, device=device)) and _multiplies(device)
+    return kernels_on(device) and _multiplies(device)
 
 
 @cache
@@ -34,10 +34,20 @@ def _multiplies(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
-def fp8_rows(x: Tensor) -> Rows:
-    """Activations [n, K] in float8."""
+def fp8_rows(
+    x: Tensor, make: str = "", other: Tensor | None = None, gain: Tensor | None = None, eps: float = 0.0
+) -> Rows:
+    """Activations [n, K] in float8, or what `make` makes of them: as of `reference.quantize_rows`."""
     plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return Rows(*(_run_rows(x) if plain else _ROWS.op(x)))
+    return Rows(*(_run_rows if plain else _ROWS.op)(x, make, other, gain, eps))
+
+
+def fp8_rows_and(
+    x: Tensor, make: str, other: Tensor | None, gain: Tensor | None, eps: float
+) -> tuple[Rows, Tensor]:
+    """The same and what was rounded, [n, K] in the dtype of `x`, by one kernel; not when compiled."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return Rows(*_run_rows(x, make, other, gain, eps, made)), made
 
 
 def fp8_product(
@@ -62,12 +72,21 @@ def fp8_product(
     return y
 
 
-def _run_rows(x: Tensor) -> tuple[Tensor, ...]:
+def _run_rows(
+    x: Tensor,
+    make: str,
+    other: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     if not kernel_device(x):
-        return tuple(plain_rows(x))
+        return tuple(plain_rows(x, make, other, gain, eps, keep))
     from blr.kernels.fp8.launch import quantize_rows
 
-    return tuple(quantize_rows(x if x.stride(-1) == 1 else x.contiguous()))
+    if other is not None and other.stride(-1) != 1:
+        other = other.contiguous()
+    return tuple(quantize_rows(x if x.stride(-1) == 1 else x.contiguous(), make, other, gain, eps, keep))
 
 
 def _run_product(
@@ -114,14 +133,14 @@ def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("float8 products have no gradient: the layer dequantizes where one is asked for")
 
 
-def _fake_rows(x: Tensor) -> tuple[Tensor, ...]:
+def _fake_rows(x: Tensor, make: str, other: Any, gain: Any, eps: float) -> tuple[Tensor, ...]:
     numbers = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
     return x.new_empty(x.shape, dtype=E4M3), *numbers
 
 
 _ROWS = register(
     "fp8_rows",
-    "(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, str make, Tensor? other, Tensor? gain, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
     *(_run_rows, _fake_rows, lambda ctx, inputs, output: None, _no_gradient, _run_rows),
 )
 _PRODUCT = register(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, silu
 
 from blr.kernels.quantized.formats import ROW
 
@@ -88,14 +89,20 @@ def quantize_rows(
     other: Tensor | None = None,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    keep: Tensor | None = None,
 ) -> Rows:
     """Rows of activations in float8, a scale each.
 
     Args:
-        x: [n, K]. make: what is made of it before: "" nothing; "rms" its RMS norm times `gain` [K];
-            "swiglu" silu(x) ⊙ `other` [n, K]; "gelu" or "gelu_tanh".
+        x: [n, K]. make: what is made of it before, of `MAKES`: "" nothing; "rms" its RMS norm times
+            `gain` [K]; "layer" its norm times `gain` plus `other` [K]; "swiglu" silu(x) ⊙ `other`;
+            "geglu" the same with tanh's GELU; "gelu" or "gelu_tanh".
+        keep: [n, K] that gets what is made, or None.
     """
-    v = MAKES[make](x, other, gain, eps).float()
+    made = MAKES[make](x, other, gain, eps)
+    if keep is not None:
+        keep.copy_(made)
+    v = made.float()
     scale = v.abs().amax(-1) / LARGEST
     unit = torch.where(scale[:, None] > 0, v / scale[:, None], 0.0)
     length = SLACK * unit.square().sum(-1).sqrt()
@@ -109,17 +116,14 @@ def _rms(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Te
     return gain * normed.to(x.dtype)
 
 
-def _swiglu(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Tensor:
-    assert other is not None
-    return torch.nn.functional.silu(x) * other
-
-
 MAKES: dict[str, Callable[..., Tensor]] = {
     "": lambda x, other, gain, eps: x,
     "rms": _rms,
-    "swiglu": _swiglu,
-    "gelu": lambda x, other, gain, eps: torch.nn.functional.gelu(x),
-    "gelu_tanh": lambda x, other, gain, eps: torch.nn.functional.gelu(x, approximate="tanh"),
+    "layer": lambda x, other, gain, eps: layer_norm(x, x.shape[-1:], gain, other, eps),
+    "swiglu": lambda x, other, gain, eps: silu(x) * other,
+    "geglu": lambda x, other, gain, eps: gelu(x, approximate="tanh") * other,
+    "gelu": lambda x, other, gain, eps: gelu(x),
+    "gelu_tanh": lambda x, other, gain, eps: gelu(x, approximate="tanh"),
 }
 
 
@@ -149,6 +153,47 @@ class Scales(NamedTuple):
 def lengths(q: Tensor, scale: Tensor) -> Tensor:
     """Euclidean norms [..., R] of the rows of a float8 matrix."""
     return q.float().square().sum(-1).sqrt() * scale.float().squeeze(-1)
+
+
+def padded(t: Tensor, axis: int, size: int) -> Tensor:
+    """`t` with zeros up to `size` along `axis`; itself if it is as long."""
+    if t.shape[axis] == size:
+        return t
+    shape = list(t.shape)
+    shape[axis] = size
+    room = t.new_zeros(shape)
+    room.narrow(axis, 0, t.shape[axis]).copy_(t)
+    return room
+
+
+def even(rank: int) -> int:
+    """A rank that kernels like: of multiples of 16, 8, 4 and 2 the first within a quarter of it."""
+    found = (-(-rank // step) * step for step in (16, 8, 4, 2))
+    return next((size for size in found if 4 * size <= 5 * rank), rank)
+
+
+class Factors(NamedTuple):
+    """U: float8 [B, q, r], V: float8 [B, r, p], and their scales [B, q, 1] and [B, r, 1]; S: [B, B, r]
+    of BLAST."""
+
+    U: Tensor
+    V: Tensor
+    U_scale: Tensor
+    V_scale: Tensor
+    S: Tensor | None = None
+
+
+def even_ranks(structure: str, f: Factors) -> Factors:
+    """The same with ranks of zeros, so that rows of z are stored in wide pieces."""
+    blocks, rank = f.V.shape[0], f.V.shape[1]
+    if structure != "monarch":
+        to = even(rank)
+        U, V, by = padded(f.U, 2, to), padded(f.V, 1, to), padded(f.V_scale, 1, to)
+        return f._replace(U=U, V=V, V_scale=by, S=None if f.S is None else padded(f.S, 2, to))
+    to = even(rank // blocks)  # of each of the blocks that a row of z goes to
+    U = padded(f.U.unflatten(2, (blocks, -1)), 3, to).flatten(2)
+    V, by = (padded(t.unflatten(1, (blocks, -1)), 2, to).flatten(1, 2) for t in (f.V, f.V_scale))
+    return f._replace(U=U, V=V, V_scale=by)
 
 
 def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = None) -> Scales:

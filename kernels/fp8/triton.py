@@ -3,6 +3,7 @@
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
@@ -16,38 +17,57 @@ def tanh(x):
 
 
 @triton.jit
-def activated(v, other, gain, eps, K, MAKE: tl.constexpr, DTYPE: tl.constexpr):
-    """What a row is before it is rounded to float8: of itself, its RMS norm, silu(v) ⊙ other or GELU,
-    in float32, rounded to the model's dtype where the model rounds."""
+def gelu_tanh(v):
+    return 0.5 * v * (1.0 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))
+
+
+@triton.jit
+def activated(
+    v, other, gain, eps, K, MAKE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """What a row is before it is rounded to float8: of itself, its norm, silu or GELU, times `other` or
+    not, in float32, rounded to the model's dtype where the model rounds."""
     if MAKE == "rms":
         v = (v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)).to(DTYPE).to(tl.float32) * gain
+    elif MAKE == "layer":
+        inside = tl.arange(0, BLOCK) < K
+        v = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
+        v = tl.where(inside, v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * gain + other, 0.0)
     elif MAKE == "swiglu":
         v = (v * tl.sigmoid(v)).to(DTYPE).to(tl.float32) * other
+    elif MAKE == "geglu":
+        v = gelu_tanh(v).to(DTYPE).to(tl.float32) * other
     elif MAKE == "gelu":
         v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
     elif MAKE == "gelu_tanh":
-        v = 0.5 * v * (1.0 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))
+        v = gelu_tanh(v)
     return v.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def quantize_kernel(
-    x, other, gain, q, scale, unit_norm, norm, K, x_row, other_row, q_row, eps,
+    x, other, gain, y, q, scale, unit_norm, norm, K, x_row, other_row, y_row, q_row, eps,
     MAKE: tl.constexpr, BLOCK: tl.constexpr, SLACK: tl.constexpr, LARGEST: tl.constexpr,
+    KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row in float8: `q`, its scale, and a bound of the norm of what `q` stands for (`norm`), over the
-    scale and inverted in `unit_norm`."""
+    scale and inverted in `unit_norm`. KEEP: what is rounded goes to `y`, too."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < K
     dtype: tl.constexpr = x.dtype.element_ty
     v = tl.load(x + row * x_row + lane, mask=inside, other=0.0).to(tl.float32)
     by, beside = v, v
-    if MAKE == "rms":
+    if MAKE == "rms" or MAKE == "layer":
         by = tl.load(gain + lane, mask=inside, other=0.0).to(tl.float32)
-    if MAKE == "swiglu":
+    if MAKE == "swiglu" or MAKE == "geglu" or MAKE == "layer":
         beside = tl.load(other + row * other_row + lane, mask=inside, other=0.0).to(tl.float32)
-    v = activated(v, beside, by, eps, K, MAKE, dtype)
+    v = activated(v, beside, by, eps, K, MAKE, dtype, BLOCK)
+    if KEEP:
+        tl.store(y + row * y_row + lane, v.to(dtype), mask=inside)
     step = tl.max(tl.abs(v), 0) / LARGEST
     unit = tl.where(step > 0, v / step, 0.0)
     length = SLACK * tl.sqrt(tl.sum(unit * unit, 0))
@@ -78,12 +98,15 @@ def product_kernel(
     a, b, by_row, by_col, bias, c,
     M, N, K, a_batch, a_row, b_batch, b_row, by_batch, bias_batch, c_batch, c_row, c_part, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
-    BIAS: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``c[g, m, col(n)] = by_row[m] · by_col[g, n] · Σ_k a[g, m, k] b[g, n, k] + bias[g, n]``.
 
     K has stride 1 in both. EXACT: as of `launch.Tile`.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
@@ -110,7 +133,7 @@ def product_tma_kernel(
     by_batch, bias_batch, c_batch, c_row, c_part, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
     BIAS: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, FLATTEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same through the bulk copy engine, a program for every tile or, of a smaller grid, for some.
 
@@ -118,6 +141,9 @@ def product_tma_kernel(
     (`b_…` likewise); one of the two ends with its batch's K columns. STORE: `to` is a descriptor of c,
     of tiles [BM, BN / STORE], whose batch g starts at row g·`c_batch`, column g·`c_row`.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     each = tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), each * BATCHES, tl.num_programs(0), flatten=FLATTEN):
@@ -154,60 +180,24 @@ def product_tma_kernel(
 @triton.jit
 def mix_kernel(
     z, s, w, n, rank, z_batch, z_row, w_batch, w_row,
-    BLOCKS: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """``w[k] = Σ_l s[k, l] ⊙ z[l]`` of [tokens, rank] each, in float8."""
-    rows = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    cols = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, :]
-    inside = (rows < n) & (cols < rank)
-    for k in tl.static_range(BLOCKS):
-        sums = tl.zeros([TOKENS, RANKS], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            by = tl.load(s + (k * BLOCKS + block) * rank + cols, mask=cols < rank, other=0.0)
-            part = tl.load(z + block * z_batch + rows * z_row + cols, mask=inside, other=0.0)
-            sums += by * part.to(tl.float32)
-        tl.store(w + k * w_batch + rows * w_row + cols, sums.to(w.dtype.element_ty), mask=inside)
+    """``w[k] = Σ_l s[k, l] ⊙ z[l]`` of [tokens, rank] each, in float8; every z is read once.
 
-
-@triton.jit
-def mixed_kernel(
-    a, b, by_row, by_col, s, w, M, N, K, b_rows, w_batch, w_row,
-    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The first product of BLAST with up to four blocks and its mix, ``w[k] = Σ_l s[k, l] ⊙ z[l]`` in
-    float8: a program has the same tokens and ranks of all blocks, and z is written nowhere.
-
-    a: descriptor of inputs [M, BLOCKS · K], b: of V [BLOCKS · N, K].
+    WIDTH: the power of two that holds BLOCKS.
     """
-    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
-    row, col = tile_m * BM, tile_n * BN
-    rows, cols = (row + tl.arange(0, BM)).to(tl.int64), col + tl.arange(0, BN)
-    down = tl.load(by_row + rows, mask=rows < M, other=0.0)
-    w0 = tl.zeros([BM, BN], tl.float32)
-    w1, w2, w3 = w0, w0, w0
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        z = tl.zeros([BM, BN], tl.float32)
-        for k in tl.range(0, K, BK, num_stages=STAGES):
-            left = a.load([row, block * K + k])
-            right = b.load([block * b_rows + col, k])
-            z = tl.dot(left, right.T, z)
-        along = tl.load(by_col + block * N + cols, mask=cols < N, other=0.0)
-        z = z * down[:, None] * along[None, :]
-        at = s + block * N + cols
-        w0 += z * tl.load(at, mask=cols < N, other=0.0)[None, :]
-        if BLOCKS > 1:
-            w1 += z * tl.load(at + BLOCKS * N, mask=cols < N, other=0.0)[None, :]
-        if BLOCKS > 2:
-            w2 += z * tl.load(at + 2 * BLOCKS * N, mask=cols < N, other=0.0)[None, :]
-        if BLOCKS > 3:
-            w3 += z * tl.load(at + 3 * BLOCKS * N, mask=cols < N, other=0.0)[None, :]
-    to = w + rows[:, None] * w_row + cols[None, :]
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    tl.store(to, w0.to(w.dtype.element_ty), mask=inside)
-    if BLOCKS > 1:
-        tl.store(to + w_batch, w1.to(w.dtype.element_ty), mask=inside)
-    if BLOCKS > 2:
-        tl.store(to + 2 * w_batch, w2.to(w.dtype.element_ty), mask=inside)
-    if BLOCKS > 3:
-        tl.store(to + 3 * w_batch, w3.to(w.dtype.element_ty), mask=inside)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    k = tl.arange(0, WIDTH)[:, None, None]
+    rows = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[None, :, None]
+    cols = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, None, :]
+    inside, coupled = (rows < n) & (cols < rank), (k < BLOCKS) & (cols < rank)
+    sums = tl.zeros([WIDTH, TOKENS, RANKS], tl.float32)
+    for block in tl.range(0, BLOCKS):
+        by = tl.load(s + (k * BLOCKS + block) * rank + cols, mask=coupled, other=0.0)
+        part = tl.load(z + block * z_batch + rows * z_row + cols, mask=inside, other=0.0)
+        sums += by * part.to(tl.float32)
+    to = w + k.to(tl.int64) * w_batch + rows * w_row + cols
+    tl.store(to, sums.to(w.dtype.element_ty), mask=inside & (k < BLOCKS))

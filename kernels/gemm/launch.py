@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.launching import launch
+
+TILE = ("BM", "BN", "BK", "GROUP")  # of a program, in the kernels' order
+
 
 def bmm(
     a: Tensor,
@@ -39,17 +43,22 @@ def bmm(
     config = {**tile_shape(m, n, k, a.dtype), **config}
     grid = (-(-m // config["BM"]) * -(-n // config["BN"]), batch)
     column = (0, n) if part is None else (out.stride(2), part)
-    bmm_kernel[grid](
+    arguments = (
         *(a, b, out if bias is None else bias, out),
         *(m, n, k, *a.stride(), *b.stride()),
         0 if bias is None else bias.stride(0),
         *(out.stride(0), out.stride(1), *column),
-        BIAS=bias is not None,
-        RUN=run_length(n if part is None else part),
-        PRECISION=dot_precision(),
-        **config,
     )
+    run = run_length(n if part is None else part)
+    constants = {"BIAS": bias is not None, "RUN": run, "PRECISION": dot_precision()}
+    _launch(bmm_kernel, grid, arguments, constants, config)
     return out
+
+
+def _launch(kernel: Any, grid: Any, arguments: Any, constants: Any, config: dict[str, Any]) -> None:
+    tile = {name: config[name] for name in TILE}
+    rest = {name: value for name, value in config.items() if name not in TILE}
+    launch(kernel, grid, arguments, {**tile, **constants}, **rest)
 
 
 def _bmm_tma(
@@ -64,16 +73,15 @@ def _bmm_tma(
     left, a_rows, a_cols = _flat(a)
     right, b_rows, b_cols = _flat(b.transpose(1, 2))
     column = (0, n) if part is None else (out.stride(2), part)
-    bmm_tma_kernel[grid](
+    arguments = (
         TensorDescriptor.from_tensor(left, [config["BM"], config["BK"]]),
         TensorDescriptor.from_tensor(right, [config["BN"], config["BK"]]),
         *(out if bias is None else bias, out),
         *(m, n, k, a_rows, a_cols, b_rows, b_cols, 0 if bias is None else bias.stride(0)),
         *(out.stride(0), out.stride(1), *column),
-        BIAS=bias is not None,
-        RUN=run_length(n if part is None else part),
-        **config,
     )
+    constants = {"BIAS": bias is not None, "RUN": run_length(n if part is None else part)}
+    _launch(bmm_tma_kernel, grid, arguments, constants, config)
     return out
 
 

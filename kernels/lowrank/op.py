@@ -9,7 +9,7 @@ Backward, with g the gradient of y [n, o], h = g U and z = x V [n, r] (computed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from blr.kernels.common.dispatch import Variant, dispatch
-from blr.kernels.common.registration import apply, autocast, register, rows
+from blr.kernels.common.dispatch import Plans, Variant, dispatch, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.lowrank.reference import lowrank_linear as reference
 
@@ -36,6 +37,11 @@ def lowrank_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) 
     Returns:
         [..., o] in the dtype of `x`.
     """
+    if is_unwatched(x):
+        kind = None if bias is None else bias.dtype
+        key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
+        run = _PLANS.get(key) or _PLANS.keep(key, _call(plan, x, U, V, bias))
+        return run(x, U, V, bias)
     x, U, V, bias = autocast((x, U, V, bias))
     y = apply(_LINEAR, rows(x), U, V, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -80,6 +86,9 @@ def packed(Vs: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((total, width), (width, 1), first.storage_offset())
 
 
+_PLANS = Plans()
+
+
 @cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
@@ -88,9 +97,18 @@ def variants() -> Mapping[str, Variant]:
     return VARIANTS
 
 
+def _shape(U: Tensor, V: Tensor) -> Shape:
+    return Shape(V.shape[0], U.shape[0], 1, U.shape[1])
+
+
+def _call(do: Callable[..., Any], x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Any:
+    """`dispatch` or `plan` of these tensors."""
+    return do("lowrank", _shape(U, V), variants, reference, x, (U, V), bias)
+
+
 def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    shape = Shape(V.shape[0], U.shape[0], 1, U.shape[1])
-    return dispatch("lowrank", shape, variants, reference, x, (U, V), bias)
+    y: Tensor = _call(dispatch, x, U, V, bias)
+    return y
 
 
 def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,10 +168,14 @@ def _group_backward(ctx: Any, gs: list[Tensor]) -> tuple[Any, ...]:
     return torch.stack(dx).sum(0) if for_x else None, dU, dV, dbias
 
 
-_LINEAR = register(
-    "lowrank_linear",
-    "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward, reference),
+_LINEAR = inlined(
+    register(
+        "lowrank_linear",
+        "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    ),
+    "lowrank",
+    _shape,
 )
 _GROUP = register(
     "lowrank_group",

@@ -11,6 +11,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.lowrank.reference import lowrank_linear as reference
+from blr.kernels.narrow.layers import lowrank as narrow
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
@@ -34,8 +35,8 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
 
 
 def gemm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two products of the library; the bias is in the second's epilogue."""
+    """The plain form: two products of the library; the bias is in the second's epilogue."""
     return torch.nn.functional.linear(x @ V, U, bias)
 
 
-VARIANTS = {"reference": reference, "gemv": gemv, "gemm": gemm}
+VARIANTS = {"reference": reference, "gemv": gemv, "narrow": narrow, "gemm": gemm}

@@ -9,14 +9,15 @@ g_k [n, q] the gradient of y_k, z and w computed again:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from blr.kernels.common.dispatch import Variant, dispatch
-from blr.kernels.common.registration import apply, autocast, register, rows
+from blr.kernels.common.dispatch import Plans, Variant, dispatch, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.monarch.reference import monarch_linear as reference
 
@@ -33,9 +34,17 @@ def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) 
     Returns:
         [..., b·q] in the dtype of `x`.
     """
+    if is_unwatched(x):
+        kind = None if bias is None else bias.dtype
+        key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
+        run = _PLANS.get(key) or _PLANS.keep(key, _call(plan, x, U, V, bias))
+        return run(x, U, V, bias)
     x, U, V, bias = autocast((x, U, V, bias))
     y = apply(_LINEAR, rows(x), U, V, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+_PLANS = Plans()
 
 
 @cache
@@ -46,10 +55,19 @@ def variants() -> Mapping[str, Variant]:
     return VARIANTS
 
 
-def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+def _shape(U: Tensor, V: Tensor) -> Shape:
     blocks, width, rank = V.shape
-    shape = Shape(blocks * width, blocks * U.shape[1], blocks, rank)
-    return dispatch("monarch", shape, variants, reference, x, (U, V), bias)
+    return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)
+
+
+def _call(do: Callable[..., Any], x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Any:
+    """`dispatch` or `plan` of these tensors."""
+    return do("monarch", _shape(U, V), variants, reference, x, (U, V), bias)
+
+
+def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = _call(dispatch, x, U, V, bias)
+    return y
 
 
 def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
@@ -89,8 +107,12 @@ def _exchange(z: Tensor) -> Tensor:
     return z.unflatten(2, (z.shape[0], -1)).transpose(0, 2).flatten(2)
 
 
-_LINEAR = register(
-    "monarch_linear",
-    "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward, reference),
+_LINEAR = inlined(
+    register(
+        "monarch_linear",
+        "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    ),
+    "monarch",
+    _shape,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.monarch.reference import monarch_linear as reference
+from blr.kernels.narrow.layers import monarch as narrow
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
@@ -41,30 +43,30 @@ def permuted_store(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, 
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
     Args:
-        config: of `gemm.launch.bmm`.
+        x: [..., i]. config: of `gemm.launch.bmm`.
     """
     blocks, p, middle = V.shape
-    n, part = x.shape[0], middle // blocks
+    flat = x.reshape(-1, blocks, p)
+    n, part = len(flat), middle // blocks
     z = torch.empty(blocks, n, blocks, part, dtype=x.dtype, device=x.device)  # [k, n, l, r']
-    our_bmm(x.view(n, blocks, p).transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part, **config)
-    return _second(z.view(blocks, n, middle), U, bias)
+    our_bmm(flat.transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part, **config)
+    return _second(z.view(blocks, n, middle), U, bias, x.shape[:-1])
 
 
 def bmm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Library product, a copy that permutes, library product."""
+    """The plain form, of x [..., i]: library product, a copy that permutes, library product."""
     blocks, p, middle = V.shape
-    n = x.shape[0]
-    z = x.view(n, blocks, p).transpose(0, 1) @ V
-    z = z.view(blocks, n, blocks, middle // blocks).permute(2, 1, 0, 3).reshape(blocks, n, middle)
-    return _second(z, U, bias)
+    z = torch.bmm(x.reshape(-1, blocks, p).transpose(0, 1), V)
+    z = z.view(blocks, -1, blocks, middle // blocks).permute(2, 1, 0, 3)
+    return _second(z.flatten(2), U, bias, x.shape[:-1])
 
 
-def _second(z: Tensor, U: Tensor, bias: Tensor | None) -> Tensor:
+def _second(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
     blocks, n, _ = z.shape
     y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
     bias = None if bias is None else bias.view(blocks, -1)
-    library_bmm(z, U.transpose(1, 2), y.transpose(0, 1), bias)
-    return y.view(n, blocks * U.shape[1])
+    library_bmm(z, U.mT, y.transpose(0, 1), bias)
+    return y.view(*batch, blocks * U.shape[1])
 
 
 def materialize(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
@@ -78,6 +80,7 @@ def materialize(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **c
 VARIANTS = {
     "reference": reference,
     "gemv": gemv,
+    "narrow": narrow,
     "permuted_store": permuted_store,
     "bmm": bmm,
     "materialize": materialize,

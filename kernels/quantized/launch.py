@@ -26,7 +26,7 @@ from blr.kernels.quantized.segments import (
 
 # One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
-BYTES = False  # products of four bytes by one instruction, by default
+BYTES = (4,)  # bits whose long rows are multiplied four bytes an instruction, for one token
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
@@ -67,7 +67,11 @@ def tile_shape(
         deep = DEEPEST
     elif quads < CHUNK[bits] and not pair:
         deep = min(deep, NARROW)
-    return {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
+    bytewise = int(tokens == 1 and bits in BYTES and quads >= CHUNK[bits] and not pair)
+    if bytewise and quads > chunk:
+        chunk, deep = chunk // 2, DEEPEST
+    shape = {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
+    return {**shape, "BYTES": bytewise} if bytewise else shape
 
 
 def mixed_shape(blocks: int, ranks: int, width: int, bits: int, group: int = GROUP) -> dict[str, int]:
@@ -221,7 +225,7 @@ def quantized_tile(
         RANKS=0 if u is None else power_of_two(u.shape[2]),
         U_GROUP=0 if u is None or u.scale is None else u.group,
         AWAIT=awaits,
-        BYTES=products_of(s, bool(shape.get("BYTES", BYTES))),
+        BYTES=products_of(s, bool(shape.get("BYTES", 0))),
         FULL=_full(s, form, shape),
     )
 
@@ -234,7 +238,8 @@ def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:
 
 def products_of(s: QuantizedSegment, wanted: bool) -> int:
     """`QuantizedTile.BYTES`: of bytes where that is wanted and no less exact than the model's dtype."""
-    if not wanted or s.bits == 3 or s.scale.dtype.itemsize > 2 or len(s.x) > 2:
+    corrected = s.correction is not None or s.mix is not None
+    if not wanted or corrected or s.bits == 3 or s.scale.dtype.itemsize > 2 or len(s.x) > 2:
         return 0
     return 2 if interpreted() else 1
 

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_checks import BF16, TILES, check_kernels, relative, weight
+from fp8_checks import BF16, check_kernels, relative, weight
 from torch import Tensor
 
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.summary import prefill_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
 from blr.compressor.progress import Progress
+from blr.compressor.tune_float8 import TILES
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.fp8 import launch, layers, library
 from blr.kernels.fp8.launch import Tile
@@ -36,11 +37,7 @@ from blr.kernels.fp8.reference import E4M3
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.monarch.op import monarch_linear
 
-WIDE, NARROW = "128x256 s3 w8", "128x128 s4 w8"
-BATCHED = (
-    *("128x256 s3 w8", "128x128 s3 w4 2 persistent"),
-    *(f"{size} s4 w8 persistent flat" for size in ("128x256", "128x128")),
-)
+WIDE = "128x256 s3 w8"
 Arms = dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
 
 
@@ -77,48 +74,91 @@ def rank_of(o: int, i: int, more: int = 0, step: int = 128) -> int:
     return int(o * i / 2 / (o + i + more) // step) * step
 
 
-def product_arms(n: int, N: int, K: int, out: torch.dtype) -> Arms:
-    """One product of two, by every tile and by the library."""
-    a, b = torch.randn(1, n, K, device="cuda").to(E4M3), torch.randn(1, N, K, device="cuda").to(E4M3)
-    by_row, by_col = torch.ones(n, device="cuda"), torch.full((1, N), 1e-2, device="cuda")
-    small = torch.full((), 1e-2, device="cuda")
+Shape = tuple[int, int, int, int]  # of a product: tokens, outputs and inputs of a block, blocks
 
-    def run(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
-        y = torch.empty(1, n, N, dtype=out, device="cuda")
-        return launch.product(a, b, by_row, by_col, y, tile=tile)
+
+def products(o: int, i: int, n: int) -> dict[str, tuple[Shape, torch.dtype, int | None]]:
+    """Both products of every structure: shape, dtype of the output, width of its permuted parts."""
+    low, mon, bla = rank_of(o, i), rank_of(o, i, step=256), rank_of(o, i, 16)
+    return {
+        "low rank 1": ((n, low, i, 1), E4M3, None),
+        "low rank 2": ((n, o, low, 1), BF16, None),
+        "Monarch 1": ((n, mon, i // 16, 16), E4M3, mon // 16),
+        "Monarch 2": ((n, o // 16, mon, 16), BF16, None),
+        "BLAST 1": ((n, bla, i // 4, 4), BF16, None),
+        "BLAST 2": ((n, o // 4, bla, 4), BF16, None),
+    }
+
+
+def product_arms(shape: Shape, out: torch.dtype, part: int | None) -> Arms:
+    """One product of two, by every tile and, of no blocks, by the library."""
+    n, N, K, blocks = shape
+    a = torch.randn(n, blocks, K, device="cuda").to(E4M3).transpose(0, 1)
+    a = a.contiguous() if K % 128 else a
+    b = torch.randn(blocks, N, K, device="cuda").to(E4M3)
+    by_row, by_col = torch.ones(n, device="cuda"), torch.full((blocks, N), 1e-2, device="cuda")
+
+    def run(a: Tensor, b: Tensor, tile: Tile | None) -> Tensor:
+        if part is None:
+            y = torch.empty(n, blocks, N, dtype=out, device="cuda").transpose(0, 1)
+        else:
+            y = torch.empty(N // part, n, blocks, part, dtype=out, device="cuda").permute(2, 1, 0, 3)
+        return launch.product(a, b, by_row, by_col, y, part=part, tile=tile)
 
     def by_library(a: Tensor, b: Tensor) -> Tensor:
-        if out == E4M3:  # which the library gives for one scale of all rows and columns
-            by, result = (small, small), small
-        else:
-            by, result = (by_row[:, None], by_col), None
-        given = {"scale_a": by[0], "scale_b": by[1], "scale_result": result, "out_dtype": out}
+        given = {"scale_a": by_row[:, None], "scale_b": by_col, "out_dtype": BF16}
         return torch._scaled_mm(a[0], b[0].t(), **given, use_fast_accum=True)
 
     arms: Arms = {name: (partial(run, tile=tile), (a, b)) for name, tile in TILES.items()}
-    arms["exact 128"] = (partial(run, tile=TILES[NARROW]._replace(exact=128)), (a, b))
-    return arms | {"library": (by_library, (a, b))}
+    arms["chosen"] = (partial(run, tile=None), (a, b))
+    return arms | ({"library": (by_library, (a, b))} if blocks == 1 else {})
 
 
 def search(
-    timer: Timer, shapes: list[tuple[int, int]], tokens: list[int], found: dict[str, Any]
+    timer: Timer, shapes: list[tuple[int, int]], tokens: list[int], found: dict[str, Any], until: float
 ) -> None:
-    """Times every tile for both products of every low-rank layer; the best ones go to `found`."""
-    for o, i in shapes:
-        r = rank_of(o, i)
-        for n, (N, K, out) in product(tokens, ((r, i, E4M3), (o, r, BF16))):
-            times = timer(product_arms(n, N, K, out), 5)
+    """Times every tile for both products of every layer; the best ones go to `found`."""
+    for (o, i), n in product(shapes, tokens):
+        for label, (shape, out, part) in products(o, i, n).items():
+            if time.perf_counter() > until:
+                print("out of time for tiles")
+                return
+            times = timer(product_arms(shape, out, part), 3)
             ours = {name: ms for name, ms in times.items() if name in TILES}
-            key, flops = f"{n}x{N}x{K}", 2 * n * N * K / 1e9
-            found[key] = {"best": min(ours, key=ours.__getitem__, default=WIDE), "ms": times}
+            name, flops = min(ours, key=ours.__getitem__, default=WIDE), 2 * shape[0] * shape[1] / 1e9
+            found[key_of(shape)] = {"best": name, "label": label, "ms": times}
             ranked = sorted(times, key=times.__getitem__)
-            shown = ", ".join(f"{name} {flops / times[name]:.0f}" for name in ranked)
-            print(f"{key} {str(out)[6:]} TFLOP/s: {shown}", flush=True)
+            shown = ", ".join(
+                f"{name} {flops * shape[2] * shape[3] / times[name]:.0f}" for name in ranked
+            )
+            print(f"{label} {key_of(shape)} TFLOP/s: {shown}", flush=True)
+        torch.cuda.empty_cache()
 
 
-def best(found: dict[str, Any], n: int, N: int, K: int) -> Tile | None:
-    entry = found.get(f"{n}x{N}x{K}")
+def key_of(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def best(found: dict[str, Any], label: str, o: int, i: int, n: int) -> Tile | None:
+    entry = found.get(key_of(products(o, i, n)[label][0]))
     return TILES[entry["best"]] if entry else None
+
+
+def best_pair(found: dict[str, Any], label: str, o: int, i: int, n: int) -> Any:
+    return tuple(best(found, f"{label} {number}", o, i, n) for number in (1, 2))
+
+
+def overlapped(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, its kernels starting while those before them end."""
+
+    def run(*arguments: Tensor) -> Tensor:
+        launch.OVERLAP = True
+        try:
+            return call(*arguments)
+        finally:
+            launch.OVERLAP = False
+
+    return run
 
 
 def dense_arms(o: int, i: int, x: Tensor, quick: bool) -> Arms:
@@ -157,7 +197,7 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     n, r = len(x), rank_of(o, i)
     (U, us, Ud), (V, vs, Vd) = weight(o, r, terms=r), weight(r, i, terms=i)
     scales = layers.scales_of(us[None], V[None], vs[None])
-    tiles = best(found, n, r, i), best(found, n, o, r)
+    tiles = best_pair(found, "low rank", o, i, n)
 
     def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
         rows = launch.quantize_rows(x)
@@ -178,51 +218,50 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     return {
         "low-rank bf16": (lambda x, U, V: lowrank_linear(x, U, V.mT), (x, *plain)),
         "low-rank fp8": (ours, (x, U, V)),
+        "low-rank fp8 overlapped": (overlapped(ours), (x, U, V)),
         "low-rank fp8 ours+library": (mixed, (x, U, V)),
+        "low-rank fp8 ours+library overlapped": (overlapped(mixed), (x, U, V)),
         "low-rank fp8 alone": (alone, (rows_given.q, U, V)),
     }
 
 
-def monarch_arms(o: int, i: int, x: Tensor, b: int = 16) -> Arms:
+def monarch_arms(o: int, i: int, x: Tensor, found: dict[str, Any], b: int = 16) -> Arms:
     r = rank_of(o, i, step=b * 16)
     (U, us, Ud), (V, vs, Vd) = weight(b, o // b, r, terms=r), weight(b, r, i // b, terms=i // b)
     scales = layers.scales_of(us, V, vs)
 
-    def ours(x: Tensor, U: Tensor, V: Tensor, tile: Tile | None = None) -> Tensor:
-        return layers.monarch(launch.quantize_rows(x), U, V, scales, BF16, tiles=(tile, tile))
+    pair = best_pair(found, "Monarch", o, i, len(x))
+
+    def ours(x: Tensor, U: Tensor, V: Tensor, tiles: Any = (None, None)) -> Tensor:
+        return layers.monarch(launch.quantize_rows(x), U, V, scales, BF16, tiles=tiles)
 
     arms: Arms = {
         "Monarch bf16": (lambda x, U, V: monarch_linear(x, U, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
         "Monarch fp8": (ours, (x, U, V)),
     }
-    for name in BATCHED:
-        arms[f"Monarch fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
+    arms["Monarch fp8 best tiles"] = (partial(ours, tiles=pair), (x, U, V))
+    arms["Monarch fp8 best tiles overlapped"] = (overlapped(partial(ours, tiles=pair)), (x, U, V))
     return arms
 
 
-def blast_arms(o: int, i: int, x: Tensor, b: int = 4) -> Arms:
+def blast_arms(o: int, i: int, x: Tensor, found: dict[str, Any], b: int = 4) -> Arms:
     r = rank_of(o, i, b * b)
     (U, us, Ud), (V, vs, Vd) = weight(b, o // b, r, terms=r), weight(b, r, i // b, terms=i // b)
     S = torch.randn(b, b, r, device="cuda") / b**0.5
     scales = layers.scales_of(us, V, vs, S)
 
-    def ours(x: Tensor, U: Tensor, V: Tensor, tile: Tile | None = None) -> Tensor:
-        return layers.blast(launch.quantize_rows(x), U, V, scales, BF16, tiles=(tile, tile))
+    pair = best_pair(found, "BLAST", o, i, len(x))
 
-    def fused(x: Tensor, U: Tensor, V: Tensor, tile: Tile) -> Tensor:
-        rows = launch.quantize_rows(x)
-        return layers.blast(rows, U, V, scales, BF16, fused=tile)
+    def ours(x: Tensor, U: Tensor, V: Tensor, tiles: Any = (None, None)) -> Tensor:
+        return layers.blast(launch.quantize_rows(x), U, V, scales, BF16, tiles=tiles)
 
     s = S.to(BF16)
     arms: Arms = {
         "BLAST bf16": (lambda x, U, V: blast_linear(x, U, s, V.mT), (x, Ud.to(BF16), Vd.to(BF16))),
         "BLAST fp8": (ours, (x, U, V)),
     }
-    for name in BATCHED:
-        arms[f"BLAST fp8 {name}"] = (partial(ours, tile=TILES[name]), (x, U, V))
-    for tile in (launch.MIXED, launch.MIXED._replace(stages=6), Tile(64, 128, 128, stages=4)):
-        name = f"BLAST fp8 fused {tile.BM}x{tile.BN} s{tile.stages}"
-        arms[name] = (partial(fused, tile=tile), (x, U, V))
+    arms["BLAST fp8 best tiles"] = (partial(ours, tiles=pair), (x, U, V))
+    arms["BLAST fp8 best tiles overlapped"] = (overlapped(partial(ours, tiles=pair)), (x, U, V))
     return arms
 
 
@@ -262,6 +301,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--quick", action="store_true", help="nothing compiled by torch")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--unchecked", action="store_true", help="checked before")
     parser.add_argument("--models", default="8b", help="of bench prefill, or none")
     parser.add_argument("--prefill", default="2048,8192", help="tokens of its prompts")
     parser.add_argument("--arms", default="dense,dense-fp8,lowrank,lowrank-fp8")
@@ -271,13 +311,14 @@ def main() -> int:
     print(torch.cuda.get_device_name(), torch.__version__)
     torch.set_grad_enabled(False)
     torch._dynamo.config.recompile_limit = 64
-    fine, timer, tiles, rows = check_kernels(), Timer(), dict[str, Any](), list[dict[str, Any]]()
+    fine = asked.unchecked or check_kernels()
+    timer, tiles, rows = Timer(), dict[str, Any](), list[dict[str, Any]]()
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     if not fine:
         print("kernels miss their references: timed all the same, to be read with that in mind")
     torch.manual_seed(1)
     if asked.tiles:
-        search(timer, shapes, tokens, tiles)
+        search(timer, shapes, tokens, tiles, started + asked.seconds / 2)
     print(f"tiles after {time.perf_counter() - started:.0f} s", flush=True)
     for o, i in shapes:
         for n in reversed(tokens):
@@ -285,10 +326,9 @@ def main() -> int:
                 print("out of time")
                 break
             x = torch.randn(n, i, device="cuda", dtype=BF16)
-            makers = (partial(dense_arms, quick=asked.quick), partial(lowrank_arms, found=tiles))
-            arms: Arms = {}
-            for make in (*makers, monarch_arms, blast_arms):
-                arms |= make(o, i, x)
+            arms: Arms = dense_arms(o, i, x, asked.quick)
+            for make in (lowrank_arms, monarch_arms, blast_arms):
+                arms |= make(o, i, x, tiles)
             times, errors = timer(arms, 7), missed(arms)
             torch.cuda.empty_cache()
             dense, eight = times["dense bf16"], times.get("dense fp8", float("nan"))

@@ -8,7 +8,7 @@ from blr.compressor.bench import prefill
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.summary import prefill_summary, prefill_text
 from blr.compressor.errors import UsageError
-from blr.compressor.modeling import float8
+from blr.compressor.modeling import float8, float8_makers
 from blr.compressor.progress import Progress
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -28,6 +28,17 @@ def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["dense-fp8"].of_dense_fp8 == 1 and rows["dense"].of_dense == 1
     assert prefill_summary(report.rows)["statuses"] == {"ok": len(ARMS)}
     assert "pico, 1 x 24 tokens" in prefill_text(report)
+
+
+def test_encoders_are_timed_to_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (float8, float8_makers):
+        monkeypatch.setattr(module, "fp8_device", lambda device: True)
+    given = options(
+        models=("pico-bert", "pico-vit"), arms=("dense", "lowrank-fp8"), tokens=(8,), batch=2
+    )
+    report, _ = run_prefill(given, Progress(quiet=True))
+    assert [row.status for row in report.rows] == ["ok"] * 4, [row.note for row in report.rows]
+    assert all(0.005 < (row.rel_error or 0) < 0.3 for row in report.rows[1::2])
 
 
 def test_a_wrong_arm_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

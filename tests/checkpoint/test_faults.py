@@ -101,6 +101,7 @@ def attempt(act: Callable[[], object]) -> BlrError | None:
     return None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_call_that_fails(

@@ -1,9 +1,8 @@
-"""`blr` in this process and in a warm one that runs commands in forks, and checkpoints for it."""
+"""`blr` in this process, and checkpoints for it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return end.value.code, *capsys.readouterr()
 
     return run
-
-
-@pytest.fixture(scope="session")
-def limited() -> Iterator[Limited]:
-    """A warm process that runs commands in forks."""
-    with Limited() as started:
-        yield started
 
 
 @pytest.fixture(scope="session")

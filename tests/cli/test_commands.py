@@ -203,8 +203,8 @@ def test_verify_notices_a_changed_file(compressed: Path, blr: Run, tmp_path: Pat
 
 
 def test_a_kernel_setting_that_cannot_be_followed_is_refused_before_any_work(
-    tiny: Path, blr: Run, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, installed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLR_KERNELS", "fast")
-    refused(blr("inspect", tiny), 2, "BLR_KERNELS is 'fast'", "auto, torch, triton")
-    assert blr("--version").returncode == 0
+    refused(installed("inspect", tiny), 2, "BLR_KERNELS is 'fast'", "auto, torch, triton")
+    assert installed("--version").returncode == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from exporting import Invoke
 from typer.testing import CliRunner
 
 from blr.compressor.cli import app
@@ -18,6 +19,7 @@ WITHOUT_DEFAULT = {
     *(
         "rank",
         "bpw",
+        "tokens_per_second",
         "include",
         "exclude",
         "recipe",
@@ -109,3 +111,12 @@ def test_every_default_shows(
         assert entry.startswith(f"[default:{parameter.opts[0].lstrip('-')}")
     elif default is not False:
         assert entry.startswith(f"[default:{flat(str(getattr(default, 'value', default)))}")
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("recipes",)])
+def test_a_command_left_out_is_answered_by_all_there_are(group: tuple[str, ...], invoke: Invoke) -> None:
+    """In the lines of the help, on standard error: nothing was done."""
+    code, out, err = invoke(*group)
+    assert (code, out) == (2, "") and err.startswith("Usage: ") and err.count("\n") > 5
+    inside = {path[-1] for path in EVERY if path[:-1] == group and path}
+    assert inside and all(f"\n  {name} " in err for name in inside)

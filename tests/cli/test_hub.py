@@ -13,11 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import parse_qs
 
 import pytest
 from diffusers_folders import save_diffusion
+from limited import Limited, refused
 from patience import PATIENCE
 from pico import save_pico
+from safetensors.torch import load_file, save_file
 
 from blr.compressor.checkpoint.ownership import write_marker
 
@@ -171,12 +175,34 @@ class Hub(http.server.BaseHTTPRequestHandler):
     folder: Path
     commit: str
     broken_after: int | None  # bytes of a file that are sent before the connection breaks
+    every: int  # how many requests for parts of files go well between two that break
+    sent: ClassVar[list[tuple[str, int]]]  # parts of files: name, bytes
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
 
     def do_GET(self) -> None:
         self.answer(body=True)
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
+        files = [self.about(name) for name in asked if (self.folder / name).is_file()]
+        self.send(json.dumps(files).encode(), "application/json", True)
+
+    def about(self, name: str) -> dict[str, object]:
+        data = (self.folder / name).read_bytes()
+        lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
+        return {"type": "file", "path": name, "oid": name, "size": len(data), "lfs": lfs}
+
+    def part(self, name: str) -> None:
+        """What a request for a range gets; now and then the connection breaks in the middle."""
+        start, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = (self.folder / name).read_bytes()[start : end + 1]
+        self.sent.append((name, len(data)))
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if len(self.sent) % self.every == 0 else data)
 
     def answer(self, body: bool) -> None:
         paths = (path for path in self.folder.rglob("*") if path.is_file())
@@ -188,6 +214,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             if "/tree/" in self.path:
                 info = [{"type": "file", "path": name, "oid": name, "size": 1} for name in names]
             self.send(json.dumps(info).encode(), "application/json", body)
+        elif self.path.startswith("/who/pico/resolve/") and name in names and self.headers["Range"]:
+            self.part(name)
         elif self.path.startswith("/who/pico/resolve/") and name in names:
             self.send((self.folder / name).read_bytes(), "application/octet-stream", body)
         else:
@@ -215,7 +243,8 @@ def hub(dense: Path, environment: Environment) -> Iterator[Callable[..., None]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def serve(**attributes: object) -> None:
-        for name, value in {"folder": dense, "broken_after": None, **attributes}.items():
+        defaults = {"folder": dense, "broken_after": None, "every": 1000, "sent": []}
+        for name, value in {**defaults, **attributes}.items():
             setattr(Hub, name, value)
 
     yield serve
@@ -267,3 +296,70 @@ def test_of_a_pipeline_the_transformer_alone_is_downloaded(
     assert sorted(path.name for path in snapshot.iterdir()) == ["model_index.json", "transformer"]
     again = blr(environment, tmp_path, "plan", "who/pico", "--offline")
     assert again.returncode == 0, again.stderr
+
+
+# --- Weights that stay there ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in several files."""
+    folder = Path(shutil.copytree(dense, tmp_path_factory.mktemp("sharded") / "pico"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half, index = len(tensors) // 2, {}
+    for number, names in enumerate((list(tensors)[:half], list(tensors)[half:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def weights_in(home: Path) -> list[Path]:
+    return [path for path in home.rglob("*.safetensors") if path.stat().st_size > 20_000]
+
+
+def test_streamed_it_keeps_no_weights(
+    hub: Callable[..., None],
+    environment: Environment,
+    sharded: Path,
+    limited: Limited,
+    tmp_path: Path,
+) -> None:
+    """The bytes are those of a download, past connections that break, each weight fetched thrice."""
+    hub(folder=sharded, commit=COMMIT, every=7)
+    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out", "--stream")
+    assert done.returncode == 0, done.stderr
+    assert "weights stay there" in done.stderr
+    assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
+    assert not weights_in(tmp_path / "hf")
+    size = sum(path.stat().st_size for path in sharded.glob("*.safetensors"))
+    assert sum(count for _, count in Hub.sent) < 4 * size
+    assert limited.run("compress", sharded, "-o", "local", "-q", cwd=tmp_path).code == 0
+    found, expected = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "local"))
+    assert found.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+
+
+def test_streamed_bytes_are_those_that_the_hub_lists(
+    hub: Callable[..., None], environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = Hub.about
+
+    def other(self: Hub, name: str) -> dict[str, object]:
+        found = about(self, name)
+        return {**found, "lfs": {**found["lfs"], "oid": "0" * 64}}
+
+    monkeypatch.setattr(Hub, "about", other)
+    hub(commit=COMMIT)
+    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out", "--stream")
+    assert done.returncode == 4 and "by the hub" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_takes_the_whole_model_is_not_streamed(
+    dense: Path, limited: Limited, tmp_path: Path
+) -> None:
+    for given, said in ((("who/pico", "--heal"), "whole model"), ((dense,), "is a local folder")):
+        refused(limited.run("compress", *given, "--stream", cwd=tmp_path), 2, said)

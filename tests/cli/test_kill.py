@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -25,13 +24,6 @@ LAYERS = 14
 OPTIONS = ("--quiet", "--max-shard-size", "30KB")  # three shards and an index
 RANDOM_KILLS = 8
 KILLED = -9
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +94,17 @@ def finish(case: Case, first: Outcome, expected: dict[str, str], *before: dict[s
     return "" if done <= LAYERS + 1 else f"{done} layers computed"
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("first_of", range(4))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("first_of", range(8))
 def test_killed_at_every_boundary(
     first_of: int, killer: Killer, dense: Path, whole: tuple, tmp_path: Path
 ) -> None:
-    """Each case takes every fourth one."""
+    """Each case takes every eighth one."""
     uninterrupted, expected = whole
     numbers, problems = boundaries(uninterrupted.events), {}
     assert len(numbers) >= 40
     assert {"fsync", "rename", "unlink", "rmdir", "fit", "store"} == set(uninterrupted.events)
-    for number in numbers[first_of::4]:
+    for number in numbers[first_of::8]:
         case = Case(killer, dense, tmp_path / str(number))
         first = case.run(die_at=number)
         assert first.code == KILLED and len(first.events) == number
@@ -198,7 +190,8 @@ def test_pickled_source_killed(killer: Killer, dense: Path, tmp_path: Path) -> N
 
 def test_calibrated_run_killed(killer: Killer, tiny: Path, sample: Path, tmp_path: Path) -> None:
     """Fitted to activations, with a joint refit: each step is in the journal as well."""
-    options = ("--calibration", sample, "--samples", "4", "--seq-len", "64", "--refit", "1")
+    text = ("--calibration", sample, "--samples", "4", "--seq-len", "64")
+    options = (*text, "--refit", "1", "--finish", "1")
     uninterrupted = Case(killer, tiny, tmp_path / "whole", *options)
     events = uninterrupted.run().events
     steps = [number for number, event in enumerate(events) if event == "store"]

@@ -25,7 +25,7 @@ NAMES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("locale", [{}, {"PYTHONIOENCODING": "ascii"}], ids=["utf-8", "ascii"])
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_folders(
@@ -127,13 +127,13 @@ ASCII: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("locale", ASCII)
-def test_locales(locale: str, blr: Run, dense: Path, tmp_path: Path) -> None:
+def test_locales(locale: str, installed: Run, dense: Path, tmp_path: Path) -> None:
     """What the encoding of a stream has no bytes for is escaped; results are the same."""
     (tmp_path / "模型").symlink_to(dense)
     environment = {**os.environ, **ASCII[locale]}
     for command in (("--help",), ("recipes", "list"), ("plan", "--help"), ("plan", dense)):
-        assert blr(*command, env=environment).returncode == 0
-    result = blr("plan", "./模型", env=environment)
+        assert installed(*command, env=environment).returncode == 0
+    result = installed("plan", "./模型", env=environment)
     if locale == "C-without-utf-8":
         assert result.returncode == 4 and "LC_ALL" in result.stderr
     else:

@@ -56,6 +56,7 @@ ODD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("values", [*FOLLOWED, *ODD], ids=str)
 def test_generation_defaults(values: dict[str, Any], limited: Limited, model: Path) -> None:
     """What streaming cannot do is done without; what cannot be done at all is refused."""

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,9 @@ from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 LAYERS = 14
-# One layer, fitted for some seconds in calls that each last long
-LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "600")
+# One layer, fitted for a second or more in calls that each last long
+LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "250")
 BLR = Path(sys.executable).with_name("blr")
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +62,7 @@ def middle(events: list[str], state: str) -> int:
     return {"layers": stores[6], "writing": stores[-1] + 10, "purging": events.index("rmdir")}[state]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("state", ["layers", "writing", "purging"])
 def test_stopped_while_busy_with_the_disk(

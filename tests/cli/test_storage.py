@@ -25,13 +25,6 @@ LAYERS = 14
 
 
 @pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pico Llama."""
     return save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")

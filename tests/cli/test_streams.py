@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def made(killer: Killer, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands above name."""
     folder = tmp_path_factory.mktemp("made")
@@ -58,7 +50,7 @@ def place(made: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["closed", "full", "left"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_results_that_nobody_gets(command: str, kind: str, killer: Killer, place: Path) -> None:
@@ -90,7 +82,7 @@ def test_results_on_a_full_disk_are_told_all_the_same(command: str, killer: Kill
     assert [line for line in steady if line not in told] == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["closed", "full", "left"])
 @pytest.mark.parametrize("command", ["plan", "compress, json", "export", "generate"])
 def test_talk_that_nobody_hears_stops_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,8 +12,9 @@ from limited import Limited, refused
 
 from blr.compressor.errors import UsageError
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.sweep.frontier import Found, frontier, share_of_plain
+from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
+from blr.compressor.sweep.page import table
 
 # The sweep's own processes as forks of the warm one
 FORKED = """
@@ -133,6 +135,22 @@ def test_the_grid_combines_what_belongs_together() -> None:
     by_name: dict[str, Recipe] = {point.name: recipe for point, recipe in found.items()}
     assert by_name["int2-blast-r8-heal5"].blocks == 4 and by_name["svd-cf2"].blocks is None
     assert by_name["int3"].quantize == "int3" and by_name["int3"].group == 64
+
+
+def test_points_of_several_seeds_are_one_with_its_spread() -> None:
+    points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {})
+    assert [(point.name, point.setting) for point in points] == [
+        ("svd-cf2-seed0", "svd-cf2"),
+        ("svd-cf2-seed7", "svd-cf2"),
+    ]
+    assert [recipe.seed for recipe in points.values()] == [0, 7]
+    made = [replace(_found(f"a-seed{n}", 2.0, 0.1 + n / 10, 0.5), command=f"blr {n}") for n in (0, 1)]
+    one = over_seeds(made, "a")
+    assert one.losses == pytest.approx((0.15, 0.5)) and one.spread == pytest.approx((0.1, 0.0))
+    assert (one.name, one.command) == ("a", "blr 0\nblr 1")
+    shown = {"texts": ["t", "u"], "dense": [1.0, 1.0], "frontier": ["a"], "failed": []}
+    rows = [{**asdict(one), "of_plain": [None, None]}]
+    assert "0.1500 (0.1000)" in table({**shown, "points": rows})
 
 
 @pytest.mark.parametrize("text", ["1.5,x", "2;3"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from blr.compressor import tune
+from blr.compressor import tune, tune_float8
 from blr.compressor.bench.precision import PRECISIONS
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer
@@ -26,6 +26,8 @@ from blr.compressor.tuned_table import TunedRule, read_table, table_text, user_t
 from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
+from blr.kernels.fp8 import launch
+from blr.kernels.fp8.launch import Tile
 
 SHAPE, OTHER = Shape(4096, 4096, 16, 1024), Shape(4096, 1024, 16, 256)
 CANDIDATES = ("gemv", {}), ("bmm_mix", {}), ("bmm_mix", {"chunk": 2}), ("dense", {})
@@ -246,3 +248,39 @@ def test_refusals_are_one_line(
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_products_in_float8_are_tuned_and_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arms check themselves, rules name tiles, and a product asks for its rule."""
+    monkeypatch.setattr(tune_float8, "fp8_device", lambda device: True)
+    small = {"small": Tile(16, 16, 32, stages=2, warps=4), "wide": Tile(32, 16, 32, stages=2, warps=4)}
+    monkeypatch.setattr(tune_float8, "TILES", small)
+    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
+    layer = Layer("pico", "q", 256, 256, 2.0, {})
+    cases = list(tune_float8.float8_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
+    assert {n for _, _, n in cases} == {16} and len(cases) == 10
+    for case, found, n in cases[:2]:
+        tuning.run(case, found, n)
+    assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
+    shape = tuning.points[0].shape
+    points = [Point("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
+    points.append(Point("fp8", shape, "bfloat16", 64, {"wide": 1.0, "library": 1.01}))
+    rules = rules_of(points, tune.known_candidates((16,)))
+    path = tmp_path / "cpu.yaml"
+    write_table(path, table_text("cpu", "a test", rules))
+    monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
+    dispatch.forget()
+    try:
+        made = [tables.product_choice(shape, n, torch.device("cpu")) for n in (9, 50)]
+        assert made == [("tile", tune_float8.config_of(small["wide"])), ("library", {})]
+        sizes = (shape.outputs, shape.inputs, shape.blocks)
+        tile = launch.chosen_tile(9, *sizes, torch.device("cpu"))
+        assert tile == Tile(32, 16, stages=2, warps=4)
+        assert launch.chosen_tile(9, 7, *sizes[1:], torch.device("cpu")) == launch.tile_for(
+            9, 7, *sizes[1:]
+        )
+    finally:
+        monkeypatch.undo()
+        dispatch.forget()

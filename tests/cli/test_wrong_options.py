@@ -26,7 +26,7 @@ WRONG: dict[str, list[str]] = {
         "--blocks 0",
         *(f"--blocks {HUGE}", "--rounds -1", f"--rounds {HUGE}", f"--seed {HUGE}", "--seed -1"),
         *("--dtype =", "--dtype int8", "--device meta", "--device =", "--method =", "--heads ="),
-        *("--solver =", "--samples 0", "--seq-len 1", "--allocation =", "--refit -1"),
+        *("--solver =", "--samples 0", "--seq-len 1", "--allocation =", "--refit -1", "--finish -1"),
         *("--max-shard-size 0", "--max-shard-size =", f"--max-shard-size {'9' * 400}GB", "--include ="),
         *("--method ks --pattern (1,2,3", "--method ks --pattern (1,2,3,4)(1,5,6,1)"),
         *("--method ks --pattern (0,2,2,1)", "--method ks --pattern ="),

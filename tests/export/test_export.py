@@ -75,7 +75,7 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     folder = exports["svd"]
     config = json.loads((folder / "config.json").read_bytes())
     assert config["blr"]["export"] == {
-        **{"layout": LAYOUT, "gpu": "h200", "batch": 2, "context": 128},
+        **{"layout": LAYOUT, "gpu": "h200", "batch": 2, "context": 128, "cache": "whole"},
         "blr_version": blr.compressor.__version__,
     }
     assert config["auto_map"]["AutoModelForCausalLM"] == "exported_blr.BlrLlamaForCausalLM"
@@ -145,8 +145,8 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
     [
         (["--context", "1025"], 9, ["--context 1025", "1024 positions"]),
         (["--context", "0"], 2, ["--context 0"]),
-        (["--batch", "0"], 2, ["--batch 0", "1 to 8"]),
-        (["--batch", "9"], 9, ["--batch 9", "1 to 8"]),
+        (["--batch", "0"], 2, ["--batch 0", "1 to 16"]),
+        (["--batch", "17"], 9, ["--batch 17", "1 to 16"]),
         (["--gpu", "abacus"], 2, ["abacus", "h200"]),
         (["--dtype", "int3"], 2, ["int3", "bfloat16"]),
         (["--quantize", "int3"], 2, ["int3", "int8, int4"]),
@@ -244,21 +244,22 @@ def test_encoders_have_no_context(tmp_path: Path, invoke: Invoke) -> None:
     refused(invoke("export", source, "-o", tmp_path / "out", "--context", 16), 2, "generates no text")
 
 
-def test_a_killed_export_leaves_nothing_that_looks_whole(tiny: Path, tmp_path: Path) -> None:
-    with Killer() as killer:
-        command = ("export", tiny, "-o", "out", "--quiet")
-        whole = killer.run("export", tiny, "-o", "whole", "--quiet", cwd=tmp_path)
-        assert whole.code == 0, whole.stderr
-        for die_at in (len(whole.events) // 2, len(whole.events) - 5):
-            assert killer.run(*command, cwd=tmp_path, die_at=die_at).code == -9
-            assert not (tmp_path / "out").exists()
-        assert killer.run(*command, cwd=tmp_path).code == 0
-        with Workspace(tmp_path / "other"):
-            second = killer.run("export", tiny, "-o", "other", "--quiet", cwd=tmp_path)
-            assert second.code == 5 and "another blr run is writing it" in second.stderr
-        again = killer.run(*command, cwd=tmp_path)
-        assert again.code == 5 and "not empty" in again.stderr
-        assert killer.run(*command, "--overwrite", cwd=tmp_path).code == 0
+def test_a_killed_export_leaves_nothing_that_looks_whole(
+    tiny: Path, killer: Killer, tmp_path: Path
+) -> None:
+    command = ("export", tiny, "-o", "out", "--quiet")
+    whole = killer.run("export", tiny, "-o", "whole", "--quiet", cwd=tmp_path)
+    assert whole.code == 0, whole.stderr
+    for die_at in (len(whole.events) // 2, len(whole.events) - 5):
+        assert killer.run(*command, cwd=tmp_path, die_at=die_at).code == -9
+        assert not (tmp_path / "out").exists()
+    assert killer.run(*command, cwd=tmp_path).code == 0
+    with Workspace(tmp_path / "other"):
+        second = killer.run("export", tiny, "-o", "other", "--quiet", cwd=tmp_path)
+        assert second.code == 5 and "another blr run is writing it" in second.stderr
+    again = killer.run(*command, cwd=tmp_path)
+    assert again.code == 5 and "not empty" in again.stderr
+    assert killer.run(*command, "--overwrite", cwd=tmp_path).code == 0
     assert read_manifest(tmp_path / "out") == read_manifest(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 

@@ -41,6 +41,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pico("llama", tmp_path_factory.mktemp("untied") / "llama")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "head"), COMBINATIONS)
 @pytest.mark.parametrize("name", ["dense", "blast"])
 def test_tensors_are_those_of_the_quantized_source(
@@ -65,6 +66,7 @@ def test_tensors_are_those_of_the_quantized_source(
     assert json.loads((folder / "config.json").read_bytes())["tie_word_embeddings"] is False
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "head"), COMBINATIONS)
 def test_what_loads_computes_what_is_stored(
     kind: str | None, head: str, sources: dict[str, Path], tmp_path: Path

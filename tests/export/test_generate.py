@@ -60,7 +60,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return super().generate(*args, **kwargs)
 
     def make(model: Any, given: settings.ExportSettings) -> Decoder:
-        return Recorded(model, batch=given.batch, context=given.context, ops="torch")
+        sizes = {"batch": given.batch, "context": given.context}
+        return Recorded(model, **sizes, ops="torch", cache=given.cache)
 
     monkeypatch.setattr(fused, "obstacle", lambda device: None)
     monkeypatch.setattr(fused, "_make_decoder", make)
@@ -79,6 +80,21 @@ def test_tokens_of_the_runtime_are_those_of_transformers(
         model.generate(torch.tensor(PADDED), **batch), source.generate(torch.tensor(PADDED), **batch)
     )
     assert len(calls) == 2
+
+
+def test_keys_and_values_in_int8(
+    sources: dict[str, Path], calls: list[dict[str, Any]], tmp_path: Path, invoke: Invoke
+) -> None:
+    """The runtime keeps them so, by the option or as the checkpoint's own cache does."""
+    folder = export_to(sources["svd"], tmp_path / "out", kv_quantize="int8")
+    assert "keys and values in int8" in (folder / "README.md").read_text("utf-8")
+    model, source = load(folder), load(sources["svd"])
+    ids = torch.tensor([list(range(100, 130))])
+    found, right = (m.generate(ids, **GREEDY) for m in (model, source))
+    assert model._blr_decoder[1].state.kv.data.dtype == torch.int8 and len(calls) == 1
+    assert torch.equal(found[:, :33], right[:, :33])  # rounding may part them later
+    code, _, said = invoke("export", sources["svd"], "-o", tmp_path / "x", "--kv-quantize", "int4")
+    assert code == 2 and "--kv-quantize int4: expected one of int8, none" in said
 
 
 @pytest.fixture

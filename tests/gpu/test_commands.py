@@ -118,7 +118,7 @@ def test_profile_without_a_gpu_is_refused(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "fragment"), [("--context", 5000, "positions"), ("--batch", 9, "1 to 8")]
+    ("option", "value", "fragment"), [("--context", 5000, "positions"), ("--batch", 17, "1 to 16")]
 )
 def test_exports_out_of_range_are_refused(option: str, value: int, fragment: str, work: Path) -> None:
     output = work / f"refused{option}"

@@ -24,6 +24,7 @@ SPECS: list[Spec] = [
     BlastSpec(192, 288, 6, 33),
 ]
 LIMIT = 0.06  # float8 of x and of z: 0.027 each, and 0.03 of BLAST's mix
+FEW = 0.12  # the same of sums of a few terms, which do not average what each is rounded by
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -38,7 +39,9 @@ def test_a_layer_computes_what_its_weights_stand_for(
     bias = torch.randn(spec.out_features).to(dtype)
     layer = float8_layer(spec, {n: f.to(dtype) for n, f in factors.items()}, bias).to(on_cuda)
     prepare_layer(layer)
+    torch.compiler.reset()  # all layers are one function to it, of which it compiles eight
     compiled = torch.compile(layer, dynamic=False, fullgraph=True)
+    limit = LIMIT if spec.in_features > 128 else FEW
     for tokens in (1, 17, 300):
         x = torch.randn(tokens, spec.in_features, device=on_cuda, dtype=dtype)
         x[0] *= 100
@@ -46,7 +49,7 @@ def test_a_layer_computes_what_its_weights_stand_for(
             expected = layer(x.clone().requires_grad_()).detach()
         with torch.no_grad():
             found = [layer(x), compiled(x), layer(x[None])[0]]
-        assert all(relative(y, expected) < LIMIT for y in found), [relative(y, expected) for y in found]
+        assert all(relative(y, expected) < limit for y in found), [relative(y, expected) for y in found]
         assert all(relative(y, expected) > 0 for y in found)  # it is not the dequantized product itself
         zero = torch.zeros_like(x)
         with torch.no_grad():

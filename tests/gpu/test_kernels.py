@@ -32,14 +32,15 @@ from blr.compressor.structures.specs import (
 )
 from blr.compressor.tune import variants_of
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.layout import in_order
+from blr.kernels.common.layout import in_order, with_zeros
 from blr.kernels.common.orders import order_of
+from blr.kernels.common.tables import MOST
 from blr.kernels.lowrank.op import lowrank_group
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterator[Row]], None]
 
-TOKENS = (1, 2, 3, 8, 17, 129, 1000)
+TOKENS = (1, 2, 3, 5, 8, 17, 33, 64, 129, 1000)
 FEW = (1, 3, 8, 17)  # for the interpreter, which is slow
 SPECS: dict[str, list[Spec]] = {
     "svd": [
@@ -47,18 +48,21 @@ SPECS: dict[str, list[Spec]] = {
         LowRankSpec(130, 258, 1),
         LowRankSpec(96, 160, 24),
         LowRankSpec(1024, 768, 256),
+        *(LowRankSpec(264, 192, rank) for rank in (2, 13, 101, 251, 1501)),
     ],
     "monarch": [
         MonarchSpec(60, 36, 3, 5),
         MonarchSpec(192, 288, 6, 11),
         MonarchSpec(144, 216, 9, 2),
         MonarchSpec(1024, 768, 16, 4),
+        MonarchSpec(256, 192, 4, 31),
     ],
     "blast": [
         BlastSpec(60, 36, 3, 10),
         BlastSpec(192, 288, 6, 33),
         BlastSpec(144, 216, 9, 40),
         BlastSpec(1024, 768, 16, 64),
+        *(BlastSpec(256, 192, 4, rank) for rank in (1, 37, 499)),
     ],
     "ks": [
         KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),
@@ -173,8 +177,8 @@ def compare_variants(structure: str, index: int, precision: str, device: str) ->
         runs = {name: partial(run, x, *factors, bias=layer.bias) for name, run in table.items()}
         runs["entry point"] = partial(layer, x)
         for name, run in runs.items():
-            if name == "gemv" and n > 8:
-                continue  # meant for at most 8 tokens
+            if n > MOST.get(name, n):
+                continue
             pair = lambda run=run, expected=expected: (run(), expected)  # noqa: E731
             with poisoned():
                 found = attempt(f"{structure} {precision}", f"{name} {case}", limit_of(precision), pair)
@@ -261,7 +265,8 @@ def test_layouts(structure: str, index: int, on_cuda: str, judge: Judge) -> None
     def rows() -> Iterator[Row]:
         for name in spec.shapes():
             factor, state = layer.get_parameter(name), layer.state_dict()[name]
-            laid = in_order(factor, order_of(spec.structure, name, factor.dim()))
+            whole = with_zeros(factor, layer.wide[0]) if layer.wide else factor
+            laid = in_order(whole, order_of(spec.structure, name, factor.dim()))
             case, strides = f"{spec.describe()} {name}", f"strides {factor.stride()}, {state.stride()}"
             yield row(laid and state.is_contiguous(), f"{structure} layout", case, strides)
             error = relative(state.cpu(), before.get_parameter(name).detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,23 +36,17 @@ Passes.__init__ = narrow
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Limited]:
-    with Limited() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def command(compressed: Path, dense: Path) -> tuple[str, ...]:
     return ("heal", str(compressed), "--teacher", str(dense), *OPTIONS, "-o", "out")
 
 
 @pytest.fixture(scope="module")
 def alone(
-    warm: Limited, command: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    limited: Limited, command: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """What one process says and makes."""
     folder = tmp_path_factory.mktemp("alone")
-    done = warm.run(*command, cwd=folder)
+    done = limited.run(*command, cwd=folder)
     assert done.code == 0, done.err
     return json.loads(done.out), load_file(folder / "out" / "model.safetensors")
 
@@ -65,10 +58,10 @@ def assert_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_two_as_one(warm: Limited, command: tuple[str, ...], alone: tuple, tmp_path: Path) -> None:
+def test_two_as_one(limited: Limited, command: tuple[str, ...], alone: tuple, tmp_path: Path) -> None:
     """Five windows a step: the second process has a pass less, and takes part in the first's."""
     summary, expected = alone
-    done = run_ranks(warm, 2, *command, "--fsdp", cwd=tmp_path, patch=NARROW)
+    done = run_ranks(limited, 2, *command, "--fsdp", cwd=tmp_path, patch=NARROW)
     assert done.code == 0, done.err[-2000:]
     told = json.loads(done.out)
     for name in ("steps", "tokens", "parameters", "best_step"):
@@ -78,14 +71,14 @@ def test_two_as_one(warm: Limited, command: tuple[str, ...], alone: tuple, tmp_p
 
 @pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on(
-    first: int, warm: Limited, command: tuple[str, ...], alone: tuple, tmp_path: Path
+    first: int, limited: Limited, command: tuple[str, ...], alone: tuple, tmp_path: Path
 ) -> None:
     often = (*command, "--save-minutes", "0")
     sharing = {1: (), 2: ("--fsdp",)}
-    killed = run_ranks(warm, first, *often, *sharing[first], cwd=tmp_path, patch=DIE)
+    killed = run_ranks(limited, first, *often, *sharing[first], cwd=tmp_path, patch=DIE)
     assert killed.code == 77, killed.err
     second = 3 - first
-    done = run_ranks(warm, second, *often, *sharing[second], cwd=tmp_path)
+    done = run_ranks(limited, second, *often, *sharing[second], cwd=tmp_path)
     assert done.code == 0, done.err[-2000:]
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [1, 2, 3, 4]
@@ -93,6 +86,6 @@ def test_another_number_of_processes_goes_on(
 
 
 def test_one_process_has_nobody_to_share_with(
-    warm: Limited, command: tuple[str, ...], tmp_path: Path
+    limited: Limited, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    refused(warm.run(*command, "--fsdp", cwd=tmp_path), 2, "start several with --gpus N")
+    refused(limited.run(*command, "--fsdp", cwd=tmp_path), 2, "start several with --gpus N")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from heal_models import QUIET
 from killer import Killer, Outcome
 
@@ -16,13 +14,6 @@ from blr.compressor.export.export import export
 from blr.compressor.export.options import ExportOptions
 
 OPTIONS = ("--quiet", "--window", 16, "--batch", 64, "--own-tokens", 400, "--lr", 0.01, "--steps", 6)
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
 
 
 def heal(

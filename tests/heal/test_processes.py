@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from limited import Limited
 from patience import PATIENCE
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 OPTIONS = (
@@ -30,15 +32,24 @@ LAUNCHERS = {
 }
 
 
-def launch(
-    processes: int, folder: Path, *arguments: object, launcher: str = "torchrun"
-) -> subprocess.CompletedProcess[str]:
-    """`blr` in one process or in two."""
-    start = [sys.executable, *(LAUNCHERS[launcher] if processes > 1 else ()), "-m", "blr.compressor"]
+# Ends the process after its fourth step is saved
+DIE = """
+import os, signal
+from blr.compressor.heal import trainer
+save = trainer.Trainer._save
+def saved(self):
+    save(self)
+    if self.state.step == 4: os.kill(os.getpid(), signal.SIGKILL)
+trainer.Trainer._save = saved
+"""
+
+
+def launch(folder: Path, launcher: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`blr` in two processes of their own."""
     if launcher == "--gpus":
-        arguments = (*arguments, "--gpus", processes)
+        arguments = (*arguments, "--gpus", 2)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [*start, *map(str, arguments)]
+    command = [sys.executable, *LAUNCHERS[launcher], "-m", "blr.compressor", *map(str, arguments)]
     return subprocess.run(
         command,
         cwd=folder,
@@ -51,13 +62,19 @@ def launch(
 
 
 @pytest.fixture(scope="module")
-def alone(compressed: Path, dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def alone(
+    limited: Limited,
+    compressed: Path,
+    dense: Path,
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
     """The command, and what one process makes of it."""
     folder = tmp_path_factory.mktemp("alone")
-    command = ("heal", compressed, "--teacher", dense, "--data", text, *OPTIONS)
-    done = launch(1, folder, *command, "-o", "out")
-    assert done.returncode == 0, done.stderr
-    return command, json.loads(done.stdout), load_file(folder / "out" / "model.safetensors")
+    command = ("heal", str(compressed), "--teacher", str(dense), "--data", str(text), *OPTIONS)
+    done = limited.run(*command, "-o", "out", cwd=folder)
+    assert done.code == 0, done.err
+    return command, json.loads(done.out), load_file(folder / "out" / "model.safetensors")
 
 
 def assert_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -73,7 +90,7 @@ def assert_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 )
 def test_two_as_one(launcher: str, alone: Any, tmp_path: Path) -> None:
     command, summary, expected = alone
-    done = launch(2, tmp_path, *command, "-o", "out", launcher=launcher)
+    done = launch(tmp_path, launcher, *command, "-o", "out")
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)  # by the first process only
     assert told["steps"] == summary["steps"] and told["tokens"] == summary["tokens"]
@@ -86,25 +103,17 @@ def test_a_failure_of_the_first_ends_all(alone: Any, tmp_path: Path) -> None:
     command, *_ = alone
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("")
-    done = launch(2, tmp_path, *command, "-o", "out")
+    done = launch(tmp_path, "torchrun", *command, "-o", "out")
     assert done.returncode != 0 and done.stderr.count("not empty") == 1
 
 
-def test_two_go_on_where_one_stopped(alone: Any, tmp_path: Path) -> None:
+def test_two_go_on_where_one_stopped(alone: Any, limited: Limited, tmp_path: Path) -> None:
     """The number of processes is no setting of a run: each reads the state that was saved last."""
     command, _, expected = alone
-    killed = "import os, signal\nfrom blr.compressor.heal import trainer\n" + (
-        "save = trainer.Trainer._save\n"
-        "def saved(self):\n    save(self)\n"
-        "    if self.state.step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "trainer.Trainer._save = saved\n"
-        "from blr.compressor.cli import main\nmain()\n"
-    )
-    arguments = [*map(str, command), "-o", "out", "--save-minutes", "0"]
-    start = [sys.executable, "-c", killed, *arguments]
-    assert subprocess.run(start, cwd=tmp_path, capture_output=True, check=False).returncode == -9
-    done = launch(2, tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr[-2000:]
+    often = (*command, "-o", "out", "--save-minutes", "0")
+    assert limited.run(*often, cwd=tmp_path, patch=DIE).code == -9
+    done = run_ranks(limited, 2, *often, cwd=tmp_path, patch="")
+    assert done.code == 0, done.err[-2000:]
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [*range(1, 9)]
     assert_close(tmp_path, expected)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from killer import Killer
 from safetensors.torch import load_file
 
 KILLED = -9
 OPTIONS = ("--quiet", "--steps", 6, "--window", 16, "--batch", 64, "--own-tokens", 400, "--lr", 0.01)
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    """A warm process that runs commands in forks."""
-    with Killer() as started:
-        yield started
 
 
 def test_killed_at_any_save_and_resumed(

@@ -78,6 +78,117 @@ def expected(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return out.flatten(1), k, v
 
 
+# query heads a key head, size of a head, slots, position, start, window
+PACKED: dict[str, tuple[int, int, int, int, int, int | None]] = {
+    "mha": (1, 64, 150, 129, 0, None),
+    "two": (2, 128, 140, 127, 3, None),
+    "three": (3, 96, 140, 100, 0, 70),
+    "four": (4, 64, 300, 255, 17, None),
+    "eight": (8, 128, 140, 128, 0, None),
+    "first": (4, 64, 130, 0, 0, None),
+}
+
+
+def packed_inputs(shape: str) -> dict[str, Any]:
+    """Arguments of `decode_attention` on a cache in int8 of two rows, one shorter; what must not be
+    read has a scale that is no number."""
+    group, width, length, here, first, window = PACKED[shape]
+    heads, generator = 2, torch.Generator().manual_seed(group)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    cache, scales = zip(*(reference.pack(random(2, heads, length, width)) for _ in "kv"), strict=True)
+    pos, start = torch.tensor([here, here * 2 // 3]), torch.tensor([first, first // 2])
+    for scale in scales:
+        for row in range(2):
+            scale[row, :, : start[row]] = scale[row, :, pos[row] :] = float("nan")
+    angle = torch.arange(length)[:, None] * random(width // 2).repeat(2)
+    return {
+        "qkv": random(2, heads * (group + 2) * width),
+        **{"k": cache[0], "v": cache[1], "scales": scales, "cos": angle.cos(), "sin": angle.sin()},
+        **{"pos": pos, "start": start, "scale": width**-0.5, "window": window},
+        **({"q_gain": random(width), "k_gain": random(width), "eps": 1e-3} if group == 3 else {}),
+    }
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, with a cache of its own."""
+    own = {name: given[name].clone() for name in ("k", "v")}
+    return {**given, **own, "scales": tuple(scale.clone() for scale in given["scales"])}
+
+
+@pytest.mark.parametrize("shape", PACKED)
+def test_reference_of_int8_equals_float64(shape: str) -> None:
+    """What was there counts as what it stands for, what is new as what it is kept as."""
+    given = packed_inputs(shape)
+    whole = {
+        n: reference.unpack(given[n], s, torch.float32)
+        for n, s in zip("kv", given["scales"], strict=True)
+    }
+    plain = {n: v for n, v in given.items() if n != "scales"}
+    _, keys, values = expected({**plain, **whole})
+    out = reference.decode_attention(**given)
+    rows, heads = torch.arange(2), given["k"].shape[1]
+    for held, scale, new in zip((given["k"], given["v"]), given["scales"], (keys, values), strict=True):
+        kept = reference.unpack(held, scale, torch.float32)[rows, :, given["pos"]]
+        new = new[rows, :, given["pos"]]
+        assert ((kept - new).abs() <= new.abs().amax(-1, keepdim=True) / 253).all()
+    found = {
+        n: reference.unpack(given[n], s, torch.float64)
+        for n, s in zip("kv", given["scales"], strict=True)
+    }
+    truth = whole_attention(given, found["k"], found["v"], heads)
+    assert (out - truth).norm() <= TOLERANCES[torch.float32] * truth.norm()
+
+
+def whole_attention(given: dict[str, Any], k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """In float64 over a cache that has the new token already."""
+    width, rows = k.shape[3], []
+    for row in range(2):
+        here, first = int(given["pos"][row]), int(given["start"][row])
+        low = first if given["window"] is None else max(first, here - given["window"] + 1)
+        queries = given["qkv"][row].double().view(-1, width)[: -2 * heads]
+        tables = (given["cos"].double(), given["sin"].double(), here - first)
+        gain = given["q_gain"].double() if "q_gain" in given else None
+        for n, query in enumerate(queries):
+            own = n * heads // len(queries)
+            query = turn(query, gain, given.get("eps", 0.0), *tables)
+            scores = k[row, own, low : here + 1] @ query * given["scale"]
+            rows.append(scores.softmax(0) @ v[row, own, low : here + 1])
+    return torch.stack(rows).view(2, -1)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("splits", [None, 1])
+@pytest.mark.parametrize("exact", [True, False], ids=["float32", "dot"])
+@pytest.mark.parametrize("shape", PACKED)
+def test_streamed_int8_equals_the_reference(shape: str, exact: bool, splits: int | None) -> None:
+    given = packed_inputs(shape)
+    own = copied(given)
+    wanted = reference.decode_attention(**given)
+    found, counter = run_kernel(own, splits, exact=exact)
+    tolerance = TOLERANCES[torch.float32 if exact or PACKED[shape][0] == 1 else torch.float16]
+    assert (found - wanted).norm() <= tolerance * wanted.norm()
+    assert int(counter.abs().sum()) == 0
+    for name, ours, right in zip("kv", own["scales"], given["scales"], strict=True):
+        assert torch.allclose(ours, right, rtol=1e-6, equal_nan=True)
+        assert int((own[name].int() - given[name].int()).abs().max()) <= 1  # ties
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_streamed_kernel_equals_float64(shape: str, dtype: torch.dtype) -> None:
+    given = inputs(shape, shape in ("mha", "gqa-ragged"), dtype)
+    truth = expected(given)
+    found, counter = run_kernel(given, None, streamed=True)
+    check(found, given, truth)
+    assert int(counter.abs().sum()) == 0
+
+
 def turn(x: Tensor, gain: Tensor | None, eps: float, cos: Tensor, sin: Tensor, position: int) -> Tensor:
     """One head [D] normalized and rotated, from the definition: pairs as complex numbers."""
     if gain is not None:
@@ -106,6 +217,7 @@ def test_reference_equals_float64(shape: str, norm: bool) -> None:
     check(reference.decode_attention(**given), given, truth)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize("splits", [None, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -139,6 +251,31 @@ def run_kernel(given: dict[str, Any], splits: int | None, **config: Any) -> tupl
     return launch.decode_attention(**given, **options), workspace["counter"]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("count", [3, 7, 16])
+@pytest.mark.parametrize("shape", ["window", "last-splits-only", "borders"])
+def test_what_a_row_sees_is_shared_out_evenly(
+    shape: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of splits; rows that see little leave the most of them without work."""
+    monkeypatch.setattr(launch, "even_count", lambda *_: count)
+    given = inputs(shape, False, torch.float32)
+    truth = expected(given)
+    found, counter = run_kernel(given, None, BN=16)
+    check(found, given, truth)
+    assert int(counter.abs().sum()) == 0
+
+
+def test_even_splits_fill_a_large_gpu() -> None:
+    assert launch.even_count(8, 65536, launch.PROGRAMS) == 32
+    assert launch.even_count(8, 65536, launch.STREAMING) == 49
+    assert launch.even_count(32, 65536, launch.STREAMING) == 12
+    assert launch.even_count(8, 128, launch.PROGRAMS) == 128 // launch.MIN_CHUNK
+    assert launch.even_count(1, 1 << 17, launch.STREAMING) == launch.MAX_SPLITS
+    assert launch.even_count(1000, 1 << 17, launch.STREAMING) == 1
+
+
 def test_splits_fill_a_large_gpu_but_are_never_short() -> None:
     for programs in (1, 8, 32, 256, 1024):
         for bucket in (128, 1024, 131072):
@@ -158,6 +295,7 @@ SIGNATURE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize(
     ("group", "width", "capability"), [(1, 128, 80), (4, 64, 80), (4, 128, 90), (8, 128, 90)]
@@ -177,3 +315,19 @@ def test_registers_hold_everything(group: int, width: int, capability: int) -> N
         num_warps=warps,
     )
     assert made["spills"] == 0
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def test_int8_streams_through_shared_memory() -> None:
+    """Keys, values and scales are copied ahead of products on the tensor cores; nothing spills."""
+    tile = launch.stream_shape(4, 128, True)
+    warps = tile.pop("num_warps")
+    constants = {"G": 4, "DP": 128, "SPLITS": 32, "NORM": False, "WINDOW": False, **tile}
+    constants |= {"INT8": True, "HALF": False, "PDL": True}
+    strides = dict.fromkeys(("scale_row", "scale_head"), "i32")
+    signature = {**SIGNATURE, "k": "*i8", "v": "*i8", "k_scale": "*fp32", "v_scale": "*fp32", **strides}
+    kernel = ("blr.kernels.attention.streamed", "streamed_kernel")
+    made = compile_for(*kernel, signature, constants, 90, num_warps=warps)
+    assert made["spills"] == 0
+    ptx = made["asm"]["ptx"]
+    assert ptx.count("cp.async.c") >= 3 * 8 and "mma.sync" in ptx

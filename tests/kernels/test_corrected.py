@@ -91,6 +91,7 @@ def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, int])
     assert float((s.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16] / 10
 
 
+@pytest.mark.sampled(4)
 @TOKENS
 @pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
@@ -154,3 +155,21 @@ def test_a_plain_first_stage_is_refused() -> None:
     s = quantized(x, 12, (3, 128), correction=Correction(first, narrow(12, 5)))
     with pytest.raises(ValueError, match="plain first stage"):
         launch([s], torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("correct", [False, True], ids=["", "corrected"])
+def test_pairs_as_rows_of_one_launch(correct: bool) -> None:
+    """Gate and up in int4, four bytes an instruction, and their product by a launch of its own."""
+    from blr.kernels.quantized import either
+
+    torch.manual_seed(0)
+    width = 200 if correct else either.LONG
+    x, options = torch.randn(1, width), {"gain": torch.rand(width), "eps": 1e-5}
+    if correct:
+        gate, up = (corrected(1, 9, 5, width, (2, 128), x) for _ in range(2))
+    else:
+        gate, up = (quantized(x, 9, (4, 128)) for _ in range(2))
+        gate, up = (replace(s, scale=s.scale.half()) for s in (gate, up))
+    expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
+    either.pair(gate, up, activation="silu", **options)()
+    assert float((up.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16]

@@ -8,6 +8,7 @@ checked by scripts/bench/fp8.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 from blr.kernels.blast.reference import blast_linear
+from blr.kernels.common import launching
 from blr.kernels.common.available import has_triton
 from blr.kernels.fp8 import launch, op
 from blr.kernels.fp8.launch import Tile
@@ -33,8 +35,11 @@ from blr.kernels.fp8.layers import LAYERS, dense
 from blr.kernels.fp8.reference import (
     E4M3,
     MAKES,
+    Factors,
     Scales,
     dequantize_fp8,
+    even,
+    even_ranks,
     layer,
     product,
     quantize_fp8,
@@ -72,8 +77,11 @@ def inputs(n: int, i: int) -> Tensor:
 def test_rows_are_those_of_plain_torch(make: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, other, gain = inputs(7, 100).to(dtype), torch.randn(7, 100).to(dtype), torch.rand(100).to(dtype)
-    found = launch.quantize_rows(x, make, other, gain, 1e-5)
-    right = quantize_rows(x, make, other, gain, 1e-5)
+    other = other[1] if make == "layer" else other
+    kept, expected = torch.full_like(x, torch.nan), torch.empty_like(x)
+    found = launch.quantize_rows(x, make, other, gain, 1e-5, kept)
+    right = quantize_rows(x, make, other, gain, 1e-5, expected)
+    assert torch.allclose(kept.float(), expected.float(), rtol=2e-2, atol=1e-6)
     for name in ("scale", "norm", "unit_norm"):
         assert torch.allclose(getattr(found, name), getattr(right, name), rtol=2e-2), name
     back, expected = (r.q.float() * r.scale[:, None] for r in (found, right))
@@ -99,6 +107,7 @@ def test_products_scale_add_a_bias_and_permute(batch: int, M: int, N: int, K: in
         assert relative(room.permute(2, 1, 0, 3).flatten(2), expected) < 1e-5
 
 
+@pytest.mark.sampled(4)
 @needs_triton
 @pytest.mark.parametrize("store", [0, 1, 2])
 @pytest.mark.parametrize("programs", [0, 1])
@@ -125,20 +134,20 @@ def test_products_through_the_copy_engine(
 
 
 @needs_triton
-def test_the_fused_mix_is_the_product_and_the_mix() -> None:
+@pytest.mark.parametrize("blocks", [1, 3, 16])
+def test_the_mix_is_of_all_blocks(blocks: int) -> None:
     torch.manual_seed(0)
-    for blocks, n, rank, p in ((4, 20, 40, 48), (2, 16, 16, 64), (1, 5, 20, 32)):
-        x, V = torch.randn(n, blocks * p).to(E4M3), torch.randn(blocks, rank, p).to(E4M3)
-        by_row, by_col = torch.rand(n), torch.rand(blocks, rank)
-        s = torch.rand(blocks, blocks, rank)
-        parts = x.view(n, blocks, p).transpose(0, 1)
-        z = product(parts, V, by_row, by_col, torch.float32)
-        expected = torch.einsum("klr,lnr->knr", s, z)
-        room = torch.full((blocks, n, rank), torch.nan)
-        assert relative(launch.mixed(x, V, by_row, by_col, s, room, SMALL), expected) < 1e-5
-        if blocks > 1:
-            room.fill_(torch.nan)
-            assert relative(launch.mix(z, s, room), expected) < 1e-5
+    z, s = torch.randn(blocks, 21, 40), torch.rand(blocks, blocks, 40)
+    expected = torch.einsum("klr,lnr->knr", s, z)
+    assert relative(launch.mix(z, s, torch.full_like(z, torch.nan)), expected) < 1e-5
+
+
+def test_tiles_fill_the_gpu() -> None:
+    for sizes in ((512, 1024, 4096, 1), (512, 896, 1024, 4), (512, 256, 1024, 16)):
+        M, N, _, batch = sizes
+        tile = launch.tile_for(*sizes)
+        assert -(-M // tile.BM) * -(-N // tile.BN) * batch >= 100
+    assert launch.tile_for(8192, 4096, 1024).BN == 256 and launch.tile_for(33, 1024, 4096).BM == 64
 
 
 def made(structure: str, b: int, p: int, q: int, r: int) -> tuple[list[Tensor], Scales, list[Tensor]]:
@@ -174,6 +183,53 @@ def test_layers_lose_what_float8_loses(structure: str, sizes: tuple[int, int, in
         found = LAYERS[structure](rows, *weights, scales, torch.float32, None, tiles)
         missed = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-30)
         assert float(missed.median()) < 0.15 and torch.equal(found[4], torch.zeros_like(found[4]))
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "monarch", "blast"])
+def test_ranks_of_zeros_change_nothing(structure: str) -> None:
+    torch.manual_seed(0)
+    for b, p, q, r in ((3, 10, 7, 15), (4, 16, 12, 52), (2, 8, 8, 32)):
+        b = 1 if structure == "lowrank" else b
+        r = r // b * b
+        (U, us, _), (V, vs, _) = weight(b, q, r), weight(b, r, p)
+        S = torch.randn(b, b, r) if structure == "blast" else None
+        rows, ys = quantize_rows(inputs(5, b * p)), []
+        plain = Factors(U, V, us, vs, S)
+        for f in (plain, even_ranks(structure, plain)):
+            scales = [t for t in scales_of(f.U_scale, f.V, f.V_scale, f.S) if t is not None]
+            ys.append(layer(structure, rows, [f.U, f.V], scales, torch.float32))
+        assert relative(ys[1], ys[0]) < 1e-5
+    assert [even(rank) for rank in (1, 5, 13, 15, 29, 64, 1593)] == [1, 6, 16, 16, 32, 64, 1600]
+
+
+def test_launches_after_the_first_call_what_was_compiled() -> None:
+    class Kernel:
+        arg_names = ("x", "n", "WIDE")
+
+        def __init__(self) -> None:
+            self.compiled: list[str] = []
+            self.run: list[object] = []
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def call(x: Tensor, n: int, *, WIDE: int, num_warps: int) -> object:
+                self.compiled.append(f"{x.dtype} {n} {WIDE} {num_warps}")
+                return self
+
+            def again(*given: object) -> None:
+                self.run.append((grid, *given[1:]))
+
+            return again if len(grid) == 3 else call
+
+    kernel, x = Kernel(), torch.zeros(64)
+    cases = ((x, 3, 4), (x, 5, 4), (x, 16, 4), (x, 3, 8), (x.half(), 3, 4))
+    for given, n, warps in cases:
+        launching.launch(kernel, (7,), (given, n), {"WIDE": 8}, num_warps=warps)
+    assert len(kernel.compiled) == 4 and kernel.run == [((7, 1, 1), 5, 8)]
+    bound, again = Kernel(), [(x, 3), (x, 3)]
+    run = launching.Bound(bound, (7,), {"WIDE": 8}, num_warps=4)
+    for arguments in again:
+        run(*arguments)
+    assert len(bound.compiled) == 1 and bound.run == [((7, 1, 1), 3, 8)]
 
 
 @needs_triton
@@ -225,9 +281,9 @@ def block(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, list[int]]:
     torch.manual_seed(0)
     count, run = [0], op._run_rows
 
-    def counted(x: Tensor) -> tuple[Tensor, ...]:
+    def counted(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         count[0] += 1
-        return run(x)
+        return run(x, *rest)
 
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     monkeypatch.setattr(op, "_run_rows", counted)
@@ -293,7 +349,7 @@ def test_the_hopper_product_has_wide_instructions_and_no_spills(store: int, flat
     signature = {"a": tile.format(128), "b": tile.format(256), "to": to, "bias": "*bf16", "c": "*bf16"}
     signature |= {"by_row": "*fp32", "by_col": "*fp32"} | dict.fromkeys(names.split(), "i32")
     constants = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "EXACT": None, "BIAS": False, "RUN": 16}
-    constants |= {"STORE": store, "FLATTEN": flatten, "STAGES": 3}
+    constants |= {"STORE": store, "FLATTEN": flatten, "STAGES": 3, "PDL": flatten}
     made = compile_for(
         "blr.kernels.fp8.triton", "product_tma_kernel", signature, constants, 90, num_warps=8
     )

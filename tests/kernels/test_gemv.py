@@ -75,6 +75,7 @@ def grouped(*arguments: Any, **options: Any) -> None:
     grouped(*arguments, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ SIGNATURE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mix", "tokens"), [(0, 1), (0, 8), (4, 2), (16, 1)])
 def test_registers_hold_grouped_stages(mix: int, tokens: int) -> None:
     """The sizes of models in use compile without spilling to memory."""

@@ -83,6 +83,7 @@ def assert_near(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCES[dtype], f"relative error {error:.1e}"
 
 
+@pytest.mark.sampled(3)
 @dtypes
 @pytest.mark.parametrize("batch_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize(("arm", "pattern", "n"), CASES, ids=str)
@@ -178,6 +179,7 @@ def test_any_strides_of_input_and_weight(arm: str) -> None:
     assert_near(got, expected, torch.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("intermediate", ["batch_first", "batch_last"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chain", CHAINS)

@@ -130,6 +130,7 @@ def recorded(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
     return calls
 
 
+@pytest.mark.sampled(3)
 @each_structure
 @pytest.mark.parametrize("train", [True, False], ids=["train", "inference"])
 def test_compiles_to_one_graph_for_every_batch(spec: Spec, train: bool) -> None:

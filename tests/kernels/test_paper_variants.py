@@ -62,6 +62,7 @@ def check(found: Tensor, reference: Callable[..., Tensor], tensors: dict[str, Te
         assert float(error) < TOLERANCES[found.dtype]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", [fused_mix, transposed])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -73,6 +74,7 @@ def test_blast_for_every_number_of_tokens(
         check(variant(**tensors), blast_linear, tensors)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_monarch_for_every_number_of_tokens(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

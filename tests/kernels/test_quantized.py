@@ -134,6 +134,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
     return float((found.double() - expected).norm() / expected.norm()) < TOLERANCES[dtype]
 
 
+@pytest.mark.sampled(4)
 @needs_triton
 @BITS
 @DTYPES
@@ -175,6 +176,7 @@ def _mixing(
     return x, packed, scale, bits, K, s
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @BITS
 @DTYPES
@@ -322,6 +324,7 @@ def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int
     assert not made[1].y.isnan().any()
 
 
+@pytest.mark.sampled(4)
 @needs_triton
 @BITS
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -85,7 +85,7 @@ def test_few_bits_do_not_spill_either(bits: int, kind: str) -> None:
     assert made["spills"] <= 64 and "ld.global.v4.b32" in made["asm"]["ptx"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @needs_triton
 @BITS
 @pytest.mark.parametrize("kind", ["one", "one-normed", "wide", "narrow"])

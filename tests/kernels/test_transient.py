@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import dispatch as dispatching
-from blr.kernels.common import transient
+from blr.kernels.common import transient, tuned
 from blr.kernels.common.dispatch import dispatch, forget
 from blr.kernels.common.tables import Shape
 from blr.kernels.monarch.reference import monarch_linear
@@ -45,6 +45,28 @@ def test_chunks_of_products(
     assert seen[0] == 23 and max(seen[1:]) == 5 and sum(seen[1:]) == 23
     error = (found["0.0001"] - found["off"]).norm() / found["off"].norm()
     assert error <= TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "mib"), [(4096, 64, None), (8192, 64, 12), (30000, 64, 12), (30000, 32, None)]
+)
+def test_a_table_bounds_what_it_was_measured_for(
+    tokens: int, width: int, mib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's rules, here of a CPU that counts as one; the variable has the last word."""
+    rule = {"structure": "forward", "features": [48, 128], "n": [8192, 16384], "variant": "bounded"}
+    monkeypatch.setattr(tuned, "_READERS", [lambda gpu: [{**rule, "config": {"mib": 12}}]])
+    monkeypatch.setattr(transient, "UNBOUNDED", ("cpu",))
+    monkeypatch.delenv(transient.VARIABLE, raising=False)
+    forget()
+    x = torch.empty(1, 1).expand(tokens, width)
+    assert transient.bound_for(x) == (None if mib is None else mib << 20)
+    monkeypatch.setenv(transient.VARIABLE, "5")
+    assert transient.bound_for(x) == 5 << 20
+    monkeypatch.setenv(transient.VARIABLE, "off")
+    assert transient.bound_for(x) is None
+    monkeypatch.undo()
+    forget()
 
 
 def test_chunks_are_even_and_whole() -> None:

@@ -7,6 +7,7 @@ meaningless).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ CASES = [
     (18, 2, 3, 3, 5),
 ]
 FEW = 16  # tokens that decoding kernels take
+SOME = range(1, 65)  # that narrow products take
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +62,28 @@ def check(run: Callable[..., Tensor], reference: Callable[..., Tensor], *tensors
     assert (found - wide).norm() <= TOLERANCES[found.dtype] * wide.norm()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks, p, q, r, tokens", CASES)
 def test_blast(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.dtype) -> None:
-    """Decoding and prefill, whole and in chunks, both kinds of mix, columns of x two apart."""
+    """Decoding and prefill, both kinds of mix, columns of x two apart."""
     torch.manual_seed(tokens)
     x = random(tokens, 2 * blocks * p, dtype=dtype)[:, ::2]
     factors = [random(*shape, dtype=dtype) for shape in ((blocks, q, r), (blocks, blocks, r))]
     factors.append(random(blocks, r, p, dtype=dtype).transpose(1, 2))
     bias = random(blocks * q, dtype=dtype)
     check(blast.bmm_mix, blast.reference, x, *factors, bias)
-    check(lambda *t: blast.bmm_mix(*t, chunk=5, cores="tensor"), blast.reference, x, *factors, None)
+    check(blast.bmm, blast.reference, x, *factors, bias)
+    if tokens in SOME:
+        check(blast.narrow, blast.reference, x, *factors, bias)
+    check(partial(blast.bmm_mix, cores="tensor"), blast.reference, x, *factors, None)
     if blocks <= 4:
         check(blast.materialize, blast.reference, x, *factors, bias)
     if tokens <= FEW:
         check(blast.gemv, blast.reference, x, *factors, bias)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks, p, q, r, tokens", CASES)
 def test_monarch(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.dtype) -> None:
@@ -86,6 +93,8 @@ def test_monarch(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.
     factors, bias = (random(blocks, q, blocks * r, dtype=dtype), V), random(blocks * q, dtype=dtype)
     check(monarch.permuted_store, monarch.reference, x, *factors, bias)
     check(monarch.bmm, monarch.reference, x, *factors, bias)
+    if tokens in SOME:
+        check(monarch.narrow, monarch.reference, x, *factors, bias)
     if blocks <= 4:
         check(monarch.materialize, monarch.reference, x, *factors, bias)
     if tokens <= FEW:
@@ -100,8 +109,28 @@ def test_lowrank(i: int, o: int, r: int, tokens: int, dtype: torch.dtype) -> Non
     x = random(tokens, 2 * i, dtype=dtype)[:, ::2]
     factors, bias = (random(o, r, dtype=dtype), random(r, i, dtype=dtype).t()), random(o, dtype=dtype)
     check(lowrank.gemm, lowrank.reference, x, *factors, bias)
+    if tokens in SOME:
+        check(lowrank.narrow, lowrank.reference, x, *factors, bias)
     if tokens <= FEW:
         check(lowrank.gemv, lowrank.reference, x, *factors, bias)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"first": {"SPLIT": 4, "BK": 16}, "add": "second"},
+        {"first": {"SPLIT": 3, "BK": 16}, "add": "between", "second": {"BK": 16}},
+        {"first": {"STAGES": 1, "BK": 16, "BR": 16}, "second": {"STAGES": 1, "BK": 16, "BR": 64}},
+    ],
+)
+@pytest.mark.parametrize("tokens", [2, 16, 33, 64])
+def test_parts_of_columns_are_added_in_their_order(tokens: int, config: dict[str, Any]) -> None:
+    """Twice the same bits, whichever stage adds them, and tiles that end within a part."""
+    torch.manual_seed(tokens)
+    x, U, V = random(tokens, 150, dtype=torch.float32), torch.randn(37, 19), torch.randn(19, 150).t()
+    run = partial(lowrank.narrow, **config)
+    check(run, lowrank.reference, x, U, V, torch.randn(37))
+    assert torch.equal(run(x, U, V), run(x, U, V))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,6 +187,26 @@ def test_product_compiles_to_matrix_instructions(capability: int) -> None:
     assert made["shared"] <= (227 if capability >= 90 else 163) * 1024 // 2
     assert ("wgmma" in made["asm"]["ptx"]) == (capability >= 90)
     assert "st.global.v4" in made["asm"]["ptx"], "permuted columns are stored 16 bytes at a time"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("parts", [1, 4], ids=["whole", "parts"])
+def test_narrow_products_compile_to_copies_ahead(parts: int) -> None:
+    """Weights and tokens go to shared memory by asynchronous copies of 16 bytes; 64 rows by wgmma."""
+    scalars = ["x_tokens", "y_tokens", "rows", "K", "x_block", "x_part", "w_block", "w_row"]
+    scalars += ["y_row", "y_part", "part", "blocks", "x_col" if parts > 1 else "x_token"]
+    constants: dict[str, Any] = {"BK": 64 if parts > 1 else 128, "BR": 64, "N": 16, "STAGES": 4}
+    constants |= {"SPLIT": 1 if parts > 1 else 4, "PARTS": parts, "BIAS": True, "PDL": True}
+    constants |= {"PRECISION": "ieee", "y_token": 1, "x_token" if parts > 1 else "x_col": 1}
+    signature = dict.fromkeys(("w", "bias", "y"), HALF) | dict.fromkeys(scalars, "i32")
+    signature |= {"x": "*fp32" if parts > 1 else HALF} | dict.fromkeys(constants, "constexpr")
+    pointers = ("x", "w", "bias", "y")
+    made = compile_for(
+        "blr.kernels.narrow.triton", "product_kernel", signature, constants, 90,
+        divisible=(*pointers, *scalars), num_warps=4,
+    )  # fmt: skip
+    assert made["spills"] == 0 and made["shared"] <= 227 * 1024 // 2
+    assert "wgmma" in made["asm"]["ptx"] and "cp.async.cg" in made["asm"]["ptx"]
 
 
 @pytest.mark.parametrize("kernel", ["mix_fma_kernel", "mix_dot_kernel"])

@@ -114,6 +114,42 @@ def test_padding(name: str, padding: str, implementation: str, bound: Bound) -> 
     assert_close(*both(model, inputs, bound, "0.006"))
 
 
+@pytest.mark.parametrize("kind", ["packed", "biased", "by head"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_unusual_masks(name: str, kind: str, bound: Bound, consumed: Counter[str]) -> None:
+    """Of four dimensions: documents side by side in a row, a bias of scores, another for every head."""
+    model, heads = structured_model(name), 4
+    torch.manual_seed(2)
+    document = torch.arange(23) // 9
+    seen = document[:, None] == document
+    if name == "llama":
+        seen = seen.tril()
+    mask: Tensor = seen[None, None].expand(3, 1, 23, 23)
+    if kind != "packed":
+        bias = torch.randn(3, 1 if kind == "biased" else heads, 23, 23)
+        mask = bias.masked_fill(~mask, torch.finfo(torch.float32).min)
+    inputs = {"input_ids": torch.randint(2, 128, (3, 23)), "attention_mask": mask}
+    assert_close(*both(model, inputs, bound, "0.006"))
+    assert consumed["scaled_dot_product_attention"] >= 2
+
+
+@torch.no_grad()
+def test_activations_write_over_products_that_nobody_else_reads(bound: Bound) -> None:
+    """A product that is read again later is still what it was; half the copies, twice the tokens."""
+    layer, x, y = layer_output(bound)
+    expected = layer.product(x, layer.bias)
+    hidden = functional.gelu(y)
+    assert hidden.node.overwrites({}) and not hidden.node.overwrites({"o": (0, 4)})
+    assert torch.equal(torch.cat([hidden]), functional.gelu(expected))
+    assert torch.equal(torch.cat([y]), expected)
+    gated = functional.silu(layer(x)) * y
+    assert gated.node.overwrites({}) and not (y * y).node.overwrites({})
+    again = y + 1
+    assert not hidden.node.overwrites({})  # two read it now
+    assert torch.allclose(torch.cat([gated]), functional.silu(expected) * expected)
+    assert torch.equal(torch.cat([again]), expected + 1)
+
+
 @pytest.mark.parametrize("groups", ["whole", "grouped", "heads"])
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
 @pytest.mark.parametrize("width", [32, 64, 96, 128])

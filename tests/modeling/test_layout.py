@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.compress import Settings, compress
 from blr.compressor.modeling import modeling_blr
+from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import (
     StructuredLinear,
     prepare_layers,
@@ -204,3 +205,45 @@ def test_loading_ends_with_the_layout(
     loaded = AutoModelForCausalLM.from_pretrained(outputs["svd"], output_loading_info=info)
     assert prepared == [loaded[0] if info else loaded]
     assert not any(p.is_meta for p in prepared[0].parameters())
+
+
+RANKS = (1, 2, 7, 8, 13, 31, 64, 101, 251, 499, 997, 1499, 1501)
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["canonical", "kernel"])
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("blocks", [0, 3], ids=["svd", "blast"])
+def test_ranks_have_zeros_behind_them(blocks: int, rank: int, exported: bool) -> None:
+    """Kernels see multiples of 16; values, shapes, saved tensors and gradients are as without."""
+    spec = BlastSpec(12, 9, blocks, rank) if blocks else LowRankSpec(12, 10, rank)
+    layer, x = layer_of(spec), torch.randn(5, spec.in_features)
+    if exported:
+        to_kernel_layout(layer)
+    before, expected = copy.deepcopy(layer.state_dict()), layer(x)
+    prepared = layer.relayout_().widen_()
+    where = [factor.data_ptr() for factor in prepared.ordered()]
+    assert [f.data_ptr() for f in prepared.relayout_().widen_().ordered()] == where
+    with torch.no_grad():
+        for factor, whole in zip(layer.ordered(), layer.factors_for(x), strict=True):
+            assert whole.shape[-1] == -(-rank // 16) * 16 and torch.equal(whole[..., :rank], factor)
+            assert not whole[..., rank:].any()
+        torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), expected)
+    for name, tensor in layer.state_dict().items():
+        assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert torch.equal(tensor, before[name])
+    layer.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
+    torch.testing.assert_close(layer.state_dict(), {name: 2 * t for name, t in before.items()})
+    with torch.no_grad():
+        assert all(not f[..., rank:].any() for f in layer.factors_for(x))
+
+
+def test_factors_that_were_put_elsewhere_have_no_zeros_behind_them() -> None:
+    layer = layer_of(LowRankSpec(12, 10, 3)).widen_()
+    x = torch.randn(5, 12)
+    layer.V.data = torch.full((4, 12), float("nan")).mul_(1)[:3].T
+    layer.V.data.zero_()
+    with torch.no_grad():
+        assert [f.shape[-1] for f in layer.factors_for(x)] == [3, 3]
+        assert torch.equal(layer(x), layer.bias.expand(5, -1))
+    assert copy.deepcopy(layer_of(LowRankSpec(12, 10, 3)).widen_()).factors_for(x)[0].shape == (10, 3)

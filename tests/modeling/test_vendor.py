@@ -237,9 +237,11 @@ def test_a_token_in_one_kernel_travels_where_the_table_asks_for_it(
 ) -> None:
     rule = {"structure": "token", "variant": "persistent"}
     vendor._bundled.cache_clear()
+    vendor._module.cache_clear()
     monkeypatch.setattr(vendor, "read_table", lambda path: [rule])
     files = vendored_files(EVERYTHING)
     vendor._bundled.cache_clear()
+    vendor._module.cache_clear()
     assert len(files) == 6
     assert "token_kernel" in bound_names(ast.parse(files["kernels_blr.py"]).body)
     assert "PersistentToken" in bound_names(ast.parse(files["runtime_blr.py"]).body)

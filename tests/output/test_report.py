@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 import xml.etree.ElementTree as ElementTree
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from blr.compressor.recipe.schema import make_recipe
 
 pytestmark = pytest.mark.fast
 
+ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 FACTS: dict[str, Any] = {
     "name": "tiny <&> llama",
@@ -114,3 +117,21 @@ def test_the_report_of_an_earlier_version_is_drawn_again() -> None:
     assert "bits" not in data["totals"]
     page = report_html(data)
     assert "–" in page and data["layers"][0]["module"] in page
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_their_figures() -> None:
+    """And every figure stands in the tables that say how it was measured."""
+    spec = spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
+    figures = module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    tables = "".join(
+        (ROOT / name).read_text("utf-8") for name in ("scripts/LOG.md", "recipes/README.md")
+    )
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for path in (ROOT / "scripts" / "figures").glob("*.json"):
+        figure = json.loads(path.read_text("utf-8"))
+        assert path.with_suffix(".svg").read_text("utf-8") == figures.drawn(figure)
+        assert f"(scripts/figures/{path.stem}.svg)" in readme
+        for group in figure["groups"]:
+            values = [group["dense"], *group["values"].values()]
+            assert [v for v in values if not re.search(rf"\b{v:g}0?\b", tables)] == []

@@ -1,19 +1,11 @@
-"""A warm process that runs commands in forks, a pico decoder of characters, and a text for it."""
+"""A pico decoder of characters, and a text for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from heal_models import save_dense, write_text
-from limited import Limited
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Limited]:
-    with Limited() as started:
-        yield started
 
 
 @pytest.fixture(scope="session")

@@ -79,31 +79,31 @@ def _state(pid: str) -> str:
     ids=["a member dies", "Ctrl-C", "the first dies"],
 )
 def test_an_end_is_the_end_of_all(
-    then: str, code: int, said: str, warm: Limited, dense: Path, tmp_path: Path
+    then: str, code: int, said: str, limited: Limited, dense: Path, tmp_path: Path
 ) -> None:
     patch = THEN.replace("DO", then)
-    ended = warm.run(*command(dense, "--gpus", "2"), cwd=tmp_path, patch=patch)
+    ended = limited.run(*command(dense, "--gpus", "2"), cwd=tmp_path, patch=patch)
     assert (ended.code, ended.out) == (code, ""), ended.err
     assert said in ended.err and ended.err.count("\n") == bool(said)
     if said:
         assert "resume with: blr compress" in ended.err
     assert_gone(tmp_path)
-    alone = warm.run(*command(dense), cwd=tmp_path)  # resumes
+    alone = limited.run(*command(dense), cwd=tmp_path)  # resumes
     assert alone.code == 0, alone.err
 
 
-def test_two_as_one_and_their_errors(warm: Limited, dense: Path, tmp_path: Path) -> None:
+def test_two_as_one_and_their_errors(limited: Limited, dense: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAILING)
-    spoilt = warm.run(*command(dense, "--gpus", "2"), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    spoilt = limited.run(*command(dense, "--gpus", "2"), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     refused(spoilt, 7, "spoilt")
     assert spoilt.out == "" and spoilt.err.count("\n") == 1
-    done = warm.run(*command(dense, "--gpus", "2"), cwd=tmp_path)
+    done = limited.run(*command(dense, "--gpus", "2"), cwd=tmp_path)
     assert done.code == 0 and done.out.count("output:") == 1 and done.err == "", done.err
-    assert warm.run(*command(dense)[:-1], "alone", cwd=tmp_path).code == 0
+    assert limited.run(*command(dense)[:-1], "alone", cwd=tmp_path).code == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "alone")
 
 
-def test_under_a_launcher_it_is_refused(warm: Limited, dense: Path, tmp_path: Path) -> None:
+def test_under_a_launcher_it_is_refused(limited: Limited, dense: Path, tmp_path: Path) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": "0"}
-    ended = warm.run(*command(dense, "--gpus", "2"), cwd=tmp_path, env=environment)
+    ended = limited.run(*command(dense, "--gpus", "2"), cwd=tmp_path, env=environment)
     refused(ended, 2, "leave it out under a launcher")

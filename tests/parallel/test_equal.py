@@ -9,7 +9,7 @@ import pytest
 from limited import Limited
 from ranks import SMALL, run_ranks, weights
 
-CALIBRATED = ("--samples", "37", "--seq-len", "16", "--refit", "1")  # five batches
+CALIBRATED = ("--samples", "37", "--seq-len", "16", "--finish", "1", "--refit", "1")  # five batches
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "data-free": ("--method", "svd"),
     "svd": ("--method", "svd", "--calibration", "TEXT", *CALIBRATED),
@@ -52,8 +52,8 @@ Work.missing = dying_between
 class Compressed:
     """What one process makes of a command, made when first asked for."""
 
-    def __init__(self, warm: Limited, dense: Path, text: Path, folder: Path) -> None:
-        self.warm, self.dense, self.text, self.folder = warm, dense, text, folder
+    def __init__(self, limited: Limited, dense: Path, text: Path, folder: Path) -> None:
+        self.limited, self.dense, self.text, self.folder = limited, dense, text, folder
 
     def command(self, name: str) -> list[Any]:
         given = [self.text if part == "TEXT" else part for part in COMMANDS[name]]
@@ -63,22 +63,22 @@ class Compressed:
         cwd = self.folder / name
         if not cwd.exists():
             cwd.mkdir()
-            done = run_ranks(self.warm, 1, *self.command(name), cwd=cwd)
+            done = run_ranks(self.limited, 1, *self.command(name), cwd=cwd)
             assert done.code == 0, done.err
         return weights(cwd / "out")
 
 
 @pytest.fixture(scope="module")
 def alone(
-    warm: Limited, dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+    limited: Limited, dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Compressed:
-    return Compressed(warm, dense, text, tmp_path_factory.mktemp("alone"))
+    return Compressed(limited, dense, text, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", [*list(COMMANDS)[:3], pytest.param("self", marks=pytest.mark.slow)])
 def test_as_one(name: str, count: int, alone: Compressed, tmp_path: Path) -> None:
-    done = run_ranks(alone.warm, count, *alone.command(name), cwd=tmp_path)
+    done = run_ranks(alone.limited, count, *alone.command(name), cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.out.count("output:") == 1 and "blr: error" not in done.err
     assert weights(tmp_path / "out") == alone.weights(name)
@@ -90,11 +90,11 @@ def test_one_finishes_what_several_began(
     name: str, count: int, alone: Compressed, tmp_path: Path
 ) -> None:
     command = alone.command(name)
-    killed = run_ranks(alone.warm, count, *command, cwd=tmp_path, patch=SMALL + DIE)
+    killed = run_ranks(alone.limited, count, *command, cwd=tmp_path, patch=SMALL + DIE)
     assert killed.code == 9 and killed.out == "", killed.err
     assert killed.err.count("another process of this run is gone") == 1
     assert list((tmp_path / "out.blr-partial" / "journal").glob("*.safetensors"))
-    done = run_ranks(alone.warm, 1, *command, cwd=tmp_path)
+    done = run_ranks(alone.limited, 1, *command, cwd=tmp_path)
     assert done.code == 0, done.err
     assert weights(tmp_path / "out") == alone.weights(name)
 
@@ -105,7 +105,7 @@ def test_a_finished_run_is_noticed_by_all(alone: Compressed, tmp_path: Path) -> 
         "Workspace.commit = lambda self: os._exit(77)\n"
     )
     command = alone.command("data-free")
-    assert run_ranks(alone.warm, 1, *command, cwd=tmp_path, patch=SMALL + die).code == 77
-    done = run_ranks(alone.warm, 2, *command, cwd=tmp_path, patch=SMALL + "import torch\n")
+    assert run_ranks(alone.limited, 1, *command, cwd=tmp_path, patch=SMALL + die).code == 77
+    done = run_ranks(alone.limited, 2, *command, cwd=tmp_path, patch=SMALL + "import torch\n")
     assert done.code == 0, done.err
     assert weights(tmp_path / "out") == alone.weights("data-free")

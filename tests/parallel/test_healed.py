@@ -33,18 +33,18 @@ CALIBRATED = ("--method", "svd", "--calibration", "TEXT", "--samples", "24", "--
 
 
 def test_two_as_one_and_one_goes_on_where_two_stopped(
-    warm: Limited, dense: Path, text: Path, tmp_path: Path
+    limited: Limited, dense: Path, text: Path, tmp_path: Path
 ) -> None:
     options = [str(text) if option == "TEXT" else option for option in CALIBRATED]
     command = ("compress", dense, *options, "--heal", "1", "--device", "cpu", "-q", "--format", "json")
     patch = SMALL + STEPS
-    alone = run_ranks(warm, 1, *command, "-o", "alone", cwd=tmp_path, patch=patch)
+    alone = run_ranks(limited, 1, *command, "-o", "alone", cwd=tmp_path, patch=patch)
     assert alone.code == 0, alone.err
-    killed = run_ranks(warm, 2, *command, "-o", "died", cwd=tmp_path, patch=patch + DIE)
+    killed = run_ranks(limited, 2, *command, "-o", "died", cwd=tmp_path, patch=patch + DIE)
     assert killed.code == 9 and not (tmp_path / "died").exists()
     assert "another process of this run is gone" in killed.err + killed.out
     for name, count in (("both", 2), ("died", 1)):
-        done = run_ranks(warm, count, *command, "-o", name, cwd=tmp_path, patch=patch)
+        done = run_ranks(limited, count, *command, "-o", name, cwd=tmp_path, patch=patch)
         assert done.code == 0, done.err[-2000:]
         assert json.loads(done.out)["healed"]["steps"] == 4
         found, expected = (load_file(tmp_path / n / "model.safetensors") for n in (name, "alone"))

@@ -167,6 +167,7 @@ def test_options_replace_the_same_settings_of_rules(tmp_path: Path) -> None:
         ({"a": "base: int2\nrank: 8\nrules:\n- {match: x, cf: 2}"}, "base int2 needs the size"),
         ({"a": "base: int2\nbpw: 2.5\nmethod: ks"}, "method ks corrects no base"),
         ({"a": "bpw: 2.5"}, "give base, as int2"),
+        ({"a": "tokens_per_second: 9\nbase: int2"}, "chooses what is stored; leave out base"),
         ({"a": "heads: grouped"}, "a.yaml:1: key 'heads'"),
         ({"a": "cf: 1"}, "a.yaml:1: key 'cf'"),
         ({"b": "method: blast", "a": "extends: b.yaml\npattern: butterfly"}, "belongs to method ks"),

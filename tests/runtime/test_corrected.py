@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exporting import compress_to
-from pico import save_pico
+from pico import MODELS, save_pico
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,10 @@ def _model(folder: Path, kind: dict[str, Any]) -> Any:
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_steps_are_those_of_transformers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)  # the interpreter takes its time
     model = _model(tmp_path, KINDS[kind])
     ids = torch.tensor([[5, 9, 3], [7, 2, 8]])[: 2 if kind == "int3" else 1]
     token = torch.tensor([4, 6])[: len(ids)]
@@ -75,3 +78,47 @@ def test_inputs_of_three_rows_are_made_ready_once(tmp_path: Path) -> None:
         decoder.prefill(ids)
         found.append(decoder.step(token))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
+
+
+# How many launches prepare the inputs of one layer: of q|k|v, o, gate|up and down, but where the stage
+# before stores them in the order of the weights.
+HALF: dict[str, tuple[dict[str, Any], int]] = {
+    "int2": (KINDS["int2"], 4),
+    "plain": (KINDS["plain"], 4),
+    "dense": ({"method": "dense", "quantize": "int4"}, 3),
+    "lowrank": ({"quantize": "int4", "rank": 8}, 3),
+    "ragged": ({"quantize": "int4", "rank": 40, "group": 64}, 3),
+}
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("emit", [False, True], ids=["", "emit"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision_goes_by_skinny_products(
+    kind: str, rows: int, emit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """emit: stages that add leave inputs for the next one, as in bfloat16, which is not interpreted."""
+    import blr.kernels.skinny.prepare as module
+    from blr.kernels.skinny import bound
+
+    monkeypatch.setattr(bound, "EMITTED", {torch.float16} if emit else set())
+
+    settings, launches = HALF[kind]
+    model = _model(tmp_path, settings).half()
+    ids, token = torch.tensor([[5, 9, 3], [7, 2, 8], [1, 6, 4]])[:rows], torch.tensor([4, 6, 2])[:rows]
+    found, seen, prepare = [], [], module.prepare
+    monkeypatch.setattr(module, "prepare", lambda *a, **k: (seen.append(1), prepare(*a, **k)))
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=rows, context=8, ops=ops)
+        decoder.prefill(ids)
+        found.append(decoder.step(token))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
+    layers = model.config.num_hidden_layers
+    if rows < bound.PACKED_FROM:
+        assert not seen
+    elif not emit:
+        assert len(seen) == launches * layers + 1  # the head is plain, after the last norm
+    elif kind in ("dense", "lowrank", "ragged"):  # of the embedding, and of every o
+        assert len(seen) == layers + 1

@@ -74,7 +74,7 @@ def prompts(rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def error_of(model: Any, rows: int, programs: int, steps: int = 2, tuning: Tuning = SMALL) -> float:
+def error_of(model: Any, rows: int, programs: int, steps: int = 1, tuning: Tuning = SMALL) -> float:
     """Relative error of logits against the references, phase by phase if there are many programs."""
     ids = prompts(rows, 9)
     truth = Decoder(model, batch=rows, context=64, ops="torch")
@@ -123,7 +123,7 @@ def test_structures(structure: str, programs: int, rows: int, tmp_path: Path) ->
 def test_a_mixture_of_structures(programs: int, tmp_path: Path) -> None:
     """Segments of one phase differ in blocks, norms and tiles; of other numbers of stages, in phases."""
     model = structured(load(save_pico("qwen2", tmp_path)), "blast", "dense", "svd", "monarch", "svd-out")
-    assert error_of(model, 2, programs) < TOLERANCES[torch.float32]
+    assert error_of(model, 2, programs, steps=2) < TOLERANCES[torch.float32]
 
 
 @pytest.mark.sampled(4)
@@ -141,13 +141,13 @@ def test_the_mode_gives_the_tokens_of_the_reference(tmp_path: Path) -> None:
     model = structured(load(save_pico("qwen3", tmp_path)), "svd")
     ids, mask = prompts(2, 8), torch.ones(2, 8, dtype=torch.int64)
     mask[1, :3] = 0
-    wanted = Decoder(model, batch=2, context=64, ops="torch").generate(ids, mask, max_new_tokens=16)
+    wanted = Decoder(model, batch=2, context=64, ops="torch").generate(ids, mask, max_new_tokens=6)
     ours = Decoder(model, batch=2, context=64, mode="persistent")
-    assert ours.generate(ids, mask, max_new_tokens=16) == wanted
+    assert ours.generate(ids, mask, max_new_tokens=6) == wanted
     program = ours.persistent.program
-    assert int(program.counter) == int(program.generation) == 15 * program.table.starts[-1]
-    one = Decoder(model, context=64, ops="torch").generate(ids[:1], max_new_tokens=6)
-    assert ours.generate(ids[:1], max_new_tokens=6) == one
+    assert int(program.counter) == int(program.generation) == 5 * program.table.starts[-1]
+    one = Decoder(model, context=64, ops="torch").generate(ids[:1], max_new_tokens=3)
+    assert ours.generate(ids[:1], max_new_tokens=3) == one
 
 
 @needs_triton

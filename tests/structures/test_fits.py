@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blr.compressor.fitting.rounding import quantize_factors
 from blr.compressor.structures import blast, lowrank, monarch
 from blr.compressor.structures.base import FitOptions, relative_error
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec
+from blr.compressor.structures.restore import restored
+from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, QuantizedSpec
 
 SLACK = 1 + 1e-9  # rounding of float64 in quantities that are equal in exact arithmetic
 repeatable = settings(max_examples=15)
@@ -115,6 +117,34 @@ def test_blast_recovers_a_weight_that_has_its_structure(solver: str) -> None:
     weight = blast.reconstruct(factors, spec)
     found = error(blast, weight, spec, solver=solver, rounds=200)
     assert found < {"varpro": 1e-3, "precgd": 0.3}[solver]  # precgd stops in a local minimum
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+def test_blasts_gradient_is_that_of_its_loss(weigh: bool) -> None:
+    """Also of what rounding is expected to lose: along a line, against differences."""
+    weight, gram = _problem(3, 12, 16, 40)
+    problem = blast.BlastProblem(weight, gram if weigh else None, BlastSpec(16, 12, 4, 3), noise=0.3)
+    theta = problem.start()
+    theta = theta + 0.1 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(1)).double()
+    _, gradient = problem.evaluate(theta)
+    along, step = torch.nn.functional.normalize(gradient, dim=0), 1e-6
+    ahead, behind = (problem.evaluate(theta + sign * step * along)[0] for sign in (1, -1))
+    assert (behind - ahead) / (2 * step) == pytest.approx(2 * float(gradient @ along), rel=1e-4)
+
+
+def test_terms_that_will_be_rounded_do_not_cancel() -> None:
+    """A weight that has no such structure: in int4 the bounded fit loses far less, without it little."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    spec = BlastSpec(64, 64, 4, 24)
+    packed = QuantizedSpec(spec, 4, 32)
+    found = {}
+    for noise in (0.0, 0.02):
+        fitted = blast.fit(weight, spec, None, FitOptions(rounds=60, noise=noise)).tensors
+        stored = quantize_factors(packed, fitted, torch.float32).tensors
+        exact = relative_error(weight, blast.reconstruct(fitted, spec))
+        found[noise] = exact, relative_error(weight, restored(packed, stored, torch.float64))
+    assert found[0.02][0] < 1.1 * found[0.0][0]
+    assert found[0.02][1] < 0.95 * found[0.0][1]
 
 
 def test_precgd_follows_its_seed() -> None:

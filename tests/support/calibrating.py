@@ -14,6 +14,8 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.finish import finish_blocks
+from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.planning.plan import make_plan
@@ -50,7 +52,7 @@ def native(name: str, folder: Path) -> Any:
     return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run(folder: Path, journal: Path, *, epochs: int = 0, **settings: Any) -> sequential.Run:
+def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **settings: Any) -> Run:
     """Fit the checkpoint in `folder`, keeping layers in `journal`."""
     journal.mkdir(exist_ok=True)
     source, recipe = open_source(folder), make_recipe(**settings)
@@ -60,12 +62,14 @@ def run(folder: Path, journal: Path, *, epochs: int = 0, **settings: Any) -> seq
     work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
     sensitivity = measure(work, model, batches, "sensitivity")
     plan = make_plan(source, recipe)
-    found = sequential.Run(work, model, plan, batches, sensitivity, epochs, "prefix")
+    found = Run(work, model, plan, batches, sensitivity, epochs, "prefix", finish)
     sequential.fit_blocks(found)
+    if finish:
+        finish_blocks(found, model.start(calibration()))
     return found
 
 
-def drift(found: sequential.Run) -> float:
+def drift(found: Run) -> float:
     """Relative distance of the compressed model's last hidden states from the dense ones."""
     pairs = [(batch.student, batch.hidden) for batch in found.batches]
     return float(sum((s - h).norm() for s, h in pairs) / sum(h.norm() for _, h in pairs))

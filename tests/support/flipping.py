@@ -11,7 +11,7 @@ import pytest
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_listed, verify_manifest
 from blr.compressor.errors import OutputError, VerifyError
 
-FLIPS = 50  # in each file
+FLIPS = 16  # in each file
 
 
 def every_flip_is_found(output: Path) -> None:

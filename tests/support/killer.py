@@ -1,28 +1,23 @@
-"""Runs `blr` command lines in forks of one warm process and kills or stops them at chosen points.
+"""Runs `blr` command lines in forks of the warm process and kills or stops them at chosen points.
 
-Tests use `Killer`; it starts this file as a server, which imports torch once and then forks for
-every job. Nothing in `blr` knows about it: the fork replaces the functions of `os` that change
+Nothing in `blr` knows about it: the fork replaces the functions of `os` that change
 the disk (and the layer boundaries) by ones that count, and die by SIGKILL when their turn comes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
-from warm import warm_up
+from warm import Warm
 
 BOUNDARIES = ("fsync", "rename", "unlink", "rmdir")  # a mkdir shows at the next of these
 NOBODY = 65534
@@ -78,48 +73,20 @@ class Outcome:
 
 
 class Killer:
-    """The warm process, from the side of the tests; a context manager."""
+    """Commands with a fate, in forks of `warm`."""
 
-    def __enter__(self) -> Killer:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.server = subprocess.Popen(
-            [sys.executable, __file__],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment},
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.communicate(timeout=PATIENCE)
+    def __init__(self, warm: Warm) -> None:
+        self.warm = warm
 
     def run(self, *arguments: object, cwd: Path, **fate: Any) -> Outcome:
         """Run ``blr *arguments`` in `cwd`; `fate` as in `Fate`."""
         job = {"argv": [*map(str, arguments)], "cwd": str(cwd), "fate": vars(Fate(**fate))}
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        return Outcome(**json.loads(self.server.stdout.readline()))
+        return Outcome(**self.warm.ask("killer", **job))
 
 
-def serve() -> None:
-    """Answer jobs from standard input, one JSON object a line, until it is closed."""
-    _warm_up()
-    for line in sys.stdin:
-        job = json.loads(line)
-        with tempfile.TemporaryDirectory() as scratch:
-            answer = _answer(job["argv"], job["cwd"], Fate(**job["fate"]), Path(scratch))
-        print(json.dumps(answer), flush=True)
-
-
-def _warm_up() -> None:
-    """Import all that a command imports, one that fails included."""
-    from blr.compressor.cli.compress import compress
-    from blr.compressor.errors import InputError
-
-    warm_up()
-    try:
-        compress("/nowhere", output=Path("/tmp/nowhere"))
-    except InputError:
-        return
-    raise AssertionError("compressed nothing")
+def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """On the side of the warm process: run the command of a job in a fork; what `Outcome` holds."""
+    return _answer(job["argv"], job["cwd"], Fate(**job["fate"]), scratch)
 
 
 def _answer(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> dict[str, Any]:
@@ -258,7 +225,3 @@ def _lose_half(descriptor: int) -> None:
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     if os.path.isfile(path):
         os.truncate(path, size // 2)
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,4 +1,4 @@
-"""Runs `blr` command lines in forks of one warm process and says what each used.
+"""Runs `blr` command lines in forks of the warm process and says what each used.
 
 Time is counted in CPU seconds, so that a busy machine decides nothing. An alarm, far beyond what
 any job takes, only ends what waits for ever.
@@ -6,19 +6,16 @@ any job takes, only ends what waits for ever.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
-from warm import warm_up
+from warm import DEFAULTS, Warm
 
 
 @dataclass(frozen=True)
@@ -48,39 +45,23 @@ def refused(ended: Ended, code: int, fragment: str) -> None:
 
 
 class Limited:
-    """The warm process, from the side of the tests; a context manager."""
+    """Commands as they are, in forks of `warm`."""
 
-    def __enter__(self) -> Limited:
-        self.server = subprocess.Popen(
-            [sys.executable, __file__],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.communicate()
+    def __init__(self, warm: Warm) -> None:
+        self.warm = warm
 
     def run(
         self, *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, patch: str = ""
     ) -> Ended:
         """Run ``blr *arguments``; `env` is added, `patch` is Python that runs before the command."""
         argv = [os.fsdecode(argument) for argument in arguments]
-        job = {"argv": argv, "cwd": os.fsdecode(cwd), "env": env or {}, "patch": patch}
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        return Ended(**json.loads(self.server.stdout.readline()))
+        variables = {**os.environ, **DEFAULTS, **(env or {})}
+        job = {"argv": argv, "cwd": os.fsdecode(cwd), "env": variables, "patch": patch}
+        return Ended(**self.warm.ask("limited", **job))
 
 
-def serve() -> None:
-    """Answer jobs from standard input, one JSON object a line, until it is closed."""
-    warm_up()
-    for line in sys.stdin:
-        with tempfile.TemporaryDirectory() as scratch:
-            print(json.dumps(_answer(json.loads(line), Path(scratch))), flush=True)
-
-
-def _answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """On the side of the warm process: run the command of a job in a fork; what `Ended` holds."""
     child = os.fork()
     if child == 0:
         try:
@@ -104,6 +85,7 @@ def _child(job: dict[str, Any], scratch: Path) -> None:
     signal.alarm(PATIENCE)
     resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
     os.chdir(os.fsencode(job["cwd"]))
+    os.environ.clear()
     os.environ.update(job["env"])
     from blr.compressor.cli import main
 
@@ -117,7 +99,3 @@ def _child(job: dict[str, Any], scratch: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()

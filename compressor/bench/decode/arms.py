@@ -12,9 +12,11 @@ from torch import Tensor
 from blr.compressor.bench.decode.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.errors import UsageError
 from blr.compressor.export.pack import KINDS
-from blr.compressor.runtime.modes import MODES
+from blr.compressor.runtime.modes import CACHES, MODES
 
 HF, OURS = "hf", "ours"
+WHOLE, INT8 = CACHES
+CACHE = "kv8"  # in arms: keys and values in int8
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and shapes
 
@@ -22,18 +24,20 @@ RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none); ``ours-lowrank-persistent``: our decoder's mode ("" for the
-    bench's)."""
+    of the output head ("" for none), the kind of the cache; ``ours-lowrank-persistent``: our decoder's
+    mode ("" for the bench's)."""
 
     runtime: str
     structure: str
     kind: str = ""
     head: str = ""
     mode: str = ""
+    cache: str = WHOLE
 
     def __str__(self) -> str:
         head = next((name for name, kind in HEADS.items() if kind == self.head), "")
-        parts = (self.runtime, self.structure, self.kind, head, self.mode)
+        cache = CACHE if self.cache == INT8 else ""
+        parts = (self.runtime, self.structure, self.kind, head, cache, self.mode)
         return "-".join(part for part in parts if part)
 
 
@@ -43,19 +47,23 @@ def parse_arm(text: str) -> ArmName:
     structure, *rest = later.split("-")
     kind = rest.pop(0) if rest and rest[0] in FEW_BITS else ""
     head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
+    cache = INT8 if rest and rest[0] == CACHE else WHOLE
+    rest = rest[1:] if cache == INT8 else rest
     mode = rest.pop(0) if rest and rest[0] in MODES else ""
     structures = ("dense", *STRUCTURES, CORRECTED, OWN)
-    naive = runtime == HF and (kind or head or mode or structure not in ("dense", "lowrank", OWN))
+    naive = runtime == HF and (
+        kind or head or mode or cache == INT8 or structure not in ("dense", "lowrank", OWN)
+    )
     known = runtime in (HF, OURS) and structure in structures and not rest
     known = known and (structure != CORRECTED or kind != "")
     if not known or naive:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
             f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
-            f"-int2, then -head8 or -head4 for a quantized output head, then - and a mode of "
-            f"{', '.join(MODES)}"
+            f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
+            f"values in int8, then - and a mode of {', '.join(MODES)}"
         )
-    return ArmName(runtime, structure, kind, head, mode)
+    return ArmName(runtime, structure, kind, head, mode, cache)
 
 
 class HfArm:
@@ -106,13 +114,15 @@ class HfArm:
 class OursArm:
     """Our decoder on the model's own weights; arguments as of `HfArm`. ops: "triton" or "torch"."""
 
-    def __init__(self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto") -> None:
+    def __init__(
+        self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto", cache: str = WHOLE
+    ) -> None:
         from blr.compressor.runtime.decoder import Decoder, prepare_prompts
 
         prepare_prompts(model)
         self.ids = ids
-        context = ids.shape[1] + steps + 1
-        self.decoder = Decoder(model, batch=len(ids), context=context, mode=mode, ops=ops)
+        batch, context = len(ids), ids.shape[1] + steps + 1
+        self.decoder = Decoder(model, batch=batch, context=context, mode=mode, ops=ops, cache=cache)
 
     def prefill(self) -> None:
         """Forget everything, take the prompt and choose the first token."""

@@ -206,13 +206,13 @@ def weight_bytes(model: Any) -> int:
     return sum(found.values())
 
 
-def cache_bytes(model: Any, slots: int, batch: int) -> int:
-    """Bytes of keys and values of `slots` tokens in each of `batch` rows."""
+def cache_bytes(model: Any, slots: int, batch: int, packed: bool = False) -> int:
+    """Bytes of keys and values of `slots` tokens in each of `batch` rows, of whole ones or of int8."""
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     element = model.get_input_embeddings().weight.element_size()
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * width
-    return numbers * element * slots * batch
+    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
+    return heads * (width + 4 if packed else width * element) * slots * batch
 
 
 def prompt(subject: Subject, model: Any, batch: int, length: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from blr.compressor.bench.decode.arms import (
     HF,
+    INT8,
     ArmName,
     HfArm,
     OursArm,
@@ -49,7 +50,8 @@ SHAPE_ARMS = (
 )
 FOLDER_ARMS = (f"{HF}-{OWN}", f"ours-{OWN}")
 # Relative error of logits above which an arm is wrong. Both sides round activations dozens of times
-# on the way through a model: for 32 layers in bfloat16 (2^-9, some 200 roundings) that is 0.03.
+# on the way through a model: for 32 layers in bfloat16 (2^-9, some 200 roundings) that is 0.03. Keys and
+# values in int8 count as bfloat16.
 LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 GREEDY = 32  # tokens that are compared
 DEQUANTIZED = 1.25  # times the stored bytes: a decoder that reads more holds copies in another form
@@ -185,7 +187,8 @@ class DecodeBench:
         for arm in arms:
             with suppress(torch.OutOfMemoryError):  # said again, and recorded, when its turn comes
                 model = self._model(models, arm)
-                size = cache_bytes(model, context + self.options.steps + 1, batch)
+                held = context + self.options.steps + 1
+                size = cache_bytes(model, held, batch, arm.cache == INT8)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0] * RESERVE
         return max(int(free // size), 1) if size else len(arms)
@@ -210,7 +213,8 @@ class DecodeBench:
     ) -> HfArm | OursArm:
         """An arm whose results were found right and whose graphs are captured."""
         model, options = self._model(models, arm), self.options
-        row.bytes = weight_bytes(model) + cache_bytes(model, context + options.steps // 2, batch)
+        held = cache_bytes(model, context + options.steps // 2, batch, arm.cache == INT8)
+        row.bytes = weight_bytes(model) + held
         ids = prompt(models.subject, model, batch, context)
         steps = max(options.steps, GREEDY if arm.structure == OWN else 1)
         if arm.runtime == HF:
@@ -220,7 +224,7 @@ class DecodeBench:
             ops = options.ops
             if ops == "auto":
                 ops = "triton" if self.device.type == "cuda" else "torch"
-            made = OursArm(model, ids, steps, ops, arm.mode or options.mode)
+            made = OursArm(model, ids, steps, ops, arm.mode or options.mode, arm.cache)
             if (read := made.bytes_read()) > DEQUANTIZED * row.bytes:
                 what = f"the decoder reads {read / row.bytes:.1f} times the bytes of the model"
                 row.fail(FAILED, f"{what}: it does not take these layers as they are stored")
@@ -237,11 +241,12 @@ class DecodeBench:
         found = made.step(fed).float().clone()
         expected = reference_logits(model, made.ids, fed)
         row.rel_error = float((found - expected).norm() / expected.norm())
-        if not row.rel_error <= LIMITS[self.dtype]:
+        limit = LIMITS[torch.bfloat16 if arm.cache == INT8 else self.dtype]
+        if not row.rel_error <= limit:
             row.fail(WRONG, f"logits differ by {row.rel_error:.2g}")
         elif arm.structure == OWN and arm.runtime != HF:
             plain = HfArm(model, made.ids, GREEDY, compiling=False)
-            note = compare_tokens(row, made.greedy(GREEDY), plain, model, LIMITS[self.dtype])
+            note = compare_tokens(row, made.greedy(GREEDY), plain, model, limit)
             if note:
                 row.fail(WRONG, note)
 

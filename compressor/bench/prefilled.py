@@ -1,0 +1,202 @@
+"""The models that `blr bench prefill` times: decoders to their first token, encoders to their output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.bench.decode.models import (
+    STRUCTURES,
+    Models,
+    Subject,
+    find_subject,
+    known_models,
+    prompt,
+)
+from blr.compressor.bench.float8 import float8_layer
+from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.errors import UsageError
+from blr.compressor.modeling.float8 import prepare_float8
+from blr.compressor.modeling.float8_makers import BLOCK, share_rows
+from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
+from blr.compressor.modeling.table import replace_layers
+from blr.compressor.structures.specs import DenseSpec
+
+FP8 = "fp8"
+CHECKED = 128  # tokens of the check of float8 in decoders
+
+
+@dataclass
+class Prefilled:
+    """The arms of one decoder, each made once. batch: sequences of an input. context: their longest."""
+
+    subject: Subject
+    device: torch.device
+    dtype: torch.dtype
+    context: int
+    cf: float
+    blocks: int
+    batch: int
+    built: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.models = Models(
+            self.subject, self.device, self.dtype, self.context + 1, self.cf, self.blocks
+        )
+
+    def get(self, arm: str) -> Any:
+        """The model of an arm."""
+        if arm not in self.built:
+            structure = arm.removesuffix(f"-{FP8}")
+            plain = arm == structure
+            self.built[arm] = self.plain(structure) if plain else to_float8(self.fresh(structure))
+        return self.built[arm]
+
+    def plain(self, structure: str) -> Any:
+        """A model in bfloat16."""
+        return self.models.get(structure)
+
+    def fresh(self, structure: str) -> Any:
+        """The same, to be changed."""
+        return self.models.fresh(structure)
+
+    def inputs(self, model: Any, tokens: int) -> Tensor:
+        """What is timed."""
+        return prompt(self.subject, model, self.batch, tokens)
+
+    def checked(self, x: Tensor) -> Tensor:
+        """What float8 is checked by: less, where that is slow."""
+        return x[:, :CHECKED]
+
+    def layers(self, model: Any) -> Any:
+        """Those that are compiled, one compilation for all."""
+        return model.get_decoder().layers
+
+    def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
+        """What is compared, in float32; `way`: eager, or layers compiled."""
+        for layer in self.layers(model):
+            if way and not hasattr(layer, "blr_compiled"):
+                layer.compile(dynamic=False)
+                layer.blr_compiled = layer._compiled_call_impl
+            layer._compiled_call_impl = layer.blr_compiled if way else None
+        return self.compute(model, x)
+
+    def compute(self, model: Any, x: Tensor) -> Tensor:
+        """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
+        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+        found: Tensor = model(**{name: x}, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+        return found
+
+    def dequantized(self, model: Any, x: Tensor) -> Tensor:
+        """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
+        given = x if x.is_floating_point() else model.get_input_embeddings()(x)
+        with torch.enable_grad():
+            return self.compute(model, given.detach().requires_grad_()).detach()
+
+
+class Encoders(Prefilled):
+    """The same of an encoder: of `batch` texts of so many tokens, or images."""
+
+    def __post_init__(self) -> None:
+        self.settings = dict(known_encoders()[self.subject.name])
+
+    def plain(self, structure: str) -> Any:
+        return self.fresh(structure)
+
+    def fresh(self, structure: str) -> Any:
+        import transformers
+
+        given = self.settings["settings"] | (
+            {} if self.images else {"max_position_embeddings": self.context}
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            config = getattr(transformers, self.settings["config"])(**given)
+            model = getattr(transformers, self.settings["model"])(config).to(self.dtype).eval()
+            if structure in STRUCTURES:
+                replace_layers(model, self._table(model, STRUCTURES[structure]))
+        for module in model.requires_grad_(False).modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0, module.in_features**-0.5)
+        prepare_layers(model)
+        return model
+
+    @property
+    def images(self) -> bool:
+        """Whether inputs are images."""
+        return "image_size" in self.settings["settings"]
+
+    def inputs(self, model: Any, tokens: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if self.images:
+            size = model.config.image_size
+            pixels = torch.randn(self.batch, 3, size, size, generator=generator)
+            return pixels.to(self.device, self.dtype)
+        ids = torch.randint(model.config.vocab_size, (self.batch, tokens), generator=generator)
+        return ids.to(self.device)
+
+    def checked(self, x: Tensor) -> Tensor:
+        return x
+
+    def layers(self, model: Any) -> Any:
+        return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+
+    def compute(self, model: Any, x: Tensor) -> Tensor:
+        if self.images:
+            found: Tensor = model(pixel_values=x).last_hidden_state.float()
+            return found
+        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+        found = model(**{name: x}).last_hidden_state.float()
+        return found
+
+    def _table(self, model: Any, structure: str) -> dict[str, dict[str, Any]]:
+        """Specs of all linear layers in blocks."""
+        table = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and BLOCK.match(name):
+                layer = Layer("", name, module.in_features, module.out_features, self.cf, {})
+                if found := specs_for(layer, [structure], [self.blocks]):
+                    table[name] = found[0].to_dict()
+        return table
+
+
+@cache
+def known_encoders() -> dict[str, dict[str, Any]]:
+    """Settings of configs/bench-encoders.yaml by name."""
+    from ruamel.yaml import YAML
+
+    text = files("blr.configs").joinpath("bench-encoders.yaml").read_text("utf-8")
+    return {str(name): dict(found) for name, found in YAML(typ="safe").load(text).items()}
+
+
+def find_any(name: str) -> Subject:
+    """A decoder or an encoder by name, or a folder. Raises UsageError listing the known names."""
+    if name in known_encoders():
+        return Subject(name, known_encoders()[name]["settings"])
+    try:
+        return find_subject(name)
+    except UsageError as error:
+        known = ", ".join((*known_models(), *known_encoders()))
+        raise UsageError(
+            f"model {name!r} is neither one of {known} nor a folder with config.json"
+        ) from error
+
+
+def to_float8(model: Any) -> Any:
+    """`model` with all linear layers but the head in float8, in place."""
+    head = model.get_output_embeddings() if hasattr(model, "lm_head") else None
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
+            parent, _, child = name.rpartition(".")
+            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
+            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
+            bias = None if layer.bias is None else layer.bias.detach()
+            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
+    share_rows(model)
+    prepare_float8(model)
+    return model

@@ -1,0 +1,153 @@
+"""The last pass of a fit: all blocks together, trained to give the dense model's distributions.
+
+What every block's refit leaves is an error of its own output; which of it the loss feels is known only
+behind the last block. So at the end the factors, packed weights, scales and norms of all blocks move
+together against KL(dense ‖ compressed) of the next token on the text of the calibration: the dense
+side is there as the final hidden states that the fit has carried along, so no second model is held.
+The steps are those of a block's refit, and so are the held-back windows that choose the epoch.
+Source: the idea of an end-to-end pass after blocks is EfficientQAT's (arXiv 2407.11062).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+
+from blr.compressor.checkpoint.journal import layer_key
+from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting.blocks import Batch, BlockModel, run_block
+from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.refit import Refit, Refitting
+from blr.compressor.fitting.run import Run
+from blr.compressor.rounding.latent import Trained
+
+FINISH = 1  # raise it when the results change
+RATE = 0.003  # of a tensor's root mean square, a step
+LOGITS = 1 << 30  # bytes of logits that are held of one kind
+STATE = 48  # bytes: a trained number with its gradients, moments and copies
+KINDS = 6  # tensors of the logits' size, at the most
+SHARE = 0.8  # of a GPU's memory
+
+
+def finish_blocks(run: Run, starts: list[Batch]) -> None:
+    """Train the run's students together, keep what comes out in the journal, and take it as the results.
+
+    Args:
+        starts: of every batch, the states that enter the first block; `run.batches` hold those that
+            leave the last of the dense model.
+    """
+    work, settings = run.work, [run.finish, FINISH]
+    keys = [
+        layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
+    ]
+    if work.missing(keys):
+        with work.progress.layers(run.finish, "training all blocks together") as advance:
+            found = _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
+        for student, key in zip(run.students, keys, strict=True):
+            if work.processes.first:
+                student.keep(key, {"finish": [found.before, found.after]})
+        work.processes.wait()
+        work.journal.await_all(keys)
+    for student, key in zip(run.students, keys, strict=True):
+        student.take(key)
+    run.prefix = layer_key(prefix=run.prefix, done=keys)
+
+
+def _train(run: Run, starts: list[Batch], advance: Any) -> Refit:
+    trained = [part for student in run.students for part in student.trained]
+    for part in trained:
+        part.parameter.requires_grad_(True)
+        part.publish()
+    targets = {n: batch.hidden for n, batch in run.mine.items()}
+    steps = Finishing(run, trained, starts, targets)
+    found = steps.run(run.finish, layer_seed(run.work.recipe.seed, "finish"), advance)
+    for part in trained:
+        part.parameter.requires_grad_(False)
+    return found
+
+
+class Blocks(nn.Module):
+    """All blocks in turn, called as one."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden: Tensor, *positional: Any, **named: Any) -> Tensor:
+        """[m, w, d] -> [m, w, d]."""
+        for block in self.blocks:
+            out = block(hidden, *positional, **named)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return hidden
+
+
+class Finishing(Refitting):
+    """Moves what is `trained` of all blocks; errors are nats a token."""
+
+    def __init__(
+        self, run: Run, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor]
+    ) -> None:
+        self.model = run.model
+        blocks = Blocks([student.block for student in run.students])
+        super().__init__(blocks, trained, run.work.processes, starts, targets, None)
+        self.rate = RATE
+
+    def _parts(self, batch: Batch) -> int:
+        """So many that the logits of one are no more than `LOGITS` bytes."""
+        size, most = batch.mask.numel() * logit_bytes(self.model), len(batch.mask)
+        parts = 1
+        while size > parts * LOGITS and parts * 2 <= most:
+            parts *= 2
+        return parts
+
+    def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
+        """KL of the batch's tokens, as its share in a mean over so many `tokens`."""
+        out = batch.rows(run_block(self.block, student.to(self.device), batch))
+        with torch.no_grad():
+            dense = self.model.logits(batch.rows(target.to(self.device))).log_softmax(-1)
+        mine = self.model.logits(out).log_softmax(-1)
+        return kl_div(mine, dense, reduction="sum", log_target=True) / tokens
+
+
+def logit_bytes(model: BlockModel) -> int:
+    """Of one token, in float32."""
+    head: Any = model.model.get_output_embeddings()
+    return 4 * int(head.weight.shape[0])
+
+
+def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: list[Batch]) -> int:
+    """How many there are to be: those `asked` for, else `usual` on a GPU that has the room.
+
+    Raises CapabilityError: they are asked for, but the model has no logits, or the GPU not the room.
+    """
+    if asked == 0 or (asked is None and model.device.type != "cuda"):
+        return 0
+    if not model.model.can_generate():
+        if asked:
+            raise CapabilityError(f"{model.source.folder}: --finish needs a model that predicts tokens")
+        return 0
+    needed, room = _bytes(model, batches), _room(model.device)
+    if needed > room and asked:
+        raise CapabilityError(
+            f"--finish trains all blocks at once, which takes {needed / 1e9:,.0f} GB; {model.device} "
+            f"has {room / 1e9:,.0f} to give; leave it out, and heal afterwards"
+        )
+    return (usual if asked is None else asked) * (needed <= room)
+
+
+def _room(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    return SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _bytes(model: BlockModel, batches: list[Batch]) -> float:
+    """Predicted: all that is trained with its state, one batch's activations, its logits."""
+    tokens = max(batch.mask.numel() for batch in batches)
+    weights = sum(p.numel() for p in model.blocks.parameters())
+    widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
+    logits = KINDS * min(tokens * logit_bytes(model), 2 * LOGITS)
+    return STATE * weights + 4 * 2 * tokens * widths + logits

@@ -1,0 +1,72 @@
+"""A folder that stands in for a repository on the hub whose weights are fetched as they are read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from blr.compressor.checkpoint.header import MAX_HEADER_BYTES
+from blr.compressor.checkpoint.remote import STANDING_IN, RemoteShard
+from blr.compressor.checkpoint.source import read_index
+from blr.compressor.errors import HubError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "*/*.safetensors"  # modules beside the model, as sentence-transformers has them
+REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
+
+
+def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
+    """The folder, with all but the weights of the model, and the commit.
+
+    Raises:
+        HubError: a repository without safetensors. InputError: an index of other than plain names.
+        What the hub's client raises.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HOME
+
+    small = [*(p for p in patterns if p not in ("*.safetensors", "*.bin")), WHOLE, "*/*.bin"]
+    snapshot = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+    folder = Path(HF_HOME) / "blr-standing-in" / repository.replace("/", "--") / snapshot.name
+    shards = _shards(repository, snapshot)
+    for path in (path for path in snapshot.rglob("*") if path.is_file()):
+        name = path.relative_to(snapshot)
+        if str(name) not in [shard.name for shard in shards]:  # the cache may have some of them
+            _put(folder / name, path.read_bytes())
+    for shard in shards:
+        _put(folder / shard.name, _header(shard))
+        STANDING_IN[folder / shard.name] = shard
+    return folder, snapshot.name
+
+
+def _shards(repository: str, snapshot: Path) -> list[RemoteShard]:
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.hf_api import RepoFile
+
+    index = snapshot / INDEX
+    names = sorted(set(read_index(index, ".safetensors").values())) if index.exists() else [SINGLE]
+    listed = HfApi().get_paths_info(repository, names, revision=snapshot.name)
+    files = {file.path: file for file in listed if isinstance(file, RepoFile)}
+    if missing := [name for name in names if name not in files]:
+        raise HubError(f"{repository}: found no {missing[0]}, expected it to be streamed; {REMEDY}")
+    made = []
+    for name in names:
+        lfs, url = files[name].lfs, hf_hub_url(repository, name, revision=snapshot.name)
+        made.append(RemoteShard(url, name, files[name].size, lfs.sha256 if lfs else None))
+    return made
+
+
+def _header(shard: RemoteShard) -> bytes:
+    """All of a shard before its tensors."""
+    length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
+    if length > min(MAX_HEADER_BYTES, shard.size - 8):
+        raise HubError(f"{shard.name}: found a header of {length} bytes, expected a safetensors file")
+    return bytes(shard.fetch(0, 8 + length))
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file whole: other processes of the run may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    os.replace(partial, path)

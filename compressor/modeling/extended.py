@@ -1,0 +1,42 @@
+"""Modules that get methods of ours without losing their class. Shipped inside every checkpoint.
+
+A mixin is put before the class of one module, under that class's name; what is copied or pickled is
+told by the native class, which pickle finds, and the mixins.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+class Extension:
+    """Base of mixins before a module's class."""
+
+    native: type[Any]
+    mixins: tuple[type[Any], ...]
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _empty, (self.native, self.mixins), self.__dict__
+
+
+def extend(module: nn.Module, mixin: type[Any]) -> None:
+    """Put `mixin` before the class of `module`, if it is not there already."""
+    found: Any = type(module)
+    if not issubclass(found, mixin):
+        native, mixins = getattr(found, "native", found), getattr(found, "mixins", ())
+        module.__class__ = extended_class(native, (mixin, *mixins))
+
+
+@cache
+def extended_class(native: Any, mixins: tuple[Any, ...]) -> Any:
+    """`native` behind `mixins`, under its name."""
+    body = {"__module__": __name__, "native": native, "mixins": mixins}
+    return type(native.__name__, (*mixins, native), body)
+
+
+def _empty(native: Any, mixins: tuple[Any, ...]) -> Any:
+    made: Any = extended_class(native, mixins)
+    return made.__new__(made)

@@ -1,0 +1,87 @@
+"""Predicted speed of decoding, from headers alone, and the bits that are left for a speed.
+
+Predictions are ceilings: what weights take to be read at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import BlrError, UsageError
+from blr.compressor.planning.plan import make_plan
+from blr.compressor.planning.roofline import DECODE, Gpu, dense_time, find_gpu, layer_time
+from blr.compressor.recipe.schema import CORRECTING, DENSE, Recipe, make_recipe
+from blr.kernels.quantized.formats import GROUP
+
+STEP = 0.05  # bits a weight between two sizes of a correction
+WIDEST = {
+    3: 3.75,
+    2: 2.85,
+}  # bits a weight of the largest correction of a base that pays (LOG, 2026-11-22)
+NARROWEST = {3: 3.3, 2: 2.3}
+
+
+def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
+    """Of one sequence, by the rooflines of its weights' products: a ceiling, attention and norms left
+    out. None where the recipe cannot be planned."""
+    try:
+        plan = make_plan(source, recipe, calibrated=calibrated)
+    except BlrError:
+        return None
+    times = [layer_time(planned.spec, DECODE, gpu, launch=False) for planned in plan.layers]
+    for kept in plan.kept:
+        o, i = kept.layer.shape
+        times.append(dense_time(i, o, DECODE, gpu, launch=False))
+    return 1e6 / (sum(times) + _head(source, gpu))
+
+
+def _head(source: Source, gpu: Gpu) -> float:
+    """Microseconds of the product with the vocabulary."""
+    words, width = (source.config.get(name) for name in ("vocab_size", "hidden_size"))
+    if not isinstance(words, int) or not isinstance(width, int):
+        return 0.0
+    return dense_time(width, words, DECODE, gpu, launch=False)
+
+
+def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
+    """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU, and
+    a line about them: int8, int4, then bases corrected by its method, svd or blast, and plain ones.
+
+    Raises UsageError: nothing is as fast.
+    """
+    wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), 0.0
+    if wanted is None:
+        return recipe, ""
+    for settings in _storages(recipe):
+        tried = make_recipe(**_without(recipe), **settings)
+        speed = tokens_per_second(source, tried, gpu, calibrated) or 0.0
+        if speed >= wanted:
+            what = " ".join(f"{name} {value}" for name, value in settings.items())
+            return tried, f"{wanted:g} tokens/s: {what}, predicted {speed:,.0f} on {gpu.name} at best"
+        fastest = max(fastest, speed)
+    raise UsageError(
+        f"--tokens-per-second {wanted:g}: int2 would decode at {fastest:,.0f} at best on {gpu.name}; "
+        "ask for less, or take a faster --gpu"
+    )
+
+
+def _without(recipe: Recipe) -> dict[str, Any]:
+    """What it says beside the speed and the method."""
+    given = recipe.model_dump(exclude_unset=True)
+    return {name: value for name, value in given.items() if name not in ("tokens_per_second", "method")}
+
+
+def _storages(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """By falling bits."""
+    method = recipe.method if recipe.method in CORRECTING else CORRECTING[0]
+    yield {"method": DENSE, "quantize": "int8"}
+    yield {"method": DENSE, "quantize": "int4"}
+    finer = 16 / (recipe.group or GROUP) - 16 / GROUP  # bits that smaller groups of the base take
+    for bits in (3, 2):
+        bpw = WIDEST[bits]
+        while bpw >= NARROWEST[bits]:
+            yield {"method": method, "base": f"int{bits}", "bpw": round(bpw + finer, 3)}
+            bpw -= STEP
+        yield {"method": DENSE, "quantize": f"int{bits}"}

@@ -1,0 +1,153 @@
+"""What `blr tune` times of float8: products of layers by every tile, and by the library.
+
+Outputs are in the model's dtype here; the first product of two writes float8, by the same tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.compressor.bench.precision import Precision
+from blr.compressor.bench.runner import Arm, Case, Runner
+from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.subjects import Subject, dense_kernel, gaussian
+from blr.compressor.bench.timing import Rotation
+from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
+from blr.kernels.common.tables import PRODUCT, Shape
+from blr.kernels.fp8.launch import Tile, product
+from blr.kernels.fp8.op import fp8_device
+from blr.kernels.fp8.reference import E4M3, even
+
+LIBRARY = "library"
+STRUCTURES = ("svd", "monarch", "blast")
+FEWEST = 16  # tokens: fewer are for the decoding kernels
+LIMIT = 0.01  # relative error of a product with sums of about 14 bits
+FIELDS = ("BM", "BN", "stages", "warps", "programs", "store", "flatten")  # that tiles differ by
+TILES = {
+    "128x128 s4 w8": Tile(128, 128, 128, stages=4),
+    "128x128 s4 w4": Tile(128, 128, 128, stages=4, warps=4),
+    "128x256 s3 w8": Tile(128, 256, 128, stages=3),
+    "128x256 s3 w8 half-store": Tile(128, 256, 128, stages=3, store=2),
+    "128x256 s3 w8 persistent flat": Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x256 s4 w8 persistent flat": Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
+    "128x128 s4 w8 persistent flat": Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
+    "64x128 s4 w4": Tile(64, 128, 128, stages=4, warps=4),
+    "128x64 s4 w4": Tile(128, 64, 128, stages=4, warps=4),
+    "64x64 s6 w4": Tile(64, 64, 128, stages=6, warps=4),
+    "256x128 s3 w8 persistent flat": Tile(256, 128, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x128 s3 w4 2 persistent": Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
+}
+
+
+class Product(NamedTuple):
+    """One product of a layer, as tables know it: inputs and outputs of each of its blocks."""
+
+    structure: str
+    shape: Shape
+
+
+def config_of(tile: Tile) -> dict[str, Any]:
+    """What a table says of a tile."""
+    return {name: getattr(tile, name) for name in FIELDS}
+
+
+def products_of(spec: Spec) -> list[Product]:
+    """Both products of a layer, with ranks as kernels see them."""
+    i, o = spec.in_features, spec.out_features
+    if isinstance(spec, MonarchSpec):
+        b, rank = spec.blocks, spec.blocks * even(spec.block_rank)
+    elif isinstance(spec, LowRankSpec | BlastSpec):
+        b, rank = getattr(spec, "blocks", 1), even(spec.rank)
+    else:
+        return []
+    return [Product(PRODUCT, Shape(i // b, rank, b)), Product(PRODUCT, Shape(rank, o // b, b))]
+
+
+def float8_cases(
+    layers: Sequence[Layer], tokens: Sequence[int], precision: Precision, runner: Runner
+) -> Iterator[tuple[Case, Product, int]]:
+    """Every product of every structure of the layers, once; nothing where the device has no float8."""
+    if not fp8_device(runner.device):
+        return
+    specs = [spec for layer in layers for spec in specs_for(layer, STRUCTURES)]
+    for one in dict.fromkeys(found for spec in specs for found in products_of(spec)):
+        for n in (n for n in tokens if n >= FEWEST):
+            K, N, blocks, _ = one.shape
+            title = f"float8 {K}→{N} x{blocks} n={n}"
+            yield Case(title, precision, _maker(title, one.shape, n, precision, runner)), one, n
+
+
+def _maker(title: str, shape: Shape, n: int, precision: Precision, runner: Runner) -> Any:
+    return lambda: list(_arms(title, shape, n, precision, runner))
+
+
+def _arms(title: str, shape: Shape, n: int, precision: Precision, runner: Runner) -> Iterator[Arm]:
+    K, N, blocks, _ = shape
+    fields = {
+        **{"case": title, "model": "", "layer": title, "structure": PRODUCT, "spec": "", "cf": 1.0},
+        **{"in_features": blocks * K, "out_features": blocks * N, "n": n, "dtype": precision.name},
+    }
+
+    @cache
+    def held() -> tuple[Tensor, Tensor]:
+        x = gaussian((n, blocks * K), 1, precision, runner.device, 0).to(E4M3)
+        return x, gaussian((blocks, N, K), 1, precision, runner.device, 1).to(E4M3)
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        parts = x.view(len(x), blocks, K).transpose(0, 1)
+        return (parts @ w.mT).transpose(0, 1).flatten(1) / K**0.5
+
+    wide = precision.dtype
+    work = [dense_kernel(n, blocks * K, N)]
+    subject = Subject(
+        fields, lambda: held()[0].to(wide), lambda: (held()[1].to(wide),), reference, work, runner.l2
+    )
+    calls = {name: _by_tile(shape, n, wide, runner.device, tile) for name, tile in TILES.items()}
+    if blocks == 1 and runner.device.type == "cuda" and K % 16 == N % 16 == 0:
+        calls[LIBRARY] = _by_library(shape, n, runner.device)
+    for name, call in calls.items():
+        yield subject.arm(name, _timed(call, held, runner.l2), limit=LIMIT)
+
+
+def _timed(call: Any, held: Any, l2: int) -> Any:
+    return lambda: (call, Rotation(held(), l2))
+
+
+def _scales(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    by_row = torch.ones(n, device=device)
+    return by_row, torch.full((shape.blocks, shape.outputs), shape.inputs**-0.5, device=device)
+
+
+def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, tile: Tile) -> Any:
+    scales = cache(lambda: _scales(shape, n, device))
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.empty(n, shape.blocks, shape.outputs, dtype=dtype, device=device)
+        parts = x.view(n, shape.blocks, shape.inputs).transpose(0, 1)
+        product(parts, w, *scales(), y.transpose(0, 1), tile=tile)
+        return y.view(n, -1)
+
+    return call
+
+
+def _by_library(shape: Shape, n: int, device: torch.device) -> Any:
+    from blr.kernels.fp8.library import second
+
+    scales = cache(lambda: _scales(shape, n, device))
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        by_row, by_col = scales()
+        return second(x, by_row, w[0], by_col[0], torch.bfloat16)
+
+    return call
+
+
+def float8_candidates() -> Mapping[str, tuple[str, dict[str, Any]]]:
+    """Label of every arm to the variant and the arguments that a table has for it."""
+    tiles = {name: ("tile", config_of(tile)) for name, tile in TILES.items()}
+    return {LIBRARY: (LIBRARY, {}), **tiles}

@@ -1,0 +1,71 @@
+"""What `torch.compile` makes of our operators: itself a call of one, or the plain products inside it.
+
+Inductor fuses what surrounds a product of the library, and plans its memory; an operator of ours is a
+call between. Where tables choose the plain form for a number of tokens known when compiling, the graph
+gets that form. The environment variable BLR_COMPILED, read at each compilation, says otherwise: `plain`
+always, `operator` never (default `auto`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import kernel_device
+from blr.kernels.common.registration import Operator
+from blr.kernels.common.tables import PLAIN, REFERENCE, Shape, choose
+
+VARIABLE = "BLR_COMPILED"
+FORMS = ("auto", "plain", "operator")
+_INLINED: list[tuple[Operator, str, Callable[..., Shape]]] = []
+
+
+def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
+    """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
+    _INLINED.append((operator, structure, shape))
+    return operator
+
+
+def add_decompositions() -> None:
+    """Tell inductor, which has just been imported, of every operator given to `inlined`. It takes a
+    decomposition for the only way, unless what calls the operator itself is there before."""
+    from torch._inductor import decomposition, lowering
+
+    layout = lowering.tag_to_layout_constraint(torch.Tag.needs_fixed_stride_order)
+    for operator, structure, shape in _INLINED:
+        found = _decomposition(operator, structure, shape)
+        lowering.make_fallback(operator.op, layout, warn=False, override_decomp=True)
+        decomposition.decompositions[operator.op] = found
+    decomposition.fast_random_decomps.cache_clear()
+
+
+def compiled_form() -> str:
+    """The value of BLR_COMPILED. Raises RuntimeError for one that is not in `FORMS`."""
+    form = os.environ.get(VARIABLE, "auto")
+    if form not in FORMS:
+        raise RuntimeError(f"{VARIABLE} is {form!r}: expected one of {', '.join(FORMS)}; correct it")
+    return form
+
+
+def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
+    """Whether a graph for x [n, i] gets the plain form."""
+    form = compiled_form()
+    if form != "auto":
+        return form == "plain"
+    if not isinstance(x.shape[0], int) or not kernel_device(x):
+        return False  # any number of tokens; or no kernels, and a form of its own on a CPU
+    return choose(structure, shape, x.shape[0], x.dtype, x.device)[0] in (*PLAIN[structure], REFERENCE)
+
+
+def _decomposition(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Any:
+    def decompose(x: Tensor, *rest: Any) -> Any:
+        factors = [t for t in rest[:-1] if isinstance(t, torch.Tensor)]
+        if is_plain(structure, shape(*factors), x):
+            return operator.plain(x, *rest)
+        return NotImplemented
+
+    return decompose

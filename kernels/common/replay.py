@@ -1,0 +1,233 @@
+"""Variants that are nothing but kernels of ours, done again without the Python that led to them.
+
+Triton's own launch looks at every argument to find the compiled kernel, some 20 µs a call with all that
+chose shapes and tiles before, longer than a small layer takes. What a call allocated and launched is
+written down once; after that a call of the same shapes allocates the same, puts the new addresses in
+place and hands the compiled kernels to the driver. Whatever is not as it was then (strides, addresses
+that are no multiples of 16 bytes, another current GPU, somebody who profiles launches) takes the usual
+way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ALIGNED = 15  # bits of an address that Triton specializes kernels by
+_RECORDING = threading.Lock()
+Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start
+
+
+@dataclass
+class Launch:
+    """A compiled kernel, its grid and its arguments in order; `places` of them are addresses, as are
+    those `inside` of arguments that are tuples."""
+
+    launcher: Callable[..., Any]
+    head: tuple[Any, ...]  # of the launcher's arguments, those before the stream
+    function: tuple[Any, ...]  # those behind it
+    arguments: list[Any]
+    places: list[Place]
+    inside: list[tuple[int, list[Any], list[Place]]]
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        arguments = self.arguments.copy()
+        for at, tensor, offset in self.places:
+            arguments[at] = addresses[tensor] + offset
+        for at, fields, places in self.inside:
+            held = fields.copy()
+            for field_at, tensor, offset in places:
+                held[field_at] = addresses[tensor] + offset
+            arguments[at] = tuple(held)
+        self.launcher(*self.head, stream, *self.function, *arguments)
+
+
+@dataclass
+class Replay:
+    """What one call allocated and launched: `made` are shape, dtype and device of the allocations, of
+    which number `result` is what it gave. strides: of the arguments, None for an absent one."""
+
+    strides: tuple[Any, ...]
+    made: list[tuple[Any, torch.dtype, torch.device]]
+    result: int
+    launches: list[Launch]
+    device: int
+
+    def __call__(self, x: Tensor, *rest: Tensor | None) -> Tensor | None:
+        """The same with other tensors of the same shapes; None where it is to be done the usual way."""
+        given = (x, *rest)
+        addresses = [0 if t is None else t.data_ptr() for t in given]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits & ALIGNED or not x.is_contiguous() or _strides(rest) != self.strides:
+            return None
+        if torch._C._cuda_getDevice() != self.device or _is_profiled():
+            return None
+        tensors = [torch.empty(size, dtype=dtype, device=on) for size, dtype, on in self.made]
+        addresses += [t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for launch in self.launches:
+            launch(stream, addresses)
+        return tensors[self.result]
+
+
+@dataclass
+class Replayed:
+    """``run(x, *factors, bias=bias)`` for x [..., i], by a `Replay` from the second call on, if it is
+    one of launches only. One object a shape of all arguments."""
+
+    run: Callable[..., Tensor]
+    known: Replay | None = None
+    tries: int = field(default=2)
+
+    def __call__(self, x: Tensor, *rest: Tensor | None) -> Tensor:
+        """[..., o]; `rest` are the factors and the bias."""
+        if self.known is not None and (y := self.known(x, *rest)) is not None:
+            return y
+        flat, (*factors, bias) = x.reshape(-1, x.shape[-1]), rest
+        if self.tries and x.is_cuda and x.is_contiguous():
+            self.tries -= 1  # the first call may compile, tune or fill caches
+            y, self.known = recorded(self.run, flat, *factors, bias)
+        else:
+            y = self.run(flat, *factors, bias=bias)
+        if self.known is not None:
+            _, dtype, device = self.known.made[self.known.result]
+            size = (*x.shape[:-1], y.shape[-1])
+            self.known.made[self.known.result] = size, dtype, device
+            self.tries = 0
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def recorded(
+    run: Callable[..., Tensor], x: Tensor, *rest: Tensor | None
+) -> tuple[Tensor, Replay | None]:
+    """``run(x, *factors, bias=bias)`` and how to do it again, None if it is not launches alone."""
+    *factors, bias = rest
+    with _RECORDING, _launches() as seen, _Allocations() as memory:
+        y = run(x, *factors, bias=bias)
+    try:
+        return y, _replay((x, *rest), y, seen, memory)
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return y, None  # another Triton than those it was written for: the usual way
+
+
+class _Allocations(TorchDispatchMode):
+    """Lists uninitialized tensors that are made; `foreign` tells of anything but those and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.foreign = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.made.append(out)
+        elif not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            self.foreign = True
+        return out
+
+
+@contextmanager
+def _launches() -> Iterator[list[Any]]:
+    """Launches of this thread, as (kernel, compiled, grid, arguments, options)."""
+    kernels, seen = _triton().runtime.jit.JITFunction, list[Any]()
+    usual, thread = kernels.run, threading.get_ident()
+
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = usual(self, *args, grid=grid, warmup=warmup, **kwargs)
+        if threading.get_ident() == thread:
+            seen.append((self, compiled, grid, args, kwargs))
+        return compiled
+
+    kernels.run = noted
+    try:
+        yield seen
+    finally:
+        kernels.run = usual
+
+
+def _replay(
+    given: Sequence[Tensor | None], y: Tensor, seen: Sequence[Any], memory: _Allocations
+) -> Replay | None:
+    x, *rest = given
+    addresses = [t.data_ptr() for t in (*given, *memory.made) if t is not None]
+    result = [n for n, t in enumerate(memory.made) if t.data_ptr() == y.data_ptr()]
+    if memory.foreign or not seen or not result or any(a & ALIGNED for a in addresses):
+        return None
+    assert x is not None
+    spans = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in (*given, *memory.made)]
+    launches = [_launch(spans, *launch) for launch in seen]
+    made = [(tuple(t.shape), t.dtype, t.device) for t in memory.made]
+    return Replay(_strides(rest), made, result[0], launches, x.device.index)
+
+
+def _launch(
+    spans: Sequence[tuple[int, int]], kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any
+) -> Launch:
+    named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    arguments = [named[name] for name in kernel.arg_names]
+    inside = []
+    for at, value in enumerate(arguments):
+        if isinstance(value, tuple):
+            fields: list[Any] = list(value)
+            if found := _addresses(spans, fields):
+                inside.append((at, fields, found))
+    places = _addresses(spans, arguments)
+    head = (*grid, *(1,) * (3 - len(grid)))
+    function = (compiled.function, compiled.packed_metadata, None, None, None)
+    return Launch(compiled.run, head, function, arguments, places, inside)
+
+
+def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Place]:
+    """Where tensors are among `values`, whose places are zeros then."""
+    places = []
+    for at, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.append((at, *_within(spans, value.data_ptr())))
+            values[at] = 0
+        elif hasattr(value, "base"):
+            raise TypeError("a descriptor holds an address of its own")
+    return places
+
+
+def _within(spans: Sequence[tuple[int, int]], address: int) -> tuple[int, int]:
+    """The tensor that an address is in, and how far. Raises LookupError where there is none."""
+    for number, (start, size) in enumerate(spans):
+        if start <= address < start + size:
+            return number, address - start
+    raise LookupError
+
+
+def _bytes(tensor: Tensor) -> int:
+    """From its first element to behind its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _strides(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple([None if t is None else t.stride() for t in tensors])
+
+
+def _is_profiled() -> bool:
+    """Whether somebody listens to launches."""
+    hook = _triton().knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+@cache
+def _triton() -> Any:
+    try:
+        import triton
+    except ImportError as error:
+        raise ImportError("these kernels need triton") from error
+    return triton

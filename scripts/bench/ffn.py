@@ -1,0 +1,113 @@
+"""A low-rank feed-forward layer alone: unfused, ours within a bound, FlashSVD's V1 and V2.
+
+    python scripts/bench/ffn.py [--json FILE]
+
+BERT-base's (768, 3072, GELU) and a gated one of Llama-7B's width, bf16, at several ranks: milliseconds
+of a CUDA graph and of a call, MiB beside input and result, error against float32. First every result
+is compared: no time without that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from blr.compressor.bench.memory.run import milliseconds
+from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.modeling.layers import LowRankLinear
+from blr.compressor.structures.specs import LowRankSpec
+from blr.kernels.common.transient import VARIABLE
+from blr.kernels.paper import ffn
+
+CASES = [
+    *(("gelu", 32768, 768, 3072, rank) for rank in (192, 384, 768)),
+    *(("silu", 8192, 4096, 11008, rank) for rank in (512, 1488)),
+]
+LIMIT = 3e-2
+BOUNDS = (32, 64, 128)
+
+
+class Layers:
+    """Of one case; `run` by an arm's name."""
+
+    def __init__(self, activation: str, width: int, middle: int, rank: int) -> None:
+        self.activation = activation
+        names = ("up", "gate", "down") if activation == "silu" else ("up", "down")
+        self.layers = {}
+        for name in names:
+            sizes = (middle, width) if name == "down" else (width, middle)
+            layer = LowRankLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu")
+            self.layers[name] = layer.to("cuda", torch.bfloat16).requires_grad_(False)
+            self.layers[name].defers = name != "down"
+
+    def run(self, arm: str, x: Any) -> Any:
+        """The layer's result for x [1, n, i]."""
+        if arm in ffn.FORMS:
+            made = {n: ffn.Factors(f.U, f.V, f.bias) for n, f in self.layers.items()}
+            return ffn.FORMS[arm](x[0], made["up"], made["down"], self.activation, made.get("gate"))[
+                None
+            ]
+        os.environ[VARIABLE] = "off" if arm == "unfused" else arm.partition("-")[2]
+        act = getattr(functional, self.activation)
+        up = self.layers["up"](x)
+        if "gate" in self.layers:
+            return self.layers["down"](act(self.layers["gate"](x)) * up)
+        return self.layers["down"](act(up))
+
+
+def graphed(run: Any, device: torch.device) -> float:
+    """Milliseconds of a CUDA graph of `run`, the least of five."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return min(milliseconds(graph.replay, device) for _ in range(5))
+
+
+def case(activation: str, n: int, width: int, middle: int, rank: int) -> list[dict[str, Any]]:
+    """All arms of one case."""
+    device = torch.device("cuda", 0)
+    layers, x = Layers(activation, width, middle, rank), torch.randn(1, n, width, device=device)
+    x, rows = x.bfloat16(), []
+    truth = layers.run("unfused", x).float()
+    for arm in ("unfused", *(f"ours-{mib}" for mib in BOUNDS), *ffn.FORMS):
+        told = {"activation": activation, "n": n, "rank": rank, "arm": arm}
+        try:
+            found = layers.run(arm, x)
+            told["error"] = float((found - truth).norm() / truth.norm())
+            del found
+            if told["error"] <= LIMIT:
+                run = lambda arm=arm: layers.run(arm, x)  # noqa: E731
+                told["mib"] = transient_bytes(run, device) / 2**20
+                told["ms"] = min(milliseconds(run, device) for _ in range(5))
+                told["graph"] = graphed(run, device)
+        except Exception as reason:  # the next arm may run where this one does not
+            told["failed"] = f"{type(reason).__name__}: {str(reason).splitlines()[0][:120]}"
+        rows.append(told)
+        words = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in told.items())
+        print(" ".join(words), flush=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [row for settings in CASES for row in case(*settings)]
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

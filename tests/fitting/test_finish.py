@@ -1,0 +1,69 @@
+"""The last pass of a fit: better distributions, none without room or logits, resumed without work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrating import block_model, calibration, run
+from pico import save_pico
+
+from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting import finish
+from blr.compressor.fitting.blocks import run_block
+from blr.compressor.fitting.run import Run
+
+PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
+
+
+def divergence(found: Run) -> float:
+    """KL of the dense model's distributions from those of the stored results, nats a token."""
+    blocks, total = finish.Blocks([student.block for student in found.students]), 0.0
+    starts = found.model.start(calibration())
+    with torch.no_grad():
+        for start, end in zip(starts, found.batches, strict=True):
+            mine = found.model.logits(run_block(blocks, start.hidden, start)).log_softmax(-1)
+            dense = found.model.logits(end.hidden).log_softmax(-1)
+            total += float((dense.exp() * (dense - mine)).sum(-1).mean()) / len(starts)
+    return total
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("settings", "share"), [(PACKED, 1.0), ({"method": "svd", "cf": 2.0}, 0.9)], ids=["packed", "plain"]
+)
+def test_it_comes_nearer_to_the_dense_models_distributions(
+    name: str, settings: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed weights of a model that was never trained have nothing to gain; they must not lose."""
+    monkeypatch.setattr(finish, "RATE", 0.003)
+    folder = save_pico(name, tmp_path / name)
+    found = run(folder, tmp_path / "journal", finish=12, **settings)
+    (before, after) = next(iter(found.results.values()))[1]["finish"]
+    assert after <= share * before
+    assert divergence(found) == pytest.approx(after, rel=0.1)  # as it is stored, in bfloat16
+
+
+def test_a_resumed_run_trains_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_pico("llama", tmp_path / "model")
+    first = run(folder, tmp_path / "journal", epochs=1, finish=1, **PACKED)
+    monkeypatch.setattr(finish, "Finishing", lambda *_: pytest.fail("computed again"))
+    second = run(folder, tmp_path / "journal", epochs=1, finish=1, **PACKED)
+    assert first.results == second.results
+    assert first.norms == second.norms
+
+
+def test_who_has_no_logits_or_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+    for name in ("bert", "llama"):
+        model = block_model(name, tmp_path / name)
+        batches = model.start(calibration())
+        assert finish.finish_epochs(None, 4, model, batches) == 0  # on a CPU
+        assert finish.finish_epochs(3, 4, model, batches) == 3 if name == "llama" else True
+        monkeypatch.setattr(finish, "_room", lambda _: 1.0)
+        message = "predicts tokens" if name == "bert" else "GB"
+        with pytest.raises(CapabilityError, match=message):
+            finish.finish_epochs(3, 4, model, batches)
+        monkeypatch.undo()

@@ -1,0 +1,97 @@
+"""Products of 1 to 64 tokens on the tensor cores, and what prepares their inputs. Interpreter only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from skinny import EPS, close, drawn, made, ready
+
+from blr.kernels.common.available import has_triton
+from blr.kernels.gemv.segments import Segment
+from blr.kernels.gemv.segments import dual as plain_dual
+from blr.kernels.quantized.segments import Correction, Narrow, dual
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+CASES = {
+    "plain": ("16", 3, 70, 40, {}),
+    "prime": ("16", 5, 33, 149, {"BR": 16, "STEP": 64, "SPLIT": 2}),
+    "one": ("16", 1, 64, 256, {"SPLIT": 2}),
+    "wide": ("16", 33, 48, 64, {"BR": 16}),
+    "many": ("16", 64, 16, 64, {"BR": 16}),
+    "int4": ("4/128", 1, 70, 384, {"SPLIT": 2}),
+    "int4-ragged": ("4/128", 8, 40, 300, {"BR": 16, "SPLIT": 2}),
+    "int4-narrow": ("4/32", 16, 16, 96, {"BR": 16}),
+    "int4-64": ("4/64", 2, 33, 200, {"BR": 32, "SPLIT": 4}),
+    "int2": ("2/128", 4, 40, 384, {"BR": 16, "SPLIT": 2}),
+    "int2-ragged": ("2/64", 2, 33, 200, {"BR": 32}),
+    "int2-narrow": ("2/32", 3, 16, 96, {"BR": 16}),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("case", CASES)
+def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
+    from blr.kernels.skinny.launch import Workspace, grouped
+
+    torch.manual_seed(0)
+    kind, tokens, rows, K, config = CASES[case]
+    x, gain = torch.randn(tokens, K), torch.rand(K) if norm else None
+    segments = [made(kind, x, rows, K, bias=drawn(rows)), made(kind, x, 20, K)]
+    workspace = Workspace()
+    for _ in range(2):  # counters are zeros again
+        grouped(ready(segments, gain), workspace, config=config)
+        for s in segments:
+            close(s.y, s.product(gain, EPS))
+    before = [s.y.clone() for s in segments]
+    grouped(ready(segments, gain), workspace, add=True, config=config)
+    for s, y in zip(segments, before, strict=True):
+        close(s.y, y + s.product(gain, EPS))
+
+
+@pytest.mark.parametrize("kind", ["16", "4/128"])
+def test_blocks_and_parts(kind: str) -> None:
+    """Monarch's first stage: blocks of their own inputs, rows that are dealt out."""
+    from blr.kernels.skinny.launch import Workspace, grouped
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 4 * 72)
+    s = made(kind, x, 24, 72, blocks=4, part=6)
+    grouped(ready([s]), Workspace(), config={"BR": 16, "SPLIT": 1 if kind != "16" else 2, "STEP": 16})
+    close(s.y, s.product(None, 0.0))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("kind", ["16", "2/64"])
+def test_pairs(kind: str, split: int) -> None:
+    from blr.kernels.skinny.launch import Workspace
+    from blr.kernels.skinny.launch import dual as run
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 256)
+    gate, up = made(kind, x, 40, 256, bias=drawn(40)), made(kind, x, 40, 256)
+    config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
+    run(*ready([gate, up]), Workspace(), activation="silu", config=config)
+    found = up.y.clone()
+    (plain_dual if kind == "16" else dual)(gate, up, activation="silu")
+    close(found, up.y)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("rank", [5, 16])
+def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
+    from blr.kernels.skinny.launch import Workspace, grouped
+    from blr.kernels.skinny.prepare import prepare, prepared
+
+    torch.manual_seed(0)
+    x, gain, v = torch.randn(tokens, 256), torch.rand(256), drawn(rank, 256) / 16
+    z, u = torch.full((tokens, rank), float("nan")), drawn(1, 40, rank)
+    first = Segment(x, v[None], z)
+    s = made("2/128", x, 40, 256, correction=Correction(first, Narrow(u)))
+    out = prepared(x, 256, 2, 128, torch.float16)
+    prepare(x, out, 256, low=2, group=128, gain=gain, eps=EPS, v=v, z=z)
+    grouped([replace(s, x=out)], Workspace(), config={"BR": 16, "SPLIT": 2})
+    found = s.y.clone()
+    close(found, s.product(gain, EPS))

@@ -1,0 +1,54 @@
+"""Segments of random weights for the skinny products, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.gemv.segments import Segment
+from blr.kernels.quantized.reference import quantize
+from blr.kernels.quantized.segments import QuantizedSegment
+
+EPS = 1e-5
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float16, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def made(
+    kind: str, x: Tensor, rows: int, K: int, *, blocks: int = 1, dtype: Any = torch.float16, **more: Any
+) -> Any:
+    """A segment of random weights: "16", or bits and group as "4/128"."""
+    y = torch.full((len(x), blocks * rows), float("nan"), device=x.device)
+    w = drawn(blocks, rows, K, dtype=dtype, device=x.device.type) / K**0.5
+    if kind == "16":
+        return Segment(x, w, y, **more)
+    bits, group = map(int, kind.split("/"))
+    packed, scale = quantize(w, bits, dtype, group=group)
+    return QuantizedSegment(x, packed, scale, bits, K, y, group=group, **more)
+
+
+def ready(segments: list[Any], gain: Tensor | None = None, dtype: Any = torch.float16) -> list[Any]:
+    """The segments of inputs that are prepared."""
+    from blr.kernels.skinny.launch import low_of, width_of
+    from blr.kernels.skinny.prepare import prepare, prepared
+
+    one = segments[0]
+    how = {"low": low_of(one), "group": getattr(one, "group", 0)}
+    out = prepared(one.x, width_of(one), *how.values(), dtype).fill_(float("nan"))
+    prepare(one.x, out, width_of(one), **how, gain=gain, eps=EPS)
+    return [replace(s, x=out) for s in segments]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative error."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def close(found: Tensor, expected: Tensor, limit: float = 3e-3) -> None:
+    error = distance(found, expected)
+    assert error < limit, error
