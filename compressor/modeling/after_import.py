@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 
@@ -18,7 +18,10 @@ def after_import(package: str, run: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one package, as Python's own finder does, and runs a function behind its own code."""
+    """Finds one package, as the finders behind it do, and runs a function behind its own code.
+
+    One of those may be another of this kind: every copy of our modules in a process waits by itself.
+    """
 
     def __init__(self, package: str, run: Callable[[], None]) -> None:
         self.package, self.run = package, run
@@ -26,7 +29,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.package:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        spec = self._others_find(name, path, target)
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -39,3 +42,8 @@ class _Waiting(MetaPathFinder):
 
         loader.exec_module = exec_module
         return spec
+
+    def _others_find(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        return next((spec for spec in found if spec is not None), None)

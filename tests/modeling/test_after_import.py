@@ -32,6 +32,20 @@ def test_it_runs_once_after_the_packages_own_code(
     monkeypatch.delitem(sys.modules, "waited_for")
 
 
+def test_all_that_wait_for_a_package_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is loaded with its own code brings a second copy of what waits."""
+    (tmp_path / "waited_for_by_two.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    found: list[int] = []
+    before = len(sys.meta_path)
+    for number in (1, 2):
+        after_import("waited_for_by_two", lambda number=number: found.append(number))
+    importlib.import_module("waited_for_by_two")
+    assert sorted(found) == [1, 2] and len(sys.meta_path) == before
+    monkeypatch.delitem(sys.modules, "waited_for_by_two")
+
+
 def test_a_package_that_is_not_there_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     after_import("nowhere_to_be_found", lambda: pytest.fail("it is not there"))
