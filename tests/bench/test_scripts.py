@@ -1,0 +1,24 @@
+"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "bench"
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    for neighbour in FOLDER.glob("*.py"):
+        monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
+    spec = spec_from_file_location(script.stem, script)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, script.stem, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    assert callable(module.main)
