@@ -44,6 +44,6 @@ class _Waiting(MetaPathFinder):
         return spec
 
     def _others_find(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        behind = (f for f in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(f, "find_spec"))
+        found = (finder.find_spec(name, path, target) for finder in behind)
         return next((spec for spec in found if spec is not None), None)
