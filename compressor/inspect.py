@@ -33,6 +33,8 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     check_listed(folder, "all" if verify else "small")
     try:
         config = _read(folder / "config.json")
+        if "blr" not in config:
+            raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
         records = {} if saved else _read(folder / LAYERS)
         records = records or _unmeasured(config)

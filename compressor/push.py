@@ -51,8 +51,10 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
         OutputError, VerifyError: no output of blr, or one that has changed.
         InputError: metrics that cannot be read.
     """
-    if not REPOSITORY.fullmatch(repository):
-        raise UsageError(f"{quote(repository, 120)}: expected owner/name")
+    if not _is_repository(repository):
+        raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give one that blr wrote")
     verify_manifest(folder)
     manifest = read_manifest(folder)
     front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
@@ -62,6 +64,17 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
     files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
     return Push(folder, repository, files, front, tuple(_lacks(front)))
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the hub could have a repository of this name, with an owner's before it."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return REPOSITORY.fullmatch(name) is not None
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
@@ -95,7 +108,7 @@ def _made(manifest: dict[str, Any]) -> str:
     """The command that makes the folder again, and with what; of exports and healed ones the latter."""
     run, source = manifest.get("run") or {}, manifest.get("source") or {}
     lines = "\n".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
-    command = f"blr compress {_arguments(run, source)}\n" if "recipe_sha256" in manifest else ""
+    command = f"blr compress {_arguments(run, source)}\n" if "recipe" in run else ""
     read = f"\nInput: SHA-256 {manifest['input_sha256']}.\n" if "input_sha256" in manifest else ""
     where = "`recipe.yaml` is that of this folder.\n" if command else ""
     return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
@@ -107,7 +120,7 @@ def _arguments(run: dict[str, Any], source: dict[str, Any]) -> str:
         words += ["--revision", str(source["revision"])]
     if run.get("calibration"):
         words += ["--calibration", f"TEXT-{str(run['calibration'])[:16]}"]
-    for option in ("max_shard_size", "threads", "device"):
+    for option in ("heal", "max_shard_size", "threads", "device"):
         if run.get(option) not in (None, "auto"):
             words += [f"--{option.replace('_', '-')}", str(run[option])]
     return join(words)
@@ -119,7 +132,10 @@ def _index(repository: str, path: Path) -> list[dict[str, Any]]:
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
     found = parse_json(read_whole(path, MAX_BYTES), path)
-    rows = list(_measured(found))
+    try:
+        rows = [(kind, data, metric, _number(value)) for kind, data, metric, value in _measured(found)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        rows = []
     if not rows:
         raise InputError(f"{path}: no metrics; expected what `blr eval --format json` prints")
     results = [
@@ -145,6 +161,13 @@ def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
             yield "text-generation", task, metric, value
     if "spearman" in found:
         yield "sentence-similarity", "sts", "spearman", found["spearman"]
+
+
+def _number(value: Any) -> float:
+    """`value`, which must be a number."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{quote(repr(value), 40)} is no number")
+    return value
 
 
 def _lacks(front: dict[str, Any]) -> Iterator[str]:

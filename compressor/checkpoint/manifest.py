@@ -109,7 +109,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
         text, manifest = b"", {}
     if not _is_ours(manifest):
         raise OutputError(
-            f"{path}: missing or not a manifest of format {FORMAT}; the folder was not written by blr"
+            f"{path}: missing or not a manifest of format {FORMAT}, the folder was not written by blr; "
+            "give one that was"
         )
     return manifest, _damage(manifest, text)
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from blr.compressor.cli.options import Checkpoint, Format, FormatOption, print_result
+from blr.compressor.cli.options import Format, FormatOption, Output, print_result
 
 
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: Output,
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash the weights too, against the manifest.")
     ] = False,

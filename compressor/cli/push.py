@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli.options import Checkpoint, Format, FormatOption, Quiet, print_result
+from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, print_result
 
 
 def push(
-    output: Checkpoint,
+    output: Output,
     repository: Annotated[str, typer.Argument(help="owner/name on the hub; made if there is none.")],
     private: Annotated[
         bool, typer.Option("--private", help="A repository for its owner alone.")

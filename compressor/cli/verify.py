@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from blr.compressor.cli.options import Checkpoint, Format, FormatOption, print_result
+from blr.compressor.cli.options import Format, FormatOption, Output, print_result
 
 
 def verify(
-    output: Checkpoint,
+    output: Output,
     signature: Annotated[
         Path | None, typer.Option(help="Signature of the folder by model_signing (extra sign).")
     ] = None,

@@ -12,7 +12,7 @@ as `{teacher}` does: {loss}, {parameters:,} parameters ({kinds}) at {rate:g} of 
 step, seed {seed}. The state after step {best_step:,} was kept, the best by windows of the same texts
 that were not trained on; {table}
 
-The errors of the weights above are those before healing; `blr inspect` gives the present ones, and
+Sizes and errors above are those before healing; `blr inspect` gives the present ones, and
 `metrics.jsonl` the course of the training.
 """
 LOSSES = {

@@ -156,7 +156,8 @@ def small_files(
     folder = checkpoint.source.folder
     specs = new_specs(pair, checkpoint)
     records = new_errors(pair, _json(folder / LAYERS))
-    records |= {m: {**records[m], "spec": s.to_dict()} for m, s in specs.items() if m in records}
+    grown = {m: (s, s.parameters / checkpoint.specs[m].parameters) for m, s in specs.items()}
+    records |= {m: _grown(records[m], *found) for m, found in grown.items() if m in records}
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}
     card = folder / CARD
     return {
@@ -187,17 +188,27 @@ def _json(path: Path) -> dict[str, Any]:
     return parse_json(read_whole(path, MAX_BYTES), path) if path.is_file() else {}
 
 
+def _grown(record: dict[str, Any], spec: Spec, ratio: float) -> dict[str, Any]:
+    """The record of a layer that is now as `spec` says, `ratio` times as large."""
+    sized = {"bits": record["bits"] * ratio} if "bits" in record else {}
+    return {**record, "spec": spec.to_dict(), **sized}
+
+
 def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     """Give a layer of the report the size of `spec`, and the totals what it adds."""
     more = spec.parameters - layer["parameters"]
     layer |= {"rank": spec.describe(), "parameters": spec.parameters}
-    for bits in ("bits", "equal_rank"):
-        if layer.get(bits) is not None:
-            layer[bits] *= spec.parameters / (spec.parameters - more)
+    ratio = spec.parameters / (spec.parameters - more)
+    if layer.get("equal_rank") is not None:
+        layer["equal_rank"] *= ratio
     totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
     for sums in (totals, *kinds):
         sums["parameters"] += more
-    totals["cf"] = totals["dense_parameters"] / totals["parameters"]
+    dense = totals["dense_parameters"]
+    totals["cf"] = dense / totals["parameters"]
+    if layer.get("bits") is not None and totals.get("bits") is not None:
+        totals["bits"] += layer["bits"] * (ratio - 1) * layer["dense_parameters"] / dense
+        layer["bits"] *= ratio
 
 
 def _report(

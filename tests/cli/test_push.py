@@ -23,7 +23,7 @@ from pico import save_pico
 from running import Run
 
 from blr.compressor.checkpoint.manifest import verify_manifest
-from blr.compressor.errors import VerifyError
+from blr.compressor.errors import InputError, UsageError, VerifyError
 from blr.compressor.push import prepare_push, send
 
 CARD = "---\nlicense: mit\nbase_model: owner/base\nlanguage: en\n---\n# A dense model\n"
@@ -115,6 +115,33 @@ def test_a_dry_run_sends_nothing_and_a_changed_folder_is_refused(
     (changed / "config.json").write_text("{}")
     with pytest.raises(VerifyError, match=r"config\.json"):
         prepare_push(changed, "me/small")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"texts": 5},
+        {"texts": [{"perplexity": 2.0}]},
+        {"texts": [{"text": 3, "perplexity": 2.0}]},
+        {"tasks": [1]},
+        {"tasks": {"arc": {"acc": "high"}}},
+        {"perplexity": None},
+        {"spearman": True},
+        {},
+    ],
+)
+def test_metrics_that_are_none_are_named(metrics: dict[str, Any], output: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(metrics))
+    with pytest.raises(InputError, match=r"m\.json: no metrics; expected what `blr eval"):
+        prepare_push(output, "me/small", tmp_path / "m.json")
+
+
+def test_names_that_no_repository_has_are_refused(output: Path) -> None:
+    for name in ("small", "../small", "me/..", "me/a--b", "me/small.git", "me/a/b", "-me/small"):
+        with pytest.raises(UsageError, match="expected owner/name"):
+            prepare_push(output, name)
+    with pytest.raises(InputError, match="no such folder"):
+        prepare_push(output / "gone", "me/small")
 
 
 @pytest.mark.parametrize(

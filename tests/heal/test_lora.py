@@ -18,6 +18,7 @@ from blr.compressor.heal.settings import HealOptions
 from blr.compressor.inspect import inspect_output
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.push import prepare_push
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.text import own
 
@@ -60,6 +61,14 @@ def test_report_and_records_have_the_raised_ranks(compressed: Path, dense: Path,
     assert new["totals"]["cf"] < old["totals"]["cf"]
     assert sum(layer["parameters"] for layer in new["layers"]) == new["totals"]["parameters"]
     assert [x["rank"] for x in found["layers"]] == [x["rank"] for x in new["layers"]]
+    stored = {name: t.nbytes for name, t in load_file(tmp_path / "out/model.safetensors").items()}
+    for layer in found["layers"]:
+        held = sum(size for name, size in stored.items() if name.startswith(f"{layer['module']}."))
+        assert layer["bits"] == pytest.approx(8 * held / layer["dense_parameters"])
+    assert [x["bits"] for x in new["layers"]] == pytest.approx([x["bits"] for x in found["layers"]])
+    assert new["totals"]["bits"] == pytest.approx(found["bits"]) != old["totals"]["bits"]
+    card = prepare_push(tmp_path / "out", "me/small").files["README.md"]
+    assert isinstance(card, bytes) and b"blr compress" not in card.partition(b"## Made by")[2]
 
 
 @pytest.mark.parametrize("method", ["svd", "blast"])
