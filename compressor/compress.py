@@ -69,12 +69,12 @@ class Settings:
 class Summary:
     """What a compression achieved. Sizes in bytes.
 
-    `became` says what most layers were made; `cf` is the factor of the replaced layers, `bits` what they
-    store for each weight, `share` what they are of the model's parameters, `factor` how many times
-    smaller the whole model is; `errors` maps layer type to the mean relative error of its weights;
-    `seconds` is the wall time of this run; `check` says what was run of the output and how far its
-    results are from the dense model's (`output/check.py`), `healed` what training it brought
-    (`heal/run.py`).
+    `became` says what most layers were made; `kept` counts layers that were left dense on purpose;
+    `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
+    `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
+    maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run;
+    `check` says what was run of the output and how far its results are from the dense model's
+    (`output/check.py`), `healed` what training it brought (`heal/run.py`).
     """
 
     output: str
@@ -87,6 +87,7 @@ class Summary:
     bytes_before: int
     bytes_after: int
     layers: int
+    kept: int
     share: float
     factor: float
     errors: dict[str, float]
@@ -344,6 +345,7 @@ class Job:
             bytes_before=bytes_before,
             bytes_after=bytes_after,
             layers=len(plan.layers),
+            kept=len(plan.kept),
             share=plan.share or 0.0,
             factor=bytes_before / bytes_after,
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},

@@ -165,8 +165,6 @@ def compress(
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation},
         **{"refit": refit, "finish": finish, "tokens_per_second": tokens_per_second, "gpu": gpu},
     }
-    if (kv_rank or kv_cf) and not (method or recipe or cf or rank):
-        given["method"] = "dense"  # nothing else was asked for
     from blr.compressor.cli.crew import member_done, started
 
     with stop_on_signals() as running, started(gpus, running):
@@ -176,9 +174,12 @@ def compress(
         from blr.compressor.compress import compress as run
         from blr.compressor.loading.resolve import default_output, resolve_model
         from blr.compressor.progress import Progress
+        from blr.compressor.recipe.idle import refuse_idle
         from blr.compressor.recipe.shipped import load_recipe
 
-        resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
+        asked = {k: v for k, v in given.items() if v is not None}
+        resolved = load_recipe(recipe, asked)
+        refuse_idle(resolved, asked, calibration is not None)
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():
@@ -216,11 +217,12 @@ def compress(
 
 def _compress_text(summary: dict[str, Any]) -> str:
     before, after = summary["parameters_before"], summary["parameters_after"]
+    kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
     return "\n".join(
         (
             f"output: {summary['output']}",
-            f"layers: {summary['layers']} {summary['became']}, cf {summary['cf']:.3f}, "
+            f"layers: {summary['layers']} {summary['became']}{kept}, cf {summary['cf']:.3f}, "
             f"{summary['bits']:.3f} bits a weight, {summary['share']:.1%} of the model's parameters",
             f"parameters: {before:,} -> {after:,}",
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "

@@ -78,6 +78,8 @@ def evaluate(
 
     if not (text or tasks or sts) or (sts and (text or tasks)):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
+    _refuse_idle("--tasks", tasks, tasks_path=tasks_path, shots=shots, limit=limit)
+    _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
     from blr.compressor import evaluate as library
@@ -113,6 +115,13 @@ def evaluate(
         asked = harness.Asked(names, tasks_path, shots, limit)
         result |= asdict(harness.run_tasks(model, tokenizer, asked, batch))
     print_result(result, _text, format)
+
+
+def _refuse_idle(owner: str, given: object, **options: object) -> None:
+    """Raise UsageError for one of `options` where the one that they belong to is not given."""
+    for name, value in options.items():
+        if value is not None and not given:
+            raise UsageError(f"--{name.replace('_', '-')} {value} belongs to {owner}; leave it out")
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from blr.compressor.cli.options import (
     Trust,
     Verify,
 )
+from blr.compressor.errors import UsageError
 
 
 def generate(
@@ -64,6 +65,8 @@ def generate(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
+    if temperature == 0 and (top_k, top_p) != (None, None):
+        raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
     from blr.compressor import generate as library

@@ -19,6 +19,9 @@ from blr.compressor.cli.options import (
     Group,
     Heads,
     Include,
+    KvCf,
+    KvQuantize,
+    KvRank,
     Method,
     Offline,
     Pattern,
@@ -43,6 +46,9 @@ def plan(
     blocks: Blocks = None,
     pattern: Pattern = None,
     heads: Heads = None,
+    kv_rank: KvRank = None,
+    kv_cf: KvCf = None,
+    kv_quantize: KvQuantize = None,
     quantize: Quantize = None,
     group: Group = None,
     base: Base = None,
@@ -79,15 +85,19 @@ def plan(
     from blr.compressor.planning.roofline import find_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
+    from blr.compressor.recipe.idle import refuse_idle
     from blr.compressor.recipe.shipped import load_recipe
 
     given = {
         **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
+        **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
         **{"heads": heads, "include": include or None, "exclude": exclude or None},
         **{"dtype": dtype, "gpu": gpu, "tokens_per_second": tokens_per_second},
     }
-    resolved = load_recipe(recipe, {k: v for k, v in given.items() if v is not None})
+    asked = {k: v for k, v in given.items() if v is not None}
+    resolved = load_recipe(recipe, asked)
+    refuse_idle(resolved, {k: v for k, v in asked.items() if k != "gpu"}, calibrated)
     card = find_gpu(resolved.gpu)
     found = resolve_model(model, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,8 @@ from blr.compressor.cli.options import (
 )
 from blr.compressor.errors import CapabilityError
 
+METHODS = "svd,blast"
+
 
 def sweep(
     model: Model,
@@ -34,7 +36,9 @@ def sweep(
         list[Path],
         typer.Option("--eval", help="Text file that losses are measured on; repeatable."),
     ],
-    methods: Annotated[str, typer.Option(help="Structures, as svd,blast,auto.")] = "svd,blast",
+    methods: Annotated[
+        str | None, typer.Option(help="Structures, as svd,blast,auto.", show_default=METHODS)
+    ] = None,
     cf: Annotated[
         str, typer.Option(help="Compression factors of structures alone, as 1.5,2.", show_default="none")
     ] = "",
@@ -105,12 +109,13 @@ def sweep(
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.progress import Progress
-    from blr.compressor.sweep.grid import NONE, Grid, listed
+    from blr.compressor.recipe.schema import AUTO
+    from blr.compressor.sweep.grid import NONE, Grid, listed, points_of
     from blr.compressor.sweep.page import table
     from blr.compressor.sweep.run import Settings
     from blr.compressor.sweep.run import sweep as run
 
-    given = {
+    given: dict[str, Any] = {
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "finish": finish},
         **{"rounds": rounds, "blocks": blocks, "group": group},
         **{"include": include or None, "exclude": exclude or None},
@@ -120,7 +125,12 @@ def sweep(
     seeds = listed(seed, int)
     if len(seeds) == 1:
         given["seed"], seeds = seeds[0], ()
-    grid = Grid(listed(methods), *sizes, lines, listed(heal, float), seeds)
+    usual = METHODS if sizes[0] or sizes[2] else ""
+    grid = Grid(listed(usual if methods is None else methods), *sizes, lines, listed(heal, float), seeds)
+    if AUTO in grid.methods:
+        given["gpu"] = gpu  # of equal structures the fastest there
+    common = {k: v for k, v in given.items() if v is not None}
+    recipes = points_of(grid, common, calibration is not None)
     offline_too = ("--offline",) if offline else ()
     tokens = () if max_tokens is None else ("--max-tokens", str(max_tokens))
     with stop_on_signals() as running:
@@ -129,7 +139,7 @@ def sweep(
         settings = Settings(
             model=model,
             texts=tuple(text),
-            common={k: v for k, v in given.items() if v is not None},
+            common=common,
             calibration=calibration,
             more=offline_too,
             evaluate=("--window", str(window), *tokens, *offline_too),
@@ -139,7 +149,7 @@ def sweep(
             restart=restart,
             gpu=gpu,
         )
-        result = run(found.folder, grid, output, settings, Progress(quiet))
+        result = run(found.folder, recipes, output, settings, Progress(quiet))
     print_result(result, table, format)
     if result["failed"] and not result["points"]:
         raise CapabilityError(f"none of {len(result['failed'])} points could be made; see {output}/logs")

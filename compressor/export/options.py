@@ -12,8 +12,8 @@ from blr.compressor.planning.roofline import find_gpu
 QUANTIZED = ("int8", "int4")
 NONE = "none"
 NO_USE = {  # what is exported to the options that it has no use for
-    "dense": ("batch", "context", "quantize", "quantize_head", "kv_quantize"),
-    "onnx": ("quantize", "quantize_head", "kv_quantize"),
+    "dense": ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize"),
+    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize"),
 }
 KINDS = ("folder", "pt2", "dense", "onnx")
 COMPILED = "model.pt2"
@@ -89,3 +89,6 @@ def _check_meant(options: ExportOptions) -> None:
         if getattr(options, name) != getattr(ExportOptions, name):
             option = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
+    if not (options.quantize or options.quantize_head) and (options.text or options.force):
+        option = f"--text {options.text}" if options.text else "--force"
+        raise UsageError(f"{option} is of the loss by --quantize or --quantize-head; leave it out")

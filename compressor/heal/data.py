@@ -124,6 +124,8 @@ def _check_encoder(options: HealOptions) -> None:
         raise UsageError("an encoder writes no text of its own; add --data FILE, a sentence a line")
     if options.loss != "kl" or options.top_k is not None:
         raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
+    if options.own_tokens is not None:
+        raise UsageError("--own-tokens is for decoders; an encoder writes no text of its own")
 
 
 def make_data(

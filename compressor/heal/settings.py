@@ -110,9 +110,20 @@ def check_options(options: HealOptions) -> HealOptions:
         raise UsageError(f"--mix {options.mix:g}: expected a share from 0 to 1")
     if options.mix and not options.files and options.mix < 1:
         raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --data FILE")
+    _refuse_idle(options)
     if all(budget is None for budget in budgets):
         options = replace(options, minutes=MINUTES)
     return replace(options, mix=_own_share(options))
+
+
+def _refuse_idle(options: HealOptions) -> None:
+    """Raise UsageError for what another option leaves no use for."""
+    if options.mix == 1 and options.files:
+        raise UsageError("--mix 1 reads nothing of --data; lower it, or leave out --data")
+    if options.own_tokens is not None and options.mix == 0:
+        raise UsageError(f"--own-tokens {options.own_tokens}: --mix 0 takes none; leave one of them out")
+    if options.top_k is not None and options.loss != "kl":
+        raise UsageError(f"--top-k {options.top_k} is of --loss kl; leave it out")
 
 
 def checked_minutes(minutes: float | None) -> float | None:

@@ -12,7 +12,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, dense_time, find_gpu, layer_time
-from blr.compressor.recipe.schema import CORRECTING, DENSE, Recipe, make_recipe
+from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 from blr.kernels.quantized.formats import GROUP
 
 STEP = 0.05  # bits a weight between two sizes of a correction
@@ -75,13 +75,12 @@ def _without(recipe: Recipe) -> dict[str, Any]:
 
 def _storages(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """By falling bits."""
-    method = recipe.method if recipe.method in CORRECTING else CORRECTING[0]
     yield {"method": DENSE, "quantize": "int8"}
     yield {"method": DENSE, "quantize": "int4"}
     finer = 16 / (recipe.group or GROUP) - 16 / GROUP  # bits that smaller groups of the base take
     for bits in (3, 2):
         bpw = WIDEST[bits]
         while bpw >= NARROWEST[bits]:
-            yield {"method": method, "base": f"int{bits}", "bpw": round(bpw + finer, 3)}
+            yield {"method": recipe.method, "base": f"int{bits}", "bpw": round(bpw + finer, 3)}
             bpw -= STEP
         yield {"method": DENSE, "quantize": f"int{bits}"}

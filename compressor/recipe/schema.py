@@ -178,7 +178,7 @@ class Recipe(RecipeFields):
         for rule in self.rules:
             if rule.method is None:
                 _refuse_pairs(rule, self.method)
-        resolved = [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
+        resolved = self.layers()
         _refuse_sizes(self, resolved)
         for layer in resolved:
             _refuse_unfit(layer)
@@ -206,6 +206,10 @@ class Recipe(RecipeFields):
         """What it says of layers that no rule matches."""
         chain, fit = (self.blocks, self.pattern, self.heads), (self.solver, self.rounds)
         return LayerSettings(self.method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
+
+    def layers(self) -> list[LayerSettings]:
+        """All that it says of any layer: its own, and those of every rule."""
+        return [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
 
     def _stored(self, rule: Rule | None) -> StoredAs:
         """How the layers of a rule, or of none, are stored."""
@@ -310,6 +314,11 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
             n for n in PACED if n in recipe.model_fields_set and getattr(recipe, n) is not None
         ]:
             raise ValueError(f"tokens_per_second chooses what is stored; leave out {', '.join(given)}")
+        if recipe.method not in CORRECTING:
+            raise ValueError(
+                f"tokens_per_second stores dense weights that {', '.join(CORRECTING)} correct; "
+                f"leave out method {recipe.method}"
+            )
         return
     if recipe.kv_rank is not None and recipe.kv_cf is not None:
         raise ValueError("the cache is sized by kv_rank or kv_cf, not both")

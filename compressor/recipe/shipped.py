@@ -22,6 +22,7 @@ RULE_KEYS = (
     *("quantize", "group", "couplings", "base"),
 )
 SIZES = {"cf", "rank", "bpw"}  # of which one is given
+CACHES = {"kv_rank", "kv_cf"}
 BOUND_KEYS = ("pattern", "solver", "rounds")  # mean nothing under another method
 
 
@@ -30,7 +31,7 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
 
     An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
     both there), except that layers which a rule keeps dense stay dense. Another method takes
-    pattern, solver and rounds of the old one with it.
+    pattern, solver and rounds of the old one with it. A cache of ranks alone changes nothing else.
 
     Raises:
         RecipeError: no such recipe, unreadable, unknown keys, a circle of `extends`.
@@ -41,6 +42,8 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
         raise UsageError(f"{given}: a rank says what --cf would follow from; leave one of them out")
     if recipe is None:
+        if CACHES & overrides.keys() and not {"method", *SIZES} & overrides.keys():
+            overrides["method"] = DENSE  # nothing else was asked for
         return make_recipe(**overrides)
     path = find_recipe(str(recipe))
     file = read_recipe(path)

@@ -60,6 +60,7 @@ class Structure:
     None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
     can be factorized on their own. `solved` are the factors in which the product is linear, in the order
     in which they are solved again once the others are rounded (``solve_again`` of the factorizer).
+    `iterated` says that solvers take rounds.
     """
 
     spec: type[Spec]
@@ -69,6 +70,7 @@ class Structure:
     stepped: bool = False
     grouped: bool = False
     solved: tuple[str, ...] = ()
+    iterated: bool = True
 
     @property
     def ranked(self) -> bool:
@@ -120,7 +122,7 @@ class Structure:
 STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
-        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, solved=("U",)),
+        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, solved=("U",), iterated=False),
         Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, solved=("U",)),
         Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, solved=("U", "S")),
         Structure(KroneckerSpec, ("hierarchical",)),

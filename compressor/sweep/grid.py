@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from blr.compressor.errors import UsageError
+from blr.compressor.recipe.idle import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 
 NONE = "none"
@@ -62,17 +63,20 @@ class Point:
         return found + ([f"--heal={self.heal:g}"] if self.heal else [])
 
 
-def points_of(grid: Grid, common: dict[str, Any]) -> dict[Point, Recipe]:
+def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
     """Every point with its recipe, plain quantization first.
 
     Args:
-        common: settings of all recipes.
+        common: settings of all recipes that have a use for them.
+        calibrated: whether points are.
 
     Raises:
-        UsageError: settings that do not fit together, a point twice, or none.
+        UsageError: settings that do not fit together, or that no point has a use for; a point twice,
+            or none.
     """
     if DENSE in grid.methods:
         raise UsageError("--methods are structures; dense weights in few bits are the line of --plain")
+    _refuse_halves(grid)
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
     healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
     found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
@@ -81,14 +85,34 @@ def points_of(grid: Grid, common: dict[str, Any]) -> dict[Point, Recipe]:
         raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
     if not found:
         raise UsageError("the sweep holds no point; give --methods with --cf, or --base with --rank")
+    _refuse_unused(found, common, calibrated)
     return {point: make_recipe(**_fitting(point, common)) for point in found}
+
+
+def _refuse_halves(grid: Grid) -> None:
+    """Raise UsageError for lists that nothing is combined with."""
+    if bool(grid.bases) != bool(grid.ranks):
+        raise UsageError("--base and --rank make points together; give both, or leave out the other")
+    if grid.methods and not grid.cfs and not grid.bases:
+        raise UsageError("--methods make points with --cf, or --base and --rank; give one of these")
+    if grid.quantize != (NONE,) and not grid.cfs:
+        raise UsageError("--quantize is of the factors of --cf; give that, or leave it out")
+
+
+def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: bool) -> None:
+    """Raise UsageError for a setting that no point has a use for."""
+    recipes = [make_recipe(**common | dict(point.settings)) for point in points]
+    unused = [idle(recipe, common, calibrated) for recipe in recipes]
+    for name in common:
+        if all(name in found for found in unused):
+            refuse(name, common[name], unused[0][name])
 
 
 def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
     """Its settings, with those of all that it has a use for."""
     own = dict(point.settings)
-    blocked = own["method"] in ("blast", "monarch")
-    return {k: v for k, v in common.items() if k != "blocks" or blocked} | own
+    unused = idle(make_recipe(**common | own), common, calibrated=True)
+    return {name: value for name, value in common.items() if name not in unused} | own
 
 
 def _plain(grid: Grid) -> Iterator[Point]:

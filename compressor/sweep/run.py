@@ -18,10 +18,11 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import Progress
+from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep.chain import PointChain, command_line
 from blr.compressor.sweep.folder import ABOUT, RESULT, Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
-from blr.compressor.sweep.grid import Grid, Point, common_options, points_of
+from blr.compressor.sweep.grid import Point, common_options
 from blr.compressor.sweep.launch import Pool, slots
 from blr.compressor.sweep.page import page
 from blr.compressor.text.reading import calibration_digest
@@ -54,12 +55,12 @@ class Settings:
 
 
 def sweep(
-    folder: Path, grid: Grid, output: Path, settings: Settings, progress: Progress
+    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: Settings, progress: Progress
 ) -> dict[str, Any]:
-    """Make every point of `grid` that `output` does not have, and say what all of them lose.
+    """Make every point that `output` does not have, and say what all of them lose.
 
     Args:
-        folder: the model's.
+        folder: the model's. recipes: of every point (`points_of`).
 
     Returns:
         JSON-ready: `points` that were made, `failed` ones with the reason, the names of the `frontier`.
@@ -69,8 +70,7 @@ def sweep(
         cannot be evaluated, so that nothing can be judged.
     """
     check_apart(output, folder)
-    source, recipes = open_source(folder), points_of(grid, settings.common)
-    gpu = find_gpu(settings.gpu)
+    source, gpu = open_source(folder), find_gpu(settings.gpu)
     place = Folder(output, _common(source, settings))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)

@@ -130,7 +130,8 @@ def test_compress_takes_a_recipe_with_rules(tiny: Path, blr: Run, tmp_path: Path
     )
     done = blr("compress", tiny, "-r", "r.yaml", "-o", "out", "--format", "json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["cf"] == pytest.approx(1.5, rel=0.01)
+    found = json.loads(done.stdout)
+    assert found["cf"] == pytest.approx(1.5, rel=0.01) and found["kept"] == 8
     layers = json.loads(blr("inspect", "out", "--format", "json").stdout)["layers"]
     assert len(layers) == 20
     assert {layer["structure"] for layer in layers if ".mlp." in layer["module"]} == {"monarch"}

@@ -125,7 +125,7 @@ def test_a_folder_of_something_else_is_left_alone(
 
 def test_the_grid_combines_what_belongs_together() -> None:
     grid = Grid(("svd", "blast"), (2.0,), ("none", "int8"), ("int2",), (8,), ("int3",), (0.0, 5.0))
-    found = points_of(grid, {"blocks": 4, "group": 64})
+    found = points_of(grid, {"blocks": 4, "group": 64, "rounds": 9}, calibrated=False)
     names = [point.name for point in found if not point.heal]
     assert names == [
         *("int3", "svd-cf2", "svd-cf2-int8", "blast-cf2", "blast-cf2-int8"),
@@ -135,10 +135,11 @@ def test_the_grid_combines_what_belongs_together() -> None:
     by_name: dict[str, Recipe] = {point.name: recipe for point, recipe in found.items()}
     assert by_name["int2-blast-r8-heal5"].blocks == 4 and by_name["svd-cf2"].blocks is None
     assert by_name["int3"].quantize == "int3" and by_name["int3"].group == 64
+    assert by_name["svd-cf2"].group is None and by_name["blast-cf2"].rounds == 9
 
 
 def test_points_of_several_seeds_are_one_with_its_spread() -> None:
-    points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {})
+    points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {}, calibrated=False)
     assert [(point.name, point.setting) for point in points] == [
         ("svd-cf2-seed0", "svd-cf2"),
         ("svd-cf2-seed7", "svd-cf2"),

@@ -80,7 +80,31 @@ WRONG: dict[str, list[str]] = {
         "--device meta",
     ],
 }
-OPTIONS = [(command, options) for command, found in WRONG.items() for options in found]
+IDLE: dict[str, list[str]] = {  # what nothing would read
+    "compress X -o out": [
+        *("--method svd --blocks 4", "--method svd --rounds 5", "--method blast --heads per-head"),
+        *("--samples 9", "--seq-len 9", "--mix 0.5", "--refit 2", "--finish 2", "--group 64"),
+        *("--gpu h100", "--method blast --couplings int8", "--quantize int4 --couplings none"),
+        *("--method dense --quantize int4 --base int2", "--method ks --tokens-per-second 9"),
+    ],
+    "plan X": ["--method svd --blocks 4", "--group 64"],
+    "sweep X -o out --eval X": [
+        *("--methods svd", "--rank 8", "--base int2", "--quantize int8", "--mix 0.5", "--blocks 4"),
+        *("--cf 2 --methods svd --rounds 9", "--cf 2 --plain none --group 64"),
+    ],
+    "generate X a": ["--top-k 5", "--top-p 0.5"],
+    "eval X --text X": ["--shots 1", "--limit 1", "--tasks-path X"],
+    "eval X --sts X": ["--stride 9", "--max-tokens 9"],
+    "export X -o out": [
+        *("--force", "--text X", "--as dense --gpu h100", "--as onnx --gpu h100"),
+        *("--as dense --batch 2", "--as onnx --kv-quantize int8"),
+    ],
+    "heal X --teacher X -o out": [
+        *("--data X --mix 1", "--data X --mix 0 --own-tokens 9", "--loss lm --top-k 5"),
+    ],
+    "verify X": ["--public-key X", "--identity x"],
+}
+OPTIONS = [(c, o) for table in (WRONG, IDLE) for c, found in table.items() for o in found]
 
 
 @pytest.mark.parametrize(
