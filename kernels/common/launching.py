@@ -7,13 +7,36 @@ and the compiled kernel called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _compiled: dict[Any, Any] = {}
+_thread = (
+    threading.local()
+)  # `noted`: where this thread's launches by `run_kernel` are noted, if they are
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """``kernel[grid](*arguments, **options)``, noted while this thread is inside `noting`."""
+    made = kernel[grid](*arguments, **options)
+    if (noted := getattr(_thread, "noted", None)) is not None:
+        noted.append((kernel, made, grid, arguments, options))
+
+
+@contextmanager
+def noting() -> Iterator[list[Any]]:
+    """Lists launches of this thread by `run_kernel`: (kernel, compiled, grid, arguments, options)."""
+    before = getattr(_thread, "noted", None)
+    _thread.noted = found = list[Any]()
+    try:
+        yield found
+    finally:
+        _thread.noted = before
 
 
 def launch(

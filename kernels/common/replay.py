@@ -1,19 +1,17 @@
 """Variants that are nothing but kernels of ours, done again without the Python that led to them.
 
 Triton's own launch looks at every argument to find the compiled kernel, some 20 µs a call with all that
-chose shapes and tiles before, longer than a small layer takes. What a call allocated and launched is
-written down once; after that a call of the same shapes allocates the same, puts the new addresses in
-place and hands the compiled kernels to the driver. Whatever is not as it was then (strides, addresses
-that are no multiples of 16 bytes, another current GPU, somebody who profiles launches) takes the usual
-way.
+chose shapes and tiles before, longer than a small layer takes. What a call allocated and launched (by
+`launching.run_kernel`) is written down once; after that a call of the same shapes allocates the same,
+puts the new addresses in place and hands the compiled kernels to the driver. Whatever is not as it was
+then (strides, devices, addresses that are no multiples of 16 bytes, another current GPU, somebody who
+profiles launches), and every release of Triton but those of `RAN`, takes the usual way.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blr.kernels.common.launching import noting
+
+RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/LOG.md)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
-_RECORDING = threading.Lock()
 Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start
 
 
@@ -53,9 +53,9 @@ class Launch:
 @dataclass
 class Replay:
     """What one call allocated and launched: `made` are shape, dtype and device of the allocations, of
-    which number `result` is what it gave. strides: of the arguments, None for an absent one."""
+    which number `result` is what it gave. layouts: of the arguments behind the input."""
 
-    strides: tuple[Any, ...]
+    layouts: tuple[Any, ...]
     made: list[tuple[Any, torch.dtype, torch.device]]
     result: int
     launches: list[Launch]
@@ -68,7 +68,7 @@ class Replay:
         bits = 0
         for address in addresses:
             bits |= address
-        if bits & ALIGNED or not x.is_contiguous() or _strides(rest) != self.strides:
+        if bits & ALIGNED or not x.is_contiguous() or _layouts(rest) != self.layouts:
             return None
         if torch._C._cuda_getDevice() != self.device or _is_profiled():
             return None
@@ -78,6 +78,12 @@ class Replay:
         for launch in self.launches:
             launch(stream, addresses)
         return tensors[self.result]
+
+    def giving(self, size: tuple[int, ...]) -> Replay:
+        """The same with a result of as many numbers in another shape."""
+        made = list(self.made)
+        made[self.result] = size, *made[self.result][1:]
+        return replace(self, made=made)
 
 
 @dataclass
@@ -94,30 +100,30 @@ class Replayed:
         if self.known is not None and (y := self.known(x, *rest)) is not None:
             return y
         flat, (*factors, bias) = x.reshape(-1, x.shape[-1]), rest
-        if self.tries and x.is_cuda and x.is_contiguous():
-            self.tries -= 1  # the first call may compile, tune or fill caches
-            y, self.known = recorded(self.run, flat, *factors, bias)
-        else:
-            y = self.run(flat, *factors, bias=bias)
-        if self.known is not None:
-            _, dtype, device = self.known.made[self.known.result]
-            size = (*x.shape[:-1], y.shape[-1])
-            self.known.made[self.known.result] = size, dtype, device
-            self.tries = 0
-        return y.view(*x.shape[:-1], y.shape[-1])
+        if self.tries <= 0 or not x.is_cuda or not x.is_contiguous():
+            return self.run(flat, *factors, bias=bias).view(*x.shape[:-1], -1)
+        self.tries -= 1  # the first call may compile, tune or fill caches
+        y, found = recorded(self.run, flat, *factors, bias)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        if found is not None:
+            self.known, self.tries = found.giving(y.shape), 0
+        return y
 
 
 def recorded(
     run: Callable[..., Tensor], x: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Replay | None]:
-    """``run(x, *factors, bias=bias)`` and how to do it again, None if it is not launches alone."""
+    """``run(x, *factors, bias=bias)`` and how to do it again, None if it is not launches alone.
+
+    run: launches kernels by `launching.run_kernel` and in no other way.
+    """
     *factors, bias = rest
-    with _RECORDING, _launches() as seen, _Allocations() as memory:
+    with noting() as seen, _Allocations() as memory:
         y = run(x, *factors, bias=bias)
     try:
         return y, _replay((x, *rest), y, seen, memory)
     except (LookupError, TypeError, AttributeError, ValueError):
-        return y, None  # another Triton than those it was written for: the usual way
+        return y, None  # what a kernel was given is more than numbers and parts of these tensors
 
 
 class _Allocations(TorchDispatchMode):
@@ -137,38 +143,23 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def _launches() -> Iterator[list[Any]]:
-    """Launches of this thread, as (kernel, compiled, grid, arguments, options)."""
-    kernels, seen = _triton().runtime.jit.JITFunction, list[Any]()
-    usual, thread = kernels.run, threading.get_ident()
-
-    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = usual(self, *args, grid=grid, warmup=warmup, **kwargs)
-        if threading.get_ident() == thread:
-            seen.append((self, compiled, grid, args, kwargs))
-        return compiled
-
-    kernels.run = noted
-    try:
-        yield seen
-    finally:
-        kernels.run = usual
-
-
 def _replay(
     given: Sequence[Tensor | None], y: Tensor, seen: Sequence[Any], memory: _Allocations
 ) -> Replay | None:
     x, *rest = given
-    addresses = [t.data_ptr() for t in (*given, *memory.made) if t is not None]
-    result = [n for n, t in enumerate(memory.made) if t.data_ptr() == y.data_ptr()]
-    if memory.foreign or not seen or not result or any(a & ALIGNED for a in addresses):
-        return None
     assert x is not None
-    spans = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in (*given, *memory.made)]
+    tensors = (*given, *memory.made)
+    result = [n for n, t in enumerate(memory.made) if _same(t, y)]
+    if memory.foreign or not seen or not result or not _is_known() or _is_profiled():
+        return None
+    if torch._C._cuda_getDevice() != x.device.index:
+        return None
+    if any(t.data_ptr() & ALIGNED for t in tensors if t is not None):
+        return None
+    spans = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in tensors]
     launches = [_launch(spans, *launch) for launch in seen]
     made = [(tuple(t.shape), t.dtype, t.device) for t in memory.made]
-    return Replay(_strides(rest), made, result[0], launches, x.device.index)
+    return Replay(_layouts(rest), made, result[0], launches, x.device.index)
 
 
 def _launch(
@@ -182,6 +173,7 @@ def _launch(
             fields: list[Any] = list(value)
             if found := _addresses(spans, fields):
                 inside.append((at, fields, found))
+                arguments[at] = None  # or what was given would live as long as this
     places = _addresses(spans, arguments)
     head = (*grid, *(1,) * (3 - len(grid)))
     function = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -195,17 +187,28 @@ def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Plac
         if isinstance(value, Tensor):
             places.append((at, *_within(spans, value.data_ptr())))
             values[at] = 0
-        elif hasattr(value, "base"):
-            raise TypeError("a descriptor holds an address of its own")
+        elif _holds_addresses(value):
+            raise TypeError("addresses further inside, or in a descriptor")
     return places
 
 
+def _holds_addresses(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_holds_addresses, value))
+    return isinstance(value, Tensor) or hasattr(value, "base")
+
+
 def _within(spans: Sequence[tuple[int, int]], address: int) -> tuple[int, int]:
-    """The tensor that an address is in, and how far. Raises LookupError where there is none."""
-    for number, (start, size) in enumerate(spans):
-        if start <= address < start + size:
-            return number, address - start
-    raise LookupError
+    """The tensor that an address is in, and how far. Raises LookupError where there is not just one."""
+    found = [n for n, (start, size) in enumerate(spans) if start <= address < start + size]
+    if len(found) != 1:
+        raise LookupError
+    return found[0], address - spans[found[0]][0]
+
+
+def _same(made: Tensor, y: Tensor) -> bool:
+    """Whether y is all of an allocation, in its order."""
+    return made.data_ptr() == y.data_ptr() and made.numel() == y.numel() and y.is_contiguous()
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -214,8 +217,14 @@ def _bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-def _strides(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return tuple([None if t is None else t.stride() for t in tensors])
+def _layouts(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Strides and devices, None of an absent one."""
+    return tuple([None if t is None else (t.stride(), t.get_device()) for t in tensors])
+
+
+@cache
+def _is_known() -> bool:
+    return ".".join(_triton().__version__.split(".")[:2]) in RAN
 
 
 def _is_profiled() -> bool:

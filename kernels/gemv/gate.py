@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemv.launch import launch_options
 
 try:
@@ -40,7 +41,9 @@ def gate_kernel(
 def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None:
     """``y = act(both[:, :f]) ⊙ both[:, f:]`` of both [n, 2 f] and y [n, f], in float32, rounded once."""
     options: dict[str, Any] = launch_options(pdl)
-    gate_kernel[(len(y), -(-y.shape[1] // COLUMNS))](
+    run_kernel(
+        gate_kernel,
+        (len(y), -(-y.shape[1] // COLUMNS)),
         *(both, both.stride(0), y, y.stride(0), y.shape[1]),
         BK=COLUMNS,
         ACT=activation,

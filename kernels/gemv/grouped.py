@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemv.launch import (
     checked_tokens,
     launch_options,
@@ -185,7 +186,9 @@ def dual(
         _tile(s, {"BR": rows, "BK": config.get(f"BK{i}", shapes[i]["BK"])}, gain)
         for i, s in enumerate((gate, up))
     ]
-    dual_kernel[(gate.w.shape[0] * -(-gate.w.shape[1] // rows),)](
+    run_kernel(
+        dual_kernel,
+        (gate.w.shape[0] * -(-gate.w.shape[1] // rows),),
         *(stage(gate), stage(up), gate.x if gain is None else gain, eps, tokens),
         N=token_slots(tokens),
         T0=tiles[0],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemv.segments import Segment, Stage, Tile, shared_input
 
 
@@ -174,7 +175,9 @@ def run_stage(
     **constants: Any,
 ) -> None:
     """One stage by `kernel`, a `gemv_kernel`: of plain or of quantized weights, as s and tile are."""
-    kernel[(s.blocks * -(-s.rows // tile.BR),)](
+    run_kernel(
+        kernel,
+        (s.blocks * -(-s.rows // tile.BR),),
         s,
         *(s.x if residual is None else residual, 0 if residual is None else residual.stride(0)),
         *(s.x if gain is None else gain, eps, len(s.x)),
@@ -198,7 +201,9 @@ def run_grouped(
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
     ends = [*accumulate(programs)]
     first, second, third = ((*tiles, *tiles[:1] * 2)[i] for i in range(3))
-    kernel[(ends[-1],)](
+    run_kernel(
+        kernel,
+        (ends[-1],),
         *(*stages, *stages[:1] * 2)[:3],
         *(ends[0], ends[min(1, len(ends) - 1)]),
         *(stages[0].x if gain is None else gain, eps, len(stages[0].x)),

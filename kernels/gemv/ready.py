@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemv.launch import launch_options, power_of_two
 
 try:
@@ -58,7 +59,9 @@ def ready(
     Reference: ``x * rsqrt(mean(x²) + eps) * gain`` in float32, rounded once.
     """
     options: dict[str, Any] = launch_options(pdl)
-    ready_kernel[(len(x),)](
+    run_kernel(
+        ready_kernel,
+        (len(x),),
         *(x, x.stride(0), x if gain is None else gain, out, out.stride(0), x.shape[1], eps),
         BK=min(power_of_two(x.shape[1]), WIDEST),
         NORM=gain is not None,

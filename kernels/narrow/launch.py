@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemm.launch import dot_precision
 from blr.kernels.gemv.launch import launch_options, power_of_two
 
@@ -69,7 +70,9 @@ def product(
     tokens = min(x.shape[3], y.shape[2])
     config = {**tile_shape(w, tokens), **config, "SPLIT": y.shape[0]}
     grid = (-(-rows // config["BR"]) * config["SPLIT"], blocks)
-    product_kernel[grid](
+    run_kernel(
+        product_kernel,
+        grid,
         *(x, w, w if bias is None else bias, y),
         *(x.shape[3], y.shape[2], rows, width, x.stride(3), x.stride(2), x.stride(1), x.stride(0)),
         *(w.stride(0), w.stride(1), y.stride(2), y.stride(1), y.stride(0)),
@@ -88,8 +91,13 @@ def add_parts(x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
     from blr.kernels.narrow.triton import add_parts_kernel
 
     whole = torch.empty((1, *x.shape[1:]), dtype=dtype, device=x.device)
-    add_parts_kernel[(-(-whole.numel() // 1024),)](
-        *(x, whole, whole.numel(), x.stride(0)), PARTS=len(x), BLOCK=1024, **launch_options(pdl)
+    run_kernel(
+        add_parts_kernel,
+        (-(-whole.numel() // 1024),),
+        *(x, whole, whole.numel(), x.stride(0)),
+        PARTS=len(x),
+        BLOCK=1024,
+        **launch_options(pdl),
     )
     return whole
 
@@ -99,7 +107,9 @@ def mix(z: Tensor, s: Tensor, pdl: bool, ranks: int = 4) -> None:
     from blr.kernels.narrow.triton import mix_kernel
 
     _, blocks, rank, width = z.shape
-    mix_kernel[(-(-rank // ranks),)](
+    run_kernel(
+        mix_kernel,
+        (-(-rank // ranks),),
         *(z, s, z, rank, blocks, z.stride(1), z.stride(2), *s.stride()),
         L=max(16, power_of_two(blocks)),
         N=width,

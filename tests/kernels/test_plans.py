@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import threading
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,8 @@ from torch import Tensor
 from blr.compressor import tune
 from blr.compressor.tune import Candidate, Point, rules_of
 from blr.kernels.blast.op import blast_linear
-from blr.kernels.common import dispatch, inlining, replay, tables
-from blr.kernels.common.available import has_triton
+from blr.kernels.common import dispatch, inlining, launching, replay, tables
+from blr.kernels.common.launching import run_kernel
 from blr.kernels.common.tables import Shape
 from blr.kernels.lowrank import op as lowrank_op
 from blr.kernels.monarch.op import monarch_linear
@@ -108,46 +112,51 @@ class Compiled:
         self.ran.append(arguments)
 
 
+class Kernel:
+    """Launches of it give what was compiled, as Triton's do."""
+
+    arg_names = ("x", "both", "y", "n", "BLOCK")
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: self.compiled
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """Kernels are launched on a driver that only notes; the CPU is the current GPU."""
-    from triton.runtime.jit import JITFunction
-
-    made = Compiled()
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: made)
+    """A driver that only notes; the CPU is the current GPU, Triton a release that replays ran with."""
+    monkeypatch.setattr(replay, "_is_known", lambda: True)
+    monkeypatch.setattr(replay, "_is_profiled", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # of the CPU
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    return made
+    return Compiled()
 
 
-def launcher() -> Any:
-    from triton.runtime.jit import JITFunction
-
-    kernel: Any = object.__new__(JITFunction)
-    kernel.arg_names = ["x", "both", "y", "n", "BLOCK"]
-    return kernel
-
-
-def variant(kernel: Any) -> Any:
+def variant(kernel: Kernel) -> Any:
     """Two launches; the second reads the factor two rows on."""
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         z = torch.empty(len(x), 4)
         y = torch.empty(len(x), 8)
-        kernel[(3,)](x, (w, 5, z), z, 7, BLOCK=16)
-        kernel[(2, 4)](z, (w[2:], 6, y), y, 8, BLOCK=32)
+        run_kernel(kernel, (3,), x, (w, 5, z), z, 7, BLOCK=16)
+        run_kernel(kernel, (2, 4), z, (w[2:], 6, y), y, 8, BLOCK=32)
         return y
 
     return run
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def given() -> tuple[Tensor, Tensor]:
+    """Input and factor of a `variant`."""
+    return torch.zeros(2, 12), torch.zeros(4, 8)
+
+
 def test_launches_are_done_again_at_other_addresses(compiled: Compiled) -> None:
-    run = variant(launcher())
-    x, w = torch.zeros(2, 12), torch.zeros(4, 8)
-    y, found = replay.recorded(run, x, w, None)
+    run = variant(Kernel(compiled))
+    y, found = replay.recorded(run, *given(), None)
     assert found is not None and y.shape == (2, 8)
-    x, w = torch.zeros(2, 12), torch.zeros(4, 8)
+    x, w = given()
     y = found(x, w, None)
     first, second = compiled.ran
     assert first[:9] == (3, 1, 1, 77, "function", "metadata", None, None, None)
@@ -156,40 +165,117 @@ def test_launches_are_done_again_at_other_addresses(compiled: Compiled) -> None:
     end = y.data_ptr()
     assert second[9:] == (first[11], (w.data_ptr() + 64, 6, end), end, 8, 32)
     assert len({x.data_ptr(), w.data_ptr(), first[11], end}) == 4
+    assert found.giving((2, 2, 4))(x, w, None).shape == (2, 2, 4)
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs triton")
-def test_what_is_not_as_it_was_takes_the_usual_way(compiled: Compiled) -> None:
-    run = variant(launcher())
-    x, w = torch.zeros(2, 12), torch.zeros(4, 8)
+def test_what_is_not_as_it_was_takes_the_usual_way(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = variant(Kernel(compiled))
+    x, w = given()
     _, found = replay.recorded(run, x, w, None)
     assert found is not None
     assert found(torch.zeros(12, 2).t(), w, None) is None, "strides of the input"
     assert found(x, torch.zeros(8, 4).t(), None) is None, "strides of a factor"
     assert found(torch.zeros(26)[1:25].view(2, 12), w, None) is None, "an address that is not aligned"
+    monkeypatch.setattr(replay, "_is_profiled", lambda: True)
+    assert found(x, w, None) is None, "somebody listens to launches"
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert found(x, w, None) is None, "another current GPU"
     assert compiled.ran == []
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs triton")
 def test_more_than_launches_is_not_done_again(compiled: Compiled) -> None:
-    kernel = launcher()
+    kernel = Kernel(compiled)
     run = variant(kernel)
-    x, w = torch.zeros(2, 12), torch.zeros(4, 8)
 
-    def with_descriptor(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.empty(2, 8)
-        kernel[(1,)](x, SimpleNamespace(base=w), y, 7, BLOCK=16)
-        return y
+    def launching(what: Any) -> Any:
+        """A launch with something else among its arguments."""
 
-    others = (
-        lambda x, w, bias: run(x + 1, w, bias),
-        lambda x, w, bias: run(x, w, bias).mul_(2),
-        lambda x, w, bias: run(x, torch.zeros(4, 8), bias),
-        lambda x, w, bias: torch.empty(2, 8),
-        with_descriptor,
-    )
-    for other in others:
-        assert replay.recorded(other, x, w, None)[1] is None
+        def of_it(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            y = torch.empty(2, 8)
+            run_kernel(kernel, (1,), x, what(x, w), y, 7, BLOCK=16)
+            return y
+
+        return of_it
+
+    held = torch.zeros(4)
+    others = {
+        "a product": lambda x, w, bias: run(x + 1, w, bias),
+        "a write": lambda x, w, bias: run(x, w, bias).mul_(2),
+        "zeros": lambda x, w, bias: run(x, torch.zeros(4, 8), bias),
+        "no launch": lambda x, w, bias: torch.empty(2, 8),
+        "part of an allocation": lambda x, w, bias: run(x, w, bias)[:, :4],
+        "a descriptor": launching(lambda x, w: SimpleNamespace(base=w)),
+        "a tuple in a tuple": launching(lambda x, w: (1, (w, 2))),
+        "memory of its own": launching(lambda x, w: held),
+    }
+    for what, other in others.items():
+        assert replay.recorded(other, *given(), None)[1] is None, what
+    storage = torch.zeros(4, 20)
+    x, w = storage[:2, :12], storage[:, 12:]  # rows of one lie between rows of the other
+    assert replay.recorded(lambda x, w, bias: run(x, w, bias), x, w, None)[1] is None
+
+
+def test_only_known_releases_of_triton(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's own code meets releases that were not there when it was written."""
+    monkeypatch.undo()
+    run = variant(Kernel(compiled))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    for version, known in (("3.6.1", True), ("3.60.0", False), ("4.0", False)):
+        hooks = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=None))
+        found = SimpleNamespace(__version__=version, knobs=hooks)
+        monkeypatch.setattr(replay, "_triton", lambda found=found: found)
+        replay._is_known.cache_clear()
+        assert (replay.recorded(run, *given(), None)[1] is not None) == known
+    replay._is_known.cache_clear()
+
+
+def test_a_thread_notes_its_own_launches_and_keeps_nothing(compiled: Compiled) -> None:
+    """Also where what is recorded fails, or other threads launch and record meanwhile."""
+    kernel = Kernel(compiled)
+    run, found = variant(kernel), list[Any]()
+
+    def record() -> None:
+        found.append(replay.recorded(run, *given(), None)[1])
+
+    def disturbed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        for task in (record, lambda: run(x, w, bias)):
+            other = threading.Thread(target=task)
+            other.start()
+            other.join()
+        return run(x, w, bias)
+
+    def failing(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        run(x, w, bias)
+        raise RuntimeError("no room")
+
+    x, w = given()
+    with pytest.raises(RuntimeError, match="no room"):
+        replay.recorded(failing, x, w, None)
+    found.append(replay.recorded(disturbed, x, w, None)[1])
+    assert [len(one.launches) for one in found] == [2, 2]
+    with launching.noting() as kept:
+        pass
+    run(x, w, None)
+    assert kept == []
+    tensors = [weakref.ref(t) for t in (x, w)]
+    del x, w
+    assert [t() for t in tensors] == [None, None]
+
+
+def test_variants_that_are_replayed_launch_in_one_way() -> None:
+    """By `launching.run_kernel`, which recordings see, and by no operator that would record itself."""
+    kernels = Path(launching.__file__).parents[1]
+    files = [*kernels.glob("gemv/*.py"), *kernels.glob("narrow/*.py")]
+    assert tables.MOST.keys() == {"gemv", "narrow"} and len(files) > 6
+    for path in files:
+        tree = ast.parse(path.read_text("utf-8"))
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        named = [ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)]
+        assert [name for name in named if "kernel" in name] == [], path
+        taken = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        assert not any(name.endswith((".op", ".dispatch", ".replay")) for name in taken), path
 
 
 # What torch.compile is given.
