@@ -18,7 +18,6 @@ from blr.kernels.gemv.reference import ACTIVATIONS
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.segments import Correction, QuantizedSegment
 from blr.kernels.skinny.bound import PACKED_FROM, PLAIN_FROM
-from blr.kernels.skinny.segments import Emission
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -31,8 +30,7 @@ class Binder:
 
     triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
     splits: of the attention, None for the launcher's choice. halved: slots whose numbers are in the
-    model's dtype. ordered: and in the order of the packed weights that read them. emitted: what was left
-    beside a slot for the phase that reads its norm.
+    model's dtype. ordered: and in the order of the packed weights that read them.
     """
 
     state: State
@@ -43,7 +41,6 @@ class Binder:
     splits: int | None = None
     halved: set[Slot] = field(default_factory=set)
     ordered: set[Slot] = field(default_factory=set)
-    emitted: dict[Slot, Emission] = field(default_factory=dict)
 
     def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
         """The functions that run `phases` one after the other.
@@ -61,7 +58,6 @@ class Binder:
         """The function that runs `phase`."""
         if phase.kind not in ("stages", "dual"):
             self.ordered.discard(phase.target)
-            self.emitted.pop(phase.target, None)
         return getattr(self, f"_{phase.kind}")(phase)
 
     def _segment(self, part: Part) -> Segment | QuantizedSegment:
@@ -119,39 +115,22 @@ class Binder:
         **options: Any,
     ) -> Run | None:
         """What runs segments, or with an activation a pair, by skinny products if those take them."""
-        from blr.kernels.skinny.bound import pair, reads, stages
+        from blr.kernels.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
         order, targets = phase.parts[0].order, {part.target for part in phase.parts}
         order = order if segments[0].y.dtype == dtype else None
         options |= {"pdl": self.pdl, "order": order}
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)
-        left = self.emitted.get(phase.parts[0].source)
-        options["norm"] = left if reads(left, segments, phase.gain) else None
-        emission = self._emission(phase, segments)
         if activation:
             gate, up = segments
             run = pair(gate, up, made, dtype, activation=activation, **options)
         else:
-            run = stages(segments, made, dtype, emission=emission, **options)
-        for target in targets:
-            self.emitted.pop(target, None)
-        if emission is not None:
-            self.emitted[phase.parts[0].target] = emission
+            run = stages(segments, made, dtype, **options)
         self.ordered.difference_update(targets)
         if run is not None and order is not None:
             self.ordered.update(targets)
         return run
-
-    def _emission(self, phase: Phase, segments: list[Segment | QuantizedSegment]) -> Emission | None:
-        """What a phase leaves beside its result for the one that reads its norm."""
-        from blr.kernels.skinny.bound import emission
-
-        reader = phase.reader
-        if reader is None or reader.gain is None:
-            return None
-        readers = [self._segment(part) for part in reader.parts]
-        return emission(segments[0], readers, reader.gain, reader.eps, self.state.kv.dtype)
 
     def _ready(
         self, segments: list[Segment | QuantizedSegment], options: dict[str, Any]

@@ -1,14 +1,14 @@
 """Turns a model into the list of phases that compute one token, as data.
 
-A phase reads and writes named float32 buffers [rows, width]: "x" is the residual stream, "qkv" the
-raw projections, "heads" the attention's result, "z0" a first stage's results, "inner" the gated
-activations, "logits". `execute.py` runs phases, with Triton kernels or in plain torch.
+A phase reads and writes named buffers [rows, width]: "x" is the residual stream, "qkv" the raw
+projections, "heads" the attention's result, "z0" a first stage's results, "inner" the gated activations,
+"logits". `memory.py` says in which dtype; `bind.py` runs phases, with Triton kernels or in plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,8 +84,7 @@ class Phase:
     kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙
     second part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls
     `module`), "attention", "choose" (token of the largest logit; ends the token).
-    gain, eps: of the RMS norm of the input. add: the result is added to `target`. reader: the phase that
-    comes next, if it reads the norm of what this one adds to.
+    gain, eps: of the RMS norm of the input. add: the result is added to `target`.
     """
 
     name: str
@@ -100,7 +99,6 @@ class Phase:
     heads: Heads | None = None
     module: nn.Module | None = None
     weight: Tensor | None = None
-    reader: Phase | None = field(default=None, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -170,7 +168,6 @@ def make_plan(model: Any) -> Plan:
     head, logits = model.get_output_embeddings(), Slot("logits", config.vocab_size)
     _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
     plan.add(Phase("choose", "choose", source=logits))
-    _introduce(plan.phases)
     return plan
 
 
@@ -243,16 +240,6 @@ def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, i
             return None
         found.add((bits, group))
     return found.pop() if len(found) == 1 else None
-
-
-def _introduce(phases: list[Phase]) -> None:
-    """Name the readers of phases that add."""
-    for index in reversed(range(len(phases) - 1)):
-        phase, reader = phases[index : index + 2]
-        targets = {part.target for part in phase.parts}
-        sources = {part.source for part in reader.parts}
-        if phase.add and len(phase.parts) == 1 and reader.gain is not None and targets == sources:
-            phases[index] = replace(phase, reader=reader)
 
 
 def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:

@@ -16,21 +16,14 @@ from blr.kernels.skinny.launch import (
     AnySegment,
     Order,
     Workspace,
-    bits_of,
     dual,
-    emission_of,
     fits,
     grouped,
     low_of,
-    rows_of,
     width_of,
 )
-from blr.kernels.skinny.segments import Emission
 
 Run = Callable[[], Any]
-# Dtypes of inputs that wait for their norm, as bfloat16 can (float16 might not hold them): none, until a
-# launch that norms, 1.3 to 1.9 us on an H200, is shown to take longer than what this takes.
-EMITTED: set[torch.dtype] = set()
 # Rows from which plain weights are multiplied here, and inputs prepared by a launch of their own; and
 # packed weights, of which CUDA cores multiply one row faster.
 PLAIN_FROM = 2
@@ -45,20 +38,17 @@ def stages(
     add: bool,
     order: Order = None,
     ordered: bool = False,
-    emission: Emission | None = None,
-    norm: Emission | None = None,
     **options: Any,
 ) -> Run | None:
     """What runs stages, each stored or added to its result; None if these kernels do not take them.
 
-    dtype: of the model. order, emission, norm: as of `launch.grouped`. ordered: whether inputs are there
-    in the order of these weights. options: gain, eps and pdl, as of `grouped` of the quantized kernels.
+    dtype: of the model. order: as of `launch.grouped`. ordered: whether inputs are there in the order of
+    these weights. options: gain, eps and pdl, as of `grouped` of the quantized kernels.
     """
     if not _taken(segments, dtype, ordered):
         return None
-    before, ready = _inputs(segments, dtype, ordered, norm, **options)
-    shared: dict[str, Any] = {"order": order, "emission": emission, "norm": norm, "pdl": options["pdl"]}
-    run = partial(grouped, ready, workspace, add=add, **shared)
+    before, ready = _inputs(segments, dtype, ordered, **options)
+    run = partial(grouped, ready, workspace, add=add, order=order, pdl=options["pdl"])
     return _in_turn(*before, run)
 
 
@@ -66,38 +56,15 @@ def pair(
     gate: AnySegment, up: AnySegment, workspace: Workspace, dtype: torch.dtype, *, activation: str,
     order: Order = None,
     ordered: bool = False,
-    norm: Emission | None = None,
     **options: Any,
 ) -> Run | None:  # fmt: skip
     """The same of ``act(gate) ⊙ up``."""
     if not _taken((gate, up), dtype, ordered):
         return None
-    before, (first, second) = _inputs((gate, up), dtype, ordered, norm, **options)
-    shared: dict[str, Any] = {"order": order, "norm": norm, "pdl": options["pdl"]}
+    before, (first, second) = _inputs((gate, up), dtype, ordered, **options)
+    shared: dict[str, Any] = {"order": order, "pdl": options["pdl"]}
     run = partial(dual, first, second, workspace, activation=activation, **shared)
     return _in_turn(*before, run)
-
-
-def emission(
-    s: AnySegment, readers: Sequence[AnySegment], gain: Tensor, eps: float, dtype: torch.dtype
-) -> Emission | None:
-    """What a stage that is added leaves for stages that read the norm of what it adds to; None if these
-    kernels do not take one of them, or what they read is more than that."""
-    plain = isinstance(s, Segment) or s.correction is None
-    if dtype not in EMITTED or not _taken([s], dtype, False) or not _taken(readers, dtype, False):
-        return None
-    whole = all(reader.x.shape == s.y.shape and width_of(reader) == s.y.shape[1] for reader in readers)
-    firsts = any(isinstance(r, QuantizedSegment) and r.correction is not None for r in readers)
-    if not whole or firsts or not plain or rows_of(s) != s.y.shape[1]:
-        return None
-    return emission_of(s, readers[0], gain, eps, dtype)
-
-
-def reads(emitted: Emission | None, readers: Sequence[AnySegment], gain: Tensor | None) -> bool:
-    """Whether stages read what was left."""
-    if emitted is None or emitted.gain is not gain:
-        return False
-    return {bits_of(reader) for reader in readers} == {emitted.order or (16, 0)}
 
 
 def _taken(segments: Sequence[AnySegment], dtype: torch.dtype, ordered: bool) -> bool:
@@ -150,7 +117,6 @@ def _inputs(
     segments: Sequence[AnySegment],
     dtype: torch.dtype,
     ordered: bool,
-    norm: Emission | None,
     *,
     gain: Tensor | None,
     eps: float,
@@ -162,8 +128,6 @@ def _inputs(
     one, low = segments[0], low_of(segments[0])
     if low == 16 and gain is None and one.x.dtype == dtype:
         return [], list(segments)
-    if norm is not None:
-        return [], [replace(s, x=norm.ready) for s in segments]
     if ordered:
         return [], [_padded(s) for s in segments]
     group = one.group if isinstance(one, QuantizedSegment) else 0

@@ -14,7 +14,7 @@ from blr.kernels.gemv.launch import launch_options, power_of_two
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.formats import PLANES
 from blr.kernels.quantized.segments import QuantizedSegment
-from blr.kernels.skinny.segments import Emission, SkinnyStage, SkinnyTile
+from blr.kernels.skinny.segments import SkinnyStage, SkinnyTile
 
 AnySegment = Segment | QuantizedSegment
 Order = tuple[int, int] | None
@@ -113,8 +113,6 @@ def grouped(
     *,
     add: bool = False,
     order: Order = None,
-    emission: Emission | None = None,
-    norm: Emission | None = None,
     pdl: bool = False,
     config: dict[str, int] | None = None,
 ) -> None:
@@ -123,9 +121,7 @@ def grouped(
     Args:
         segments: of 1 to 64 tokens. corrections: of z that are there, U in plain numbers.
         add: to what the results hold. order: bits and group of the packed weights that read the results,
-            in the order of whose fields they are stored.
-        emission: of the one segment, which is added, for the next stage. norm: what the stage before has
-            left, of which inputs are. config: of `tile_shape`, in its place.
+            in the order of whose fields they are stored. config: of `tile_shape`, in its place.
 
     Raises:
         ValueError: too many tokens.
@@ -136,13 +132,13 @@ def grouped(
     total, slots = sum(rows_of(s) for s in segments), token_slots(tokens)
     shape = tile_shape(*form, total, max(width_of(s) for s in segments), tokens) | (config or {})
     shape = fitted(shape, form, slots, shared_limit(segments[0].x.device))
-    tiles = [tile_of(s, shape, order, emission, norm) for s in segments]
-    stages = [stage_of(s, emission, norm) for s in segments]
+    tiles = [tile_of(s, shape, order) for s in segments]
+    stages = [stage_of(s) for s in segments]
     ends = [*accumulate(programs_of(s, t) for s, t in zip(stages, tiles, strict=True))]
     areas = ends[-1] * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
     grouped_kernel[(ends[-1],)](
         *(*stages, *stages[:1] * 2)[:3],
-        *(ends[0], ends[min(1, len(ends) - 1)], 0.0 if norm is None else norm.eps),
+        *(ends[0], ends[min(1, len(ends) - 1)]),
         *(*workspace.take(areas, ends[-1], segments[0].x.device), tokens),
         COUNT=len(segments),
         NP=slots,
@@ -160,7 +156,6 @@ def dual(
     *,
     activation: str,
     order: Order = None,
-    norm: Emission | None = None,
     pdl: bool = False,
     config: dict[str, int] | None = None,
 ) -> None:
@@ -168,18 +163,16 @@ def dual(
     from blr.kernels.skinny.triton import dual_kernel
 
     tokens, form = checked_tokens((gate, up)), bits_of(gate)
-    slots, shared = (
-        token_slots(tokens),
-        gate.x.data_ptr() == up.x.data_ptr() and gate.x.shape == up.x.shape,
-    )
+    slots = token_slots(tokens)
+    shared = gate.x.data_ptr() == up.x.data_ptr() and gate.x.shape == up.x.shape
     shape = tile_shape(*form, rows_of(gate), max(map(width_of, (gate, up))), tokens) | (config or {})
     shape = fitted(shape, form, slots, shared_limit(gate.x.device), 2, 1 if shared else 2)
-    tiles = [tile_of(s, shape, order, None, norm) for s in (gate, up)]
-    stages = [stage_of(s, None, norm) for s in (gate, up)]
+    tiles = [tile_of(s, shape, order) for s in (gate, up)]
+    stages = [stage_of(s) for s in (gate, up)]
     programs = programs_of(stages[0], tiles[0])
     areas = 2 * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
     dual_kernel[(programs,)](
-        *(*stages, 0.0 if norm is None else norm.eps),
+        *stages,
         *(*workspace.take(areas, programs, gate.x.device), tokens),
         NP=slots,
         T0=tiles[0],
@@ -190,20 +183,6 @@ def dual(
         num_warps=shape["num_warps"],
         **launch_options(pdl),
     )
-
-
-def emission_of(
-    s: AnySegment, reader: AnySegment, gain: Tensor, eps: float, dtype: torch.dtype
-) -> Emission:
-    """What a stage that is added leaves for one that reads the norm of what it adds to."""
-    tokens, (bits, group), order = len(s.x), bits_of(s), bits_of(reader)
-    rows = tile_shape(bits, group, rows_of(s), width_of(s), tokens)["BR"]
-    like: dict[str, Any] = {"device": s.x.device}
-    width = s.y.shape[1]
-    padded = width if order[0] == 16 else -(-width // order[1]) * order[1]
-    ready = torch.zeros(tokens, padded, dtype=dtype, **like)
-    squares = torch.zeros(-(-width // rows), token_slots(tokens), dtype=torch.float32, **like)
-    return Emission(gain, eps, ready, squares, width, None if order[0] == 16 else order)
 
 
 def checked_tokens(segments: Sequence[AnySegment]) -> int:
@@ -235,9 +214,7 @@ def programs_of(stage: SkinnyStage, tile: SkinnyTile) -> int:
     return int(stage.blocks * -(-stage.rows // tile.BR) * tile.SPLIT)
 
 
-def stage_of(
-    s: AnySegment, emission: Emission | None = None, norm: Emission | None = None
-) -> SkinnyStage:
+def stage_of(s: AnySegment) -> SkinnyStage:
     """What kernels take of a segment, whose x is that of `prepare`."""
     if isinstance(s, QuantizedSegment):
         w, scale = s.packed.view(torch.int16), s.scale
@@ -252,17 +229,7 @@ def stage_of(
         *(s.x, s.x.stride(0), x_block, w, w.stride(0), w.stride(1), *scales),
         *(s.x if s.bias is None else s.bias, s.y, s.y.stride(0), rows, K, blocks, s.part or rows),
         *_correction(s),
-        *_norms(s, emission, norm),
     )
-
-
-def _norms(s: AnySegment, emission: Emission | None, norm: Emission | None) -> tuple[Any, ...]:
-    left: tuple[Any, ...] = (s.x, s.x, 0, s.y)
-    if emission is not None:
-        ready = emission.ready
-        left = (emission.gain, ready, ready.stride(0), emission.squares)
-    found = (s.y, 0, 0) if norm is None else (norm.squares, len(norm.squares), norm.width)
-    return *left, *found
 
 
 def _correction(s: AnySegment) -> tuple[Any, ...]:
@@ -272,16 +239,9 @@ def _correction(s: AnySegment) -> tuple[Any, ...]:
     return u, u.stride(1), z, z.stride(0), u.shape[2]
 
 
-def tile_of(
-    s: AnySegment,
-    shape: dict[str, int],
-    order: Order = None,
-    emission: Emission | None = None,
-    norm: Emission | None = None,
-) -> SkinnyTile:
+def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> SkinnyTile:
     """The tile of a shape."""
-    bits, group = bits_of(s)
-    ranks, order = _correction(s)[4], order if emission is None else emission.order
+    (bits, group), ranks = bits_of(s), _correction(s)[4]
     return SkinnyTile(
         *(bits, group, shape["BR"], shape["STEP"], shape["SPLIT"], shape["STAGES"]),
         BIAS=s.bias is not None,
@@ -290,8 +250,6 @@ def tile_of(
         RANKS=max(power_of_two(ranks), 16) if ranks else 0,
         LOW=16 if order is None else PLANES[order[0]][0],
         LOW_GROUP=0 if order is None else order[1],
-        EMIT=emission is not None,
-        NORMS=0 if norm is None else power_of_two(len(norm.squares)),
         AHEAD=0 if interpreted() else shape.get("AHEAD", 0),
     )
 

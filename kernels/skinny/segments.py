@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,8 @@ class SkinnyStage(NamedTuple):
     """What kernels take of a stage: pointers, strides and sizes, in elements of what they point to.
 
     w: plain numbers, or packed weights in units of 16 bits. K: columns, or groups of packed weights.
-    u [rows, ranks], z [n, ranks]: what corrects the result. gain, ready, squares: of `Emission`, for the
-    next stage; norms [tiles, slots], of norm_width columns: those squares, of the stage before. The rest
-    as of `blr.kernels.gemv.segments.Stage`.
+    u [rows, ranks], z [n, ranks]: what corrects the result. The rest as of
+    `blr.kernels.gemv.segments.Stage`.
     """
 
     x: Any
@@ -41,13 +39,6 @@ class SkinnyStage(NamedTuple):
     z: Any
     z_token: int
     ranks: int
-    gain: Any
-    ready: Any
-    ready_token: int
-    squares: Any
-    norms: Any
-    norm_tiles: int
-    norm_width: int
 
 
 class SkinnyTile(NamedTuple):
@@ -56,8 +47,7 @@ class SkinnyTile(NamedTuple):
     steps that are on their way; whether there is a BIAS; whether every step of a row is FULL; whether
     fields are unpacked by instructions of the GPU (ASM); the power of two RANKS of a correction or 0;
     lines of a row that are asked for AHEAD of its inputs; LOW and LOW_GROUP of the packed weights in
-    whose order results are stored, or 16; whether to EMIT what the next stage reads; the power of two of
-    tiles whose NORMS of squares wait to be applied, or 0."""
+    whose order results are stored, or 16."""
 
     BITS: int
     GROUP: int
@@ -72,25 +62,6 @@ class SkinnyTile(NamedTuple):
     AHEAD: int = 0
     LOW: int = 16
     LOW_GROUP: int = 0
-    EMIT: bool = False
-    NORMS: int = 0
-
-
-@dataclass(frozen=True)
-class Emission:
-    """What a stage that adds to the residual stream x leaves for the stage that reads its norm.
-
-    ready: [n, K'], ``x · gain`` in half precision and the order of `order` (None: as it is), to be
-    divided by the root mean square of x. squares: [tiles, slots] in float32, sums of squares of x over
-    the rows of a tile. width, eps: of the norm.
-    """
-
-    gain: Tensor
-    eps: float
-    ready: Tensor
-    squares: Tensor
-    width: int
-    order: tuple[int, int] | None
 
 
 def field_order(bits: int, group: int) -> Tensor:

@@ -92,19 +92,7 @@ def first_sums(s, u, part, tokens, NP: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def scaled(s, sums, eps, NP: tl.constexpr, T: tl.constexpr):
-    """Sums of inputs that wait for their norm: times one over the root mean square of each token, from
-    the squares that the tiles of the stage before have left."""
-    if T.NORMS > 0:
-        tile = tl.arange(0, T.NORMS)[:, None]
-        at = s.norms + tile * NP + tl.arange(0, NP)[None, :]
-        square = tl.sum(tl.load(at, mask=tile < s.norm_tiles, other=0.0), 0)
-        sums *= tl.rsqrt(square / s.norm_width + eps)[None, :]
-    return sums
-
-
-@triton.jit
-def slice_products(program, s, eps, tokens, NP: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr):
+def slice_products(program, s, tokens, NP: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr):
     """Sums of one part of the columns of a tile: ([BR, NP], outputs [BR], valid)."""
     place = slice_place(program, s, T)
     u = before_inputs(s, place, T)
@@ -116,12 +104,12 @@ def slice_products(program, s, eps, tokens, NP: tl.constexpr, T: tl.constexpr, W
         sums = packed_products(s, w, scale, x, begin, end, tokens, sums, NP, T)
     else:
         sums = plain_products(s, w, x, begin, end, tokens, sums, NP, T)
-    return scaled(s, sums, eps, NP, T), out, ok
+    return sums, out, ok
 
 
 @triton.jit
 def pair_products(
-    program, s0, s1, eps, tokens, NP: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr,
+    program, s0, s1, tokens, NP: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr,
     TOGETHER: tl.constexpr, SHARED: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """`slice_products` of the same rows of two stages: (sums, sums, outputs, valid). TOGETHER: they have
@@ -145,11 +133,10 @@ def pair_products(
             sums0, sums1 = plain_pair(
                 s0, s1, w0, w1, x, x1, begin, end, tokens, sums0, sums1, NP, T0, SHARED
             )  # fmt: skip
-        return scaled(s0, sums0, eps, NP, T0), scaled(s1, sums1, eps, NP, T1), out, ok
     else:
-        sums0, out, ok = slice_products(program, s0, eps, tokens, NP, T0, WAIT)
-        sums1, out, ok = slice_products(program, s1, eps, tokens, NP, T1, False)
-        return sums0, sums1, out, ok
+        sums0, out, ok = slice_products(program, s0, tokens, NP, T0, WAIT)
+        sums1, out, ok = slice_products(program, s1, tokens, NP, T1, False)
+    return sums0, sums1, out, ok
 
 
 @triton.jit
@@ -192,47 +179,33 @@ def place_of(column, LOW: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    s, sums, out, ok, tile, tokens, NP: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
-    """Store whole sums of a tile, or add them to the result; and what the next stage reads of that."""
+def finish(s, sums, out, ok, tokens, NP: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr):
+    """Store whole sums of a tile, or add them to the result."""
     sums += bias_of(s, out, ok, T.BIAS)[:, None]
     place = place_of(out, T.LOW, T.LOW_GROUP)
-    if T.EMIT:
-        token = tl.arange(0, NP)
-        there = ok[:, None] & (token < tokens)[None, :]
-        at = s.y + token[None, :] * s.y_token + out[:, None]
-        sums += tl.load(at, mask=there, other=0.0)
-        tl.store(at, sums, mask=there)
-        gain = tl.load(s.gain + out, mask=ok, other=0.0).to(tl.float32)
-        ready = s.ready + token[None, :] * s.ready_token + place[:, None]
-        tl.store(ready, (sums * gain[:, None]).to(s.ready.dtype.element_ty), mask=there)
-        square = tl.sum(tl.where(there, sums * sums, 0.0), 0)
-        tl.store(s.squares + tile * NP + token, square)
-    else:
-        store_rows(s, s.y, s.y_token, sums, sums, place, ok, tokens, NP, ADD)
+    store_rows(s, s.y, s.y_token, sums, sums, place, ok, tokens, NP, ADD)
 
 
 @triton.jit
 def run_segment(
-    program, first, s, eps, partial, counter, tokens,
+    program, first, s, partial, counter, tokens,
     NP: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program of a segment whose first program is number `first`."""
-    sums, out, ok = slice_products(program - first, s, eps, tokens, NP, T, PDL)
+    sums, out, ok = slice_products(program - first, s, tokens, NP, T, PDL)
     tile = program // T.SPLIT
     if T.SPLIT == 1:
-        finish(s, sums, out, ok, tile, tokens, NP, T, ADD)
+        finish(s, sums, out, ok, tokens, NP, T, ADD)
     else:
         tl.store(area_of(partial, tile, program % T.SPLIT, T.BR, NP, T.SPLIT), sums)
         if arrives_last(counter + tile, T.SPLIT):
             sums = whole_sums(partial, tile, T.BR, NP, T.SPLIT)
-            finish(s, sums, out, ok, tile, tokens, NP, T, ADD)
+            finish(s, sums, out, ok, tokens, NP, T, ADD)
 
 
 @triton.jit
 def grouped_kernel(
-    s0, s1, s2, end0, end1, eps, partial, counter, tokens,
+    s0, s1, s2, end0, end1, partial, counter, tokens,
     COUNT: tl.constexpr, NP: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -241,18 +214,18 @@ def grouped_kernel(
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < end0:
-        run_segment(program, 0, s0, eps, partial, counter, tokens, NP, T0, ADD, PDL)
+        run_segment(program, 0, s0, partial, counter, tokens, NP, T0, ADD, PDL)
     if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
         if (program >= end0) & (program < end1):
-            run_segment(program, end0, s1, eps, partial, counter, tokens, NP, T1, ADD, PDL)
+            run_segment(program, end0, s1, partial, counter, tokens, NP, T1, ADD, PDL)
     if COUNT > 2:  # noqa: SIM102
         if program >= end1:
-            run_segment(program, end1, s2, eps, partial, counter, tokens, NP, T2, ADD, PDL)
+            run_segment(program, end1, s2, partial, counter, tokens, NP, T2, ADD, PDL)
 
 
 @triton.jit
 def dual_kernel(
-    s0, s1, eps, partial, counter, tokens,
+    s0, s1, partial, counter, tokens,
     NP: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, TOGETHER: tl.constexpr,
     SHARED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +234,7 @@ def dual_kernel(
         gdc_launch_dependents()
     program = tl.program_id(0)
     gate, up, out, ok = pair_products(
-        program, s0, s1, eps, tokens, NP, T0, T1, TOGETHER, SHARED, PDL
+        program, s0, s1, tokens, NP, T0, T1, TOGETHER, SHARED, PDL
     )  # fmt: skip
     if T0.SPLIT == 1:
         gate += bias_of(s0, out, ok, T0.BIAS)[:, None]

@@ -59,29 +59,6 @@ def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
             )
 
 
-@pytest.mark.parametrize("kind", ["16", "4/128", "2/128"])
-def test_inputs_of_the_next_stage(kind: str, device: str) -> None:
-    """What a stage leaves beside the sum, in the place of a launch that norms."""
-    from blr.kernels.skinny.launch import Workspace, emission_of, grouped
-
-    if device == "cpu":
-        pytest.skip("tests/runtime/test_corrected.py interprets small ones")
-    dtype, workspace = torch.bfloat16, Workspace()
-    for tokens in (1, 3, 16):
-        torch.manual_seed(tokens)
-        h, x = (torch.randn(tokens, 1024, device=device) for _ in range(2))
-        gain = torch.rand(1024, device=device).to(dtype)
-        first = replace(made(kind, h, 1024, 1024, dtype=dtype), y=x.clone())
-        second = made(kind, first.y, 4096, 1024, dtype=dtype)
-        left = emission_of(first, second, gain, EPS, dtype)
-        grouped(ready([first], dtype=dtype), workspace, add=True, emission=left)
-        whole = x.double() + replace(first, x=h.to(dtype).double()).product(None, 0.0)
-        assert distance(first.y, whole) < 1e-3
-        grouped([replace(second, x=left.ready)], workspace, norm=left)
-        expected = replace(second, x=whole).product(gain.double(), EPS)
-        assert distance(second.y, expected) < 6e-3
-
-
 def test_one_token_of_long_packed_rows(device: str) -> None:
     """int4 four bytes an instruction; gate and up as rows of one launch, their product by another."""
     from blr.kernels.quantized import either

@@ -37,15 +37,14 @@ def test_default_tiles_compile(case: str, capability: int) -> None:
     shape = tile_shape(bits, group, 4096, 4096, tokens)
     shape = fitted(shape, (bits, group), token_slots(tokens), SHARED[capability])
     types = dict.fromkeys(SkinnyStage._fields, "i32")
-    types |= dict.fromkeys(("x", "bias", "scale", "u", "gain", "ready"), "*bf16")
+    types |= dict.fromkeys(("x", "bias", "scale", "u"), "*bf16")
     types |= {"w": "*bf16" if bits == PLAIN else "*i16", **dict.fromkeys(("y", "z"), "*fp32")}
-    types |= dict.fromkeys(("squares", "norms"), "*fp32")
     stage, warps = SkinnyStage(**types), shape.pop("num_warps")
     tile = SkinnyTile(bits, group, **shape, FULL=True, ASM=capability >= 90)
     aligned = [name for name, kind in types.items() if kind != "i32"]
     aligned += ["x_token", "x_block", "w_block", "w_row", "K"]
     signature = {**dict.fromkeys(("s0", "s1", "s2"), stage), "end0": "i32", "end1": "i32"}
-    signature |= {"eps": "fp32", "partial": "*fp32", "counter": "*i32", "tokens": "i32"}
+    signature |= {"partial": "*fp32", "counter": "*i32", "tokens": "i32"}
     constants = {"COUNT": 1, "NP": token_slots(tokens), "T0": tile, "T1": tile, "T2": tile}
     made = compile_for(
         *("blr.kernels.skinny.triton", "grouped_kernel", signature),
