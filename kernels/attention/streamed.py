@@ -10,7 +10,7 @@ try:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.attention.triton import combine, heads_ready, rotation, scores_of, stretch, weighted
+    from blr.kernels.attention.triton import finish, heads_ready, rotation, scores_of, stretch, weighted
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
@@ -128,18 +128,4 @@ def streamed_kernel(
     partial += tl.program_id(0).to(tl.int64) * SPLITS * G * D
     state += tl.program_id(0) * SPLITS * 2 * G
     counter += tl.program_id(0)
-    real = group < G
-    mask = real[:, None] & (d < D)[None, :]
-    at = group[:, None] * D + d[None, :]
-    if first == last:
-        sums = sums / total[:, None]
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial + split * G * D + at, sums, mask=mask)
-        tl.store(state + split * 2 * G + group, top, mask=real)
-        tl.store(state + split * 2 * G + G + group, total, mask=real)
-        tl.debug_barrier()  # all stores of the program before its one arrival
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrived == last - first:
-            tl.store(counter, 0)
-            combine(partial, state, out, first, last, d, D, G, SPLITS)
+    finish(sums, top, total, out, partial, state, counter, group, split, first, last, d, D, G, SPLITS)

@@ -76,6 +76,30 @@ def combine(partial, state, out, first, last, d, D,
 
 
 @triton.jit
+def finish(
+    sums, top, total, out, partial, state, counter, group, split, first, last, d, D,
+    G: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store what a split has of a head: its sums [GP, DP] over their totals, or, of several splits, all
+    of it for the one that arrives last, which merges them."""
+    real = group < G
+    mask = real[:, None] & (d < D)[None, :]
+    at = group[:, None] * D + d[None, :]
+    if first == last:
+        sums = sums / total[:, None]
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial + split * G * D + at, sums, mask=mask)
+        tl.store(state + split * 2 * G + group, top, mask=real)
+        tl.store(state + split * 2 * G + G + group, total, mask=real)
+        tl.debug_barrier()  # all stores of the program before its one arrival
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == last - first:
+            tl.store(counter, 0)
+            combine(partial, state, out, first, last, d, D, G, SPLITS)
+
+
+@triton.jit
 def reach(here, zero, split, window, chunk, WINDOW: tl.constexpr):
     """(begin, stop, first, last) of the token at slot `here` of a row that starts at slot `zero`:
     the slots that a split sees, and the splits that see any."""
@@ -156,21 +180,7 @@ def attend_split(
         key = next_key
         value = next_value
     out += head * G * D
-    real = group < G
-    mask = real[:, None] & (d < D)[None, :]
-    at = group[:, None] * D + d[None, :]
-    if first == last:
-        sums = sums / total[:, None]
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial + split * G * D + at, sums, mask=mask)
-        tl.store(state + split * 2 * G + group, top, mask=real)
-        tl.store(state + split * 2 * G + G + group, total, mask=real)
-        tl.debug_barrier()  # all stores of the program before its one arrival
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrived == last - first:
-            tl.store(counter, 0)
-            combine(partial, state, out, first, last, d, D, G, SPLITS)
+    finish(sums, top, total, out, partial, state, counter, group, split, first, last, d, D, G, SPLITS)
 
 
 @triton.jit
