@@ -49,13 +49,13 @@ class StructuredLinear(nn.Module):
 
     defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
     always: whether every output is one, for a cache that holds the ranks of keys and values.
-    wide: ranks with the zeros that lie behind them, and where the factors were when these were put
-        there; None without.
+    wide: ranks with the zeros that lie behind them, and where and how the factors lay when these were
+        put there; None without.
     """
 
     defers = always = False
     widens = False  # whether the last axis of every factor is the rank
-    wide: tuple[int, tuple[int, ...]] | None = None
+    wide: tuple[int, tuple[Any, ...]] | None = None
     _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
 
     def __init__(self, spec: Spec, bias: bool) -> None:
@@ -150,14 +150,18 @@ class StructuredLinear(nn.Module):
         for name, factor in zip(self.spec.shapes(), self.ordered(), strict=True):
             order = order_of(self.spec.structure, name, factor.dim())
             self._keep(name, spaced(factor.detach(), order, width))
-        self.wide = width, tuple(f.data_ptr() for f in self.ordered())
+        self.wide = width, self._places()
         return self
 
     def _keep(self, name: str, factor: Tensor) -> None:
         self.get_parameter(name).data = factor
 
     def _is_wide(self) -> bool:
-        return self.wide is not None and self.wide[1] == tuple([f.data_ptr() for f in self.ordered()])
+        return self.wide is not None and self.wide[1] == self._places()
+
+    def _places(self) -> tuple[Any, ...]:
+        """Addresses and strides: what was freed and made again may lie at the same address."""
+        return tuple([(f.data_ptr(), f.stride()) for f in self.ordered()])
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
         """The factors, with the zeros behind them where nobody looks on (`is_unwatched`)."""
@@ -186,7 +190,7 @@ class StructuredLinear(nn.Module):
 class LowRankLinear(StructuredLinear):
     """``y = (x V) Uᵀ + bias``, whole or in groups of heads.
 
-    shared: the layers of the same input that this one may be computed with (`shared.py`), or None.
+    shared: the layers of the same input that this one may be computed with (`shared_input.py`), or None.
     """
 
     spec: LowRankSpec

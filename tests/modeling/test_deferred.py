@@ -321,6 +321,17 @@ def test_one_can_be_read_like_any_tensor(bound: Bound) -> None:
 
 
 @torch.no_grad()
+def test_no_tokens_have_no_outputs(bound: Bound) -> None:
+    """A cache of ranks has its layers give tensors without values of any size."""
+    bound("1")
+    layer = LowRankLinear(LowRankSpec(6, 8, 2), bias=True)
+    layer.defers = layer.always = True
+    with torch.no_grad():
+        found = layer(torch.zeros(0, 3, 6))
+        assert type(found) is Deferred
+        assert functional.linear(found, torch.ones(5, 8)).shape == (0, 3, 5)
+
+
 def test_an_input_that_changes_in_between_is_an_error(bound: Bound) -> None:
     _, x, y = layer_output(bound)
     x.add_(1)

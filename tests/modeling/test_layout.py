@@ -247,3 +247,12 @@ def test_factors_that_were_put_elsewhere_have_no_zeros_behind_them() -> None:
         assert [f.shape[-1] for f in layer.factors_for(x)] == [3, 3]
         assert torch.equal(layer(x), layer.bias.expand(5, -1))
     assert copy.deepcopy(layer_of(LowRankSpec(12, 10, 3)).widen_()).factors_for(x)[0].shape == (10, 3)
+
+
+def test_nor_have_others_at_the_same_address() -> None:
+    """Where weights come and go, as when accelerate offloads, an allocator gives what it got back."""
+    layer, x = layer_of(LowRankSpec(12, 10, 3)).widen_(), torch.randn(5, 12)
+    with torch.no_grad():
+        assert [f.shape[-1] for f in layer.factors_for(x)] == [16, 16]
+        layer.U.data = layer.U.data.as_strided((10, 3), (3, 1))
+        assert [f.shape[-1] for f in layer.factors_for(x)] == [3, 3]
