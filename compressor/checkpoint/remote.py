@@ -70,7 +70,9 @@ class RemoteShard:
             reason = "the connection ended early"
             try:
                 for piece in _ranged(self.url, start + done, end):
-                    found[done : done + len(piece)] = piece[: len(found) - done]
+                    if done + len(piece) > len(found):
+                        raise ValueError(f"more than the {len(found)} bytes that were asked for")
+                    found[done : done + len(piece)] = piece
                     done, failures = done + len(piece), 0
             except Exception as error:  # the hub client raises its own, httpx's and the system's errors
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:200]

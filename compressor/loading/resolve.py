@@ -115,9 +115,10 @@ def _download(
     from huggingface_hub import snapshot_download
 
     try:
-        own = patterns
-        patterns = _of_pipeline(repository, revision, offline, patterns)
-        if not offline and _stays(repository, revision, patterns, stream if patterns == own else False):
+        wanted = _of_pipeline(repository, revision, offline, patterns)
+        if wanted != patterns:
+            patterns, stream = wanted, _none_streamed(repository, stream)
+        if not offline and _stays(repository, revision, patterns, stream):
             from blr.compressor.loading.standing import stand_in
 
             standing, commit = stand_in(repository, revision, patterns)
@@ -155,6 +156,13 @@ def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns:
     if found != {PIPELINE}:
         return patterns
     return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
+
+
+def _none_streamed(repository: str, stream: bool | None) -> bool:
+    """False: a pipeline's transformer is downloaded. Raises UsageError where that must not be."""
+    if stream:
+        raise UsageError(f"--stream: {repository} is a pipeline of diffusers; leave it out")
+    return False
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:

@@ -296,6 +296,8 @@ def test_of_a_pipeline_the_transformer_alone_is_downloaded(
     assert sorted(path.name for path in snapshot.iterdir()) == ["model_index.json", "transformer"]
     again = blr(environment, tmp_path, "plan", "who/pico", "--offline")
     assert again.returncode == 0, again.stderr
+    streamed = online(environment, tmp_path, "compress", "who/pico", "--stream", "-o", "no")
+    assert streamed.returncode == 2 and "who/pico is a pipeline" in streamed.stderr
 
 
 # --- Weights that stay there ----------------------------------------------------------------
