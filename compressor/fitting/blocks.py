@@ -136,11 +136,11 @@ class BlockModel:
         return named.pop("hidden_states"), ((), named)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., v] of final hidden states [..., d], behind the last norm and the head."""
-        base = self.model.base_model
+        """[..., v] of final hidden states [..., d], behind the last norm, the head and its soft cap."""
+        base, cap = self.model.base_model, getattr(self.model.config, "final_logit_softcapping", None)
         norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
         found: Tensor = self.model.get_output_embeddings()(norm(hidden))
-        return found
+        return found if cap is None else cap * torch.tanh(found / cap)
 
     def stored_module(self, name: str) -> str:
         """Name on disk of the module called `name` in the model."""

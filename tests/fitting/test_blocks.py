@@ -46,6 +46,8 @@ def test_blocks_one_by_one_give_the_models_hidden_states(name: str, tmp_path: Pa
         )
         keep = mask.bool()
         torch.testing.assert_close(norm(state)[keep], out.hidden_states[-1][keep], rtol=1e-4, atol=1e-4)
+        if not padded:
+            torch.testing.assert_close(model.logits(state), out.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_family_without_blocks_is_refused(tmp_path: Path) -> None:

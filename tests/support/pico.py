@@ -99,7 +99,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 # Families beyond those above: most tests need one of a kind
 MORE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gemma2": ("Gemma2Config", _GEMMA, "Gemma2ForCausalLM"),
+    "gemma2": ("Gemma2Config", {**_GEMMA, "final_logit_softcapping": 0.5}, "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", _GEMMA, "Gemma3ForCausalLM"),
     "phi3": ("Phi3Config", {**_LLAMA, "tie_word_embeddings": False}, "Phi3ForCausalLM"),
     "distilbert": ("DistilBertConfig", _DISTILBERT, "DistilBertForSequenceClassification"),
