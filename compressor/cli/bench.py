@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.bench_decode import decode
 from blr.compressor.cli.bench_memory import memory
-from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.bench_options import Seconds, counts, finish, words
 from blr.compressor.cli.bench_prefill import prefill
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
-
-if TYPE_CHECKING:
-    pass
 
 bench_app = typer.Typer(
     help="Time layers and kernels against dense and other implementations.",
@@ -31,10 +28,6 @@ PeerOption = Annotated[
         "blr_peer() returns a dict of f(x, *factors) by structure (svd, monarch, blast, ks). "
         "Repeatable."
     ),
-]
-SecondsOption = Annotated[
-    float | None,
-    typer.Option(min=0.0, callback=values.number, help="Start no further case after this many seconds."),
 ]
 OutputOption = Annotated[
     Path | None,
@@ -71,7 +64,7 @@ def layers(
     repeats: Annotated[
         int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")
     ] = 10,
-    seconds: SecondsOption = None,
+    seconds: Seconds = None,
     compiling: Annotated[
         bool | None,
         typer.Option(
@@ -144,7 +137,7 @@ def kernels(
     ] = False,
     peer: PeerOption = None,
     repeats: Annotated[int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")] = 7,
-    seconds: SecondsOption = None,
+    seconds: Seconds = None,
     energy: EnergyOption = False,
     output: OutputOption = None,
     device: Device = "auto",

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.bench_options import (
+    Blocks,
+    Factor,
+    ModelDtype,
+    Rounds,
+    Seconds,
+    counts,
+    finish,
+    words,
+)
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 
@@ -21,8 +30,8 @@ def decode(
         str | None,
         typer.Option(
             help="Comma-separated: hf- or ours- with dense, lowrank, blast, monarch (ours only) or, for "
-            "a checkpoint, own; ours may go on with -int8 or -int4, then -head8 or -head4 for the "
-            "output head, -kv8 for keys and values in int8, then -graph, -persistent or -eager.",
+            "a checkpoint, own; ours may go on with -int8, -int4, -int3 or -int2, then -head8 or -head4 "
+            "for the output head, -kv8 for keys and values in int8, then -graph, -persistent or -eager.",
             show_default="all usual ones",
         ),
     ] = None,
@@ -31,19 +40,13 @@ def decode(
     steps: Annotated[
         int, typer.Option(min=1, callback=values.count, help="Tokens of a measurement.")
     ] = 64,
-    rounds: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")
-    ] = 3,
-    cf: Annotated[
-        float, typer.Option(callback=values.factor, help="Compression factor of structured layers.")
-    ] = 2.0,
-    blocks: Annotated[
-        int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")
-    ] = 16,
+    rounds: Rounds = 3,
+    cf: Factor = 2.0,
+    blocks: Blocks = 16,
     rank: Annotated[
         int, typer.Option(min=1, callback=values.count, help="Rank of corrections, in int4.")
     ] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    dtype: ModelDtype = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
     mode: Annotated[
         str, typer.Option(help="Ours, where the arm names none: auto, graph, persistent or eager.")
@@ -56,12 +59,7 @@ def decode(
             show_default="compile on a GPU",
         ),
     ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, callback=values.number, help="Start no further case after this many seconds."
-        ),
-    ] = None,
+    seconds: Seconds = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for results.json, results.csv and decode.png."),

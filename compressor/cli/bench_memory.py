@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.bench_options import (
+    ModelDtype,
+    Rounds,
+    Seconds,
+    counts,
+    finish,
+    words,
+)
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 from blr.compressor.errors import UsageError
 
@@ -39,16 +46,9 @@ def memory(
             min=0.0, max=0.9, callback=values.number, help="Share of padding in the shortest row."
         ),
     ] = 0.0,
-    rounds: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")
-    ] = 5,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, callback=values.number, help="Start no further case after this many seconds."
-        ),
-    ] = None,
+    rounds: Rounds = 5,
+    dtype: ModelDtype = "bfloat16",
+    seconds: Seconds = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for results.json, results.csv and memory.png."),

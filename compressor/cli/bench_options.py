@@ -1,4 +1,4 @@
-"""What the bench commands share: lists in options, and results out."""
+"""What the bench commands share: options, lists in them, and results out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.options import Format
 from blr.compressor.cli.values import MOST
 from blr.compressor.errors import BlrError, UsageError
 
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0.0, callback=values.number, help="Start no further case after this many seconds."),
+]
+Rounds = Annotated[int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")]
+Factor = Annotated[
+    float, typer.Option(callback=values.factor, help="Compression factor of structured layers.")
+]
+Blocks = Annotated[int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")]
+ModelDtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.bench_options import counts, finish, words
+from blr.compressor.cli.bench_options import (
+    Blocks,
+    Factor,
+    ModelDtype,
+    Rounds,
+    Seconds,
+    counts,
+    finish,
+    words,
+)
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 
@@ -30,16 +39,10 @@ def prefill(
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "128,512,2048,8192,16384",
     batch: Annotated[int, typer.Option(min=1, callback=values.count, help="Sequences at once.")] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Measurements of each arm.")
-    ] = 5,
-    cf: Annotated[
-        float, typer.Option(callback=values.factor, help="Compression factor of structured layers.")
-    ] = 2.0,
-    blocks: Annotated[
-        int, typer.Option(min=2, callback=values.count, help="Blocks of BLAST and Monarch.")
-    ] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    rounds: Rounds = 5,
+    cf: Factor = 2.0,
+    blocks: Blocks = 16,
+    dtype: ModelDtype = "bfloat16",
     compiling: Annotated[
         bool | None,
         typer.Option(
@@ -48,12 +51,7 @@ def prefill(
             show_default="compile on a GPU",
         ),
     ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, callback=values.number, help="Start no further case after this many seconds."
-        ),
-    ] = None,
+    seconds: Seconds = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for results.json and results.csv.")
     ] = None,

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from graphs import captured
 
 from blr.kernels.attention import launch, reference
 
@@ -67,13 +69,7 @@ def runner(model: str, layers: list[dict[str, Any]], options: dict[str, Any]) ->
 
 def microseconds(run: Any, replays: int = 20) -> float:
     """Of one of `LAYERS` calls in a graph, the least of three."""
-    for n in range(LAYERS):
-        run(n)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for n in range(LAYERS):
-            run(n)
+    graph = captured(*(partial(run, n) for n in range(LAYERS)))
     times = []
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

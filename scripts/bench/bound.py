@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from graphs import captured
 
 from blr.compressor.bench.memory.models import find_subject
 from blr.compressor.bench.memory.run import Arms, bounded, inputs_of, milliseconds
@@ -54,21 +55,10 @@ def measured(models: Arms, arm: str, inputs: dict[str, Any], device: torch.devic
             torch.cuda.synchronize()
         found = {"mib": mib, "ms": median(times), "host": median(host)}
         with suppress(RuntimeError):  # what cannot be captured has no time of its own
-            found["gpu"] = captured(run, device)
+            graph = captured(run)
+            found["gpu"] = median(milliseconds(graph.replay, device) for _ in range(ROUNDS))
     torch.cuda.empty_cache()
     return found
-
-
-def captured(run: Any, device: torch.device) -> float:
-    """Milliseconds of a CUDA graph of `run`."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return median(milliseconds(graph.replay, device) for _ in range(ROUNDS))
 
 
 def rows_of(models: Arms, batch: int, length: int, device: torch.device) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import captured
 from torch.nn import functional
 
 from blr.compressor.bench.memory.run import milliseconds
@@ -61,18 +62,6 @@ class Layers:
         return self.layers["down"](act(up))
 
 
-def graphed(run: Any, device: torch.device) -> float:
-    """Milliseconds of a CUDA graph of `run`, the least of five."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return min(milliseconds(graph.replay, device) for _ in range(5))
-
-
 def case(activation: str, n: int, width: int, middle: int, rank: int) -> list[dict[str, Any]]:
     """All arms of one case."""
     device = torch.device("cuda", 0)
@@ -89,7 +78,8 @@ def case(activation: str, n: int, width: int, middle: int, rank: int) -> list[di
                 run = lambda arm=arm: layers.run(arm, x)  # noqa: E731
                 told["mib"] = transient_bytes(run, device) / 2**20
                 told["ms"] = min(milliseconds(run, device) for _ in range(5))
-                told["graph"] = graphed(run, device)
+                graph = captured(run)
+                told["graph"] = min(milliseconds(graph.replay, device) for _ in range(5))
         except Exception as reason:  # the next arm may run where this one does not
             told["failed"] = f"{type(reason).__name__}: {str(reason).splitlines()[0][:120]}"
         rows.append(told)

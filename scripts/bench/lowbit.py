@@ -24,6 +24,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from graphs import captured
 from torch import Tensor
 
 from blr.kernels.gemv.segments import Segment
@@ -204,16 +205,7 @@ def check(case: Case) -> tuple[Case, float, str]:
 def graph_of(case: Case) -> tuple[torch.cuda.CUDAGraph, int]:
     copies = max(ROTATED // case.bytes, 2)
     made, _, _ = runs(case, copies)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in made[:2]:
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in made:
-            run()
-    return graph, copies
+    return captured(*made), copies
 
 
 def timed(graph: torch.cuda.CUDAGraph, copies: int, rounds: int = 3) -> float:

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from graphs import captured
 from lowbit import DEVICE, ROTATED, copy_speed, timed, weights
 from torch import Tensor
 
@@ -177,16 +178,7 @@ def check(case: Case) -> tuple[Case, float, str]:
 def microseconds(case: Case) -> float:
     copies = 200 if case.kind == "prepare" else max(ROTATED // case.bytes, 2)
     made, _, _ = runs(case, copies)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in made[:2]:
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in made:
-            run()
-    return timed(graph, copies)
+    return timed(captured(*made), copies)
 
 
 def table(rows: list[dict[str, Any]]) -> None:
