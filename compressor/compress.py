@@ -276,9 +276,8 @@ class Job:
         factors = sum(p.bits for p in layers) // 8
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         needed = kept + 2 * factors + extra + (4 << 20)
-        if (
-            self.settings.calibration is not None
-        ):  # refitted and finished ones, and the numbers behind packed ones
+        if self.settings.calibration is not None:
+            # refitted and finished ones, and the numbers behind packed ones
             packed = [p for p in layers if p.spec.quantized]
             needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training

@@ -16,11 +16,8 @@ from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 from blr.kernels.quantized.formats import GROUP
 
 STEP = 0.05  # bits a weight between two sizes of a correction
-WIDEST = {
-    3: 3.75,
-    2: 2.85,
-}  # bits a weight of the largest correction of a base that pays (LOG, 2026-11-22)
-NARROWEST = {3: 3.3, 2: 2.3}
+# Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
+WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
 
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:

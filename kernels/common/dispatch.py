@@ -20,14 +20,8 @@ from blr.kernels.common.transient import forget as forget_bounds
 MIXED = ("monarch", "blast")  # structures whose products have intermediates of blocks x tokens x ranks
 WEIGHTS = ("materialize",)  # variants that have none, since they make the dense weight
 FEWEST = 2048  # tokens of a chunk at least
-ANY_AXES = (
-    REFERENCE,
-    "gemm",
-    "plain",
-    "bmm",
-    "bmm_mix",
-    "permuted_store",
-)  # variants that take x [..., i] as it is
+# Variants that take x [..., i] as it is
+ANY_AXES = (REFERENCE, "gemm", "plain", "bmm", "bmm_mix", "permuted_store")
 PLANNED = 4096  # plans of a structure that are kept
 
 Variant = Callable[..., Tensor]

@@ -33,10 +33,12 @@ from blr.kernels.common.tuned import tuned_rules
 BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
 MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
-# Forms of a structure that are products of the vendor's library alone: what ours must beat.
-PLAIN = {"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()}
 PRODUCT = "fp8"  # the structure of rules for one product in float8
-PLAIN[PRODUCT] = ("library",)
+# Forms of a structure that are products of the vendor's library alone: what ours must beat.
+PLAIN: dict[str, tuple[str, ...]] = {
+    **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()},
+    PRODUCT: ("library",),
+}
 DENSE = "dense"
 REFERENCE = "reference"
 _HALF = (torch.float16, torch.bfloat16)
