@@ -38,7 +38,8 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(compressed: Path, dense: Path, output: Path, **options: Any) -> HealSummary:
-    given = HealOptions("compressed", "dense", **{**SHORT, **options})
+    none_own = {"own_tokens": None} if options.get("mix") == 0.0 else {}
+    given = HealOptions("compressed", "dense", **{**SHORT, **none_own, **options})
     return heal(compressed, dense, output, given, QUIET)
 
 
