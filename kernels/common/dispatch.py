@@ -53,9 +53,9 @@ def dispatch(
         [n, o], contiguous, sharing no memory with an argument.
 
     Raises:
-        TypeError: factors of another dtype than `x`.
+        TypeError: factors of another dtype than `x`. ValueError: another number of inputs.
     """
-    _check(structure, x.dtype, factors, bias)
+    _check(structure, shape, x, factors, bias)
     if x.shape[0] == 0:
         return x.new_zeros(0, shape.outputs)
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
@@ -77,7 +77,7 @@ def plan(
 ) -> Plan:
     """What `dispatch` does for x [..., i], decided once for all tensors of these shapes and dtypes: a
     function of (x, *factors, bias), which gives [..., o]. Arguments and errors as of `dispatch`."""
-    _check(structure, x.dtype, factors, bias)
+    _check(structure, shape, x, factors, bias)
     given = (structure, shape, variants, reference)
     n = x.numel() // shape.inputs
     if n == 0 or (structure in MIXED and n > FEWEST):
@@ -125,10 +125,15 @@ def _flat(call: Variant, x: Tensor, *rest: Any) -> Tensor:
     return y.contiguous().view(*x.shape[:-1], y.shape[-1])
 
 
-def _check(structure: str, dtype: torch.dtype, factors: Sequence[Tensor], bias: Tensor | None) -> None:
+def _check(
+    structure: str, shape: Shape, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None
+) -> None:
+    """What kernels would not notice."""
     for tensor in factors if bias is None else (*factors, bias):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{structure}: input {dtype} and factors {tensor.dtype}: cast one of them")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{structure}: input {x.dtype} and factors {tensor.dtype}: cast one of them")
+    if x.shape[-1] != shape.inputs:
+        raise ValueError(f"{structure}: inputs of {x.shape[-1]} features, expected {shape.inputs}")
 
 
 def _whole(call: Variant, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 Inductor fuses what surrounds a product of the library, and plans its memory; an operator of ours is a
 call between. Where tables choose the plain form for a number of tokens known when compiling, the graph
-gets that form. The environment variable BLR_COMPILED, read at each compilation, says otherwise: `plain`
-always, `operator` never (default `auto`).
+gets that form. The environment variable BLR_COMPILED says otherwise: `plain` always, `operator` never
+(default `auto`). Torch keeps compiled graphs on the disk by what was traced, which is the same for all
+forms: another than the default marks those of the process, as it is when inductor is imported.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def add_decompositions() -> None:
         lowering.make_fallback(operator.op, layout, warn=False, override_decomp=True)
         decomposition.decompositions[operator.op] = found
     decomposition.fast_random_decomps.cache_clear()
+    _mark_caches(os.environ.get(VARIABLE, ""))
+
+
+def _mark_caches(form: str) -> None:
+    """Once, however many copies of this package there are."""
+    mark, config = f"{VARIABLE}={form}", torch.compiler.config
+    if form and mark not in config.cache_key_tag:
+        config.cache_key_tag += mark
 
 
 def compiled_form() -> str:

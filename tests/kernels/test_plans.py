@@ -52,6 +52,8 @@ def test_a_shape_is_planned_once(factors: tuple[Tensor, ...], monkeypatch: pytes
         assert len(made) == 5
         with pytest.raises(TypeError, match="cast one of them"):
             lowrank_op.lowrank_linear(x, U, V, bias.double())
+        with pytest.raises(ValueError, match="inputs of 6 features, expected 12"):
+            lowrank_op.lowrank_linear(x[:, :6], U, V, bias)
     made.clear()
     lowrank_op.lowrank_linear(x, U, V)
     assert made == []
@@ -314,6 +316,15 @@ def test_compilations_look_into_operators_where_they_are_told_to(
         torch.testing.assert_close(found, run(x))
     ours = [str(n.target) for n in graphs[0].graph.nodes if str(n.target).startswith("blr.")]
     assert len(ours) == (0 if form == "plain" else 3)
+
+
+def test_graphs_kept_on_the_disk_are_those_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's key of them does not say what an operator is taken apart into."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "theirs ")
+    for form, tag in (("", "theirs "), ("plain", "theirs BLR_COMPILED=plain")):
+        for _ in range(2):  # a checkpoint's own code is another copy
+            inlining._mark_caches(form)
+        assert torch.compiler.config.cache_key_tag == tag
 
 
 def test_forms_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
