@@ -102,42 +102,41 @@ def decode_attention(
     if scales is not None and not streamed:
         raise ValueError("decode_attention: int8 is only streamed")
     chunk = -(-bucket // splits) if splits else 0  # none: each row's own
-    most = STREAMING if streamed else PROGRAMS
-    splits = splits or even_count(rows * kv_heads, bucket, most)
-    if splits > MAX_SPLITS:
-        raise ValueError(f"decode_attention: {splits} splits; it takes up to {MAX_SPLITS}")
+    splits = _checked_splits(splits, rows * kv_heads, bucket, STREAMING if streamed else PROGRAMS)
     none = qkv  # stands for an absent tensor: never read
     gains = (none if gain is None else gain for gain in (q_gain, k_gain))
-    options = {
-        **{
-            "G": group,
-            "DP": max(_power(width), 16),
-            "SPLITS": _power(splits),
-            "NORM": q_gain is not None,
-        },
-        **{"WINDOW": window is not None, "PDL": pdl, **({"launch_pdl": True} if pdl else {})},
-    }
+    options = {"G": group, "DP": max(_power(width), 16), "SPLITS": _power(splits)}
+    options |= {"NORM": q_gain is not None, "WINDOW": window is not None}
+    options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     after = (
         *(cos, sin, cos.stride(0), *gains, eps, pos, start, scale * log2(e), out, out.stride(0)),
         *(workspace["partial"], workspace["state"], workspace["counter"]),
         *(kv_heads, width, cos.shape[1], window or 0, chunk),
     )
     grid, before = (rows * kv_heads, splits), (qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1))
-    if streamed:
-        from blr.kernels.attention.streamed import streamed_kernel
-
-        dot = group > 1 and not exact and k.dtype != torch.float32
-        options |= {**stream_shape(group, width, dot), **config, "INT8": scales is not None}
-        options |= {"HALF": interpreted()}  # whose products of bfloat16 are wrong
-        scaled = (none, none, 0, 0)
-        if scales is not None:
-            scaled = (*scales, scales[0].stride(0), scales[0].stride(1))
-        streamed_kernel[grid](*before, *scaled, *after, **options)
-    else:
+    if not streamed:
         from blr.kernels.attention.triton import attention_kernel
 
         attention_kernel[grid](*before, *after, **options | tile_shape(group, width, k.dtype) | config)
+        return out
+    from blr.kernels.attention.streamed import streamed_kernel
+
+    dot = group > 1 and not exact and k.dtype != torch.float32
+    options |= {**stream_shape(group, width, dot), **config, "INT8": scales is not None}
+    options |= {"HALF": interpreted()}  # whose products of bfloat16 are wrong
+    scaled = (none, none, 0, 0)
+    if scales is not None:
+        scaled = (*scales, scales[0].stride(0), scales[0].stride(1))
+    streamed_kernel[grid](*before, *scaled, *after, **options)
     return out
+
+
+def _checked_splits(asked: int | None, programs: int, bucket: int, most: int) -> int:
+    """As many as are asked for, else `even_count`. Raises ValueError for more than `MAX_SPLITS`."""
+    splits = asked or even_count(programs, bucket, most)
+    if splits > MAX_SPLITS:
+        raise ValueError(f"decode_attention: {splits} splits; it takes up to {MAX_SPLITS}")
+    return splits
 
 
 def stream_shape(group: int, width: int, dot: bool) -> dict[str, Any]:

@@ -23,24 +23,29 @@ def mix(
             default: by b.
         config: BR, BN, STEPS (tensor) or BN (cuda), num_warps.
     """
-    from blr.kernels.blast.triton import mix_dot_kernel, mix_fma_kernel
-
-    blocks, ranks, tokens = z.shape
     out = torch.empty_like(z) if out is None else out
     if z.numel() == 0:
         return out
-    if (cores or default_cores(blocks)) == "cuda":
-        config = {"BN": 512 if blocks > 8 else 1024, "num_warps": 4, **config}
-        grid = (-(-tokens // config["BN"]), ranks)
-        arguments = (z, s, out, tokens, *z.stride()[:2], *s.stride(), *out.stride()[:2])
-        launch(
-            mix_fma_kernel,
-            grid,
-            arguments,
-            {"B": blocks, "BN": config["BN"]},
-            num_warps=config["num_warps"],
-        )
-        return out
+    on_cuda = (cores or default_cores(z.shape[0])) == "cuda"
+    (_on_cuda_cores if on_cuda else _on_tensor_cores)(z, s, out, config)
+    return out
+
+
+def _on_cuda_cores(z: Tensor, s: Tensor, out: Tensor, config: dict[str, Any]) -> None:
+    from blr.kernels.blast.triton import mix_fma_kernel
+
+    blocks, ranks, tokens = z.shape
+    config = {"BN": 512 if blocks > 8 else 1024, "num_warps": 4, **config}
+    grid = (-(-tokens // config["BN"]), ranks)
+    arguments = (z, s, out, tokens, *z.stride()[:2], *s.stride(), *out.stride()[:2])
+    constants = {"B": blocks, "BN": config["BN"]}
+    launch(mix_fma_kernel, grid, arguments, constants, num_warps=config["num_warps"])
+
+
+def _on_tensor_cores(z: Tensor, s: Tensor, out: Tensor, config: dict[str, Any]) -> None:
+    from blr.kernels.blast.triton import mix_dot_kernel
+
+    blocks, ranks, tokens = z.shape
     config = {"BR": 4, "BN": 128, "STEPS": 1, "num_warps": 4, **config}
     grid = (-(-tokens // (config["BN"] * config["STEPS"])), -(-ranks // config["BR"]))
     strides = (*z.stride()[:2], *s.stride(), *out.stride()[:2])
@@ -51,7 +56,6 @@ def mix(
     }
     arguments = (z, s, out, tokens, ranks, blocks, *strides)
     launch(mix_dot_kernel, grid, arguments, constants, num_warps=config["num_warps"])
-    return out
 
 
 def default_cores(blocks: int) -> str:
