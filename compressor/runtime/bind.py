@@ -61,7 +61,7 @@ class Binder:
         return getattr(self, f"_{phase.kind}")(phase)
 
     def _segment(self, part: Part) -> Segment | QuantizedSegment:
-        if self.triton and part.order is not None and self.rows >= PACKED_FROM:
+        if self._order(part) is not None:
             self.halved.add(part.target)
         x, y = self._view(part.source), self._view(part.target)
         stage, w = part.stage, part.stage.w
@@ -75,6 +75,10 @@ class Binder:
             group=w.group,
             correction=correction,
         )
+
+    def _order(self, part: Part) -> tuple[int, int] | None:
+        """The order in which packed weights read a stage's target, if they are skinny products."""
+        return part.order if self.triton and self.rows >= PACKED_FROM else None
 
     def _stages(self, phase: Phase) -> Run:
         segments = [self._segment(part) for part in phase.parts]
@@ -118,7 +122,7 @@ class Binder:
         from blr.kernels.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
-        order, targets = phase.parts[0].order, {part.target for part in phase.parts}
+        order, targets = self._order(phase.parts[0]), {part.target for part in phase.parts}
         order = order if segments[0].y.dtype == dtype else None
         options |= {"pdl": self.pdl, "order": order}
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)

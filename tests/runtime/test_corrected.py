@@ -114,3 +114,22 @@ def test_half_precision_goes_by_skinny_products(
     layers = model.config.num_hidden_layers
     many = rows >= bound.PACKED_FROM
     assert len(seen) == many * (launches * layers + 1)  # the head is plain, after the last norm
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("rows", [2, 3])
+def test_packed_stages_behind_plain_ones(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain ones are skinny products from two rows on, packed ones from three: what reads a result
+    says in which order it is stored."""
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
+    settings = {"method": "dense", "quantize": "int4", "exclude": ["*gate_proj", "*up_proj"]}
+    model = _model(tmp_path, settings).half()
+    ids, token = torch.tensor([[5, 9, 3], [7, 2, 8], [1, 6, 4]])[:rows], torch.tensor([4, 6, 2])[:rows]
+    found = []
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=rows, context=8, ops=ops)
+        decoder.prefill(ids)
+        found.append(decoder.step(token))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
