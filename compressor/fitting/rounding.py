@@ -2,8 +2,9 @@
 
 Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
 factors weighted by its diagonal; else each to the nearest level of scales that are searched. Of 4 bits
-and fewer, which round coarsely, factors that follow from the others by least squares are solved again
-behind those that are rounded. A correction starts from Q and S in turn, each what the other leaves:
+and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight and the
+rounded Z by least squares, and rounded behind compensation too, so that one term makes good what another
+loses. A correction starts from Q and S in turn, each what the other leaves:
 LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
 
 Beside integers stand the numbers that were rounded (`latent_name`), from which training goes on.
@@ -23,7 +24,8 @@ from blr.compressor.modeling.quantized import rows_at_once
 from blr.compressor.rounding.gptq import compensation, gptq
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
-from blr.compressor.structures.packing import pack_factor, unpack_factor
+from blr.compressor.structures.linalg import solve_spd
+from blr.compressor.structures.packing import from_rows, pack_factor, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -40,7 +42,8 @@ from blr.kernels.fp8.reference import is_number
 from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
-SOLVED = (4, 3, 2)  # bits for which factors are solved again: 8 have nothing to make good
+LAST = "U"  # the factor that is solved for
+SOLVED = (4, 3, 2)  # bits for which U is solved again: 8 have nothing to make good
 LATENT = "_latent"
 ROUNDS = 4  # of rounding and correcting in turn
 
@@ -121,8 +124,7 @@ def round_layer(
         return quantize_dense(weight, spec, dtype).tensors
     factors = fit(weight, plain)
     if isinstance(spec, QuantizedSpec):
-        costs = None if metric is None else metric.costs
-        found = quantize_factors(spec, dict(factors), dtype, costs)
+        found = quantize_factors(spec, dict(factors), dtype, metric)
         return found.tensors | found.latents
     return {name: factor.to(dtype).contiguous() for name, factor in factors.items()}
 
@@ -130,15 +132,9 @@ def round_layer(
 def _compensated(
     weight: Tensor, spec: QuantizedSpec, metric: Metric, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A dense weight by GPTQ; on a GPU in float32, for which there is a kernel."""
-    weight = weight.float() if weight.is_cuda else weight
-    found = gptq(weight, metric.root.to(weight), spec.bits, spec.group, dtype)
-    padded = torch.nn.functional.pad(found.levels, (0, -weight.shape[1] % spec.group))
-    packed = pack(padded, spec.bits, spec.group)
-    names = stored_names("weight")
-    stored = dict(zip(names, (packed, found.scale.to(dtype)), strict=True))
-    check_scales("weight", stored)
-    return stored | {latent_name("weight"): found.latent}
+    """A dense weight by GPTQ."""
+    stored, latent = _by_compensation(weight, metric.root, "weight", spec, dtype)
+    return stored | {latent_name("weight"): latent}
 
 
 def quantize_dense(
@@ -163,13 +159,13 @@ def quantize_factors(
     spec: QuantizedSpec,
     factors: dict[str, Tensor],
     scale_dtype: torch.dtype | None = None,
-    costs: Tensor | None = None,
+    metric: Metric | None = None,
 ) -> Quantized:
     """Quantize one structured layer.
 
     Args:
         factors: canonical, as named by `spec`. scale_dtype: the model's (default: of each factor).
-        costs: [i], of errors by input.
+        metric: of the inputs; None for errors that all cost the same.
 
     Raises:
         NumericsError: a factor whose scales are not finite.
@@ -181,18 +177,22 @@ def quantize_factors(
     exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
     if spec.tiled:
         exact = _even(spec.of, exact)
+    product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
     for name in _turns(spec):
-        factor = _solved(name, spec, back, exact, costs)
         dtype = scale_dtype or factors[name].dtype
-        stored = _pack(spec, name, factor, dtype, _costs_of(spec, name, costs))
+        if name == LAST and _is_solved(spec):
+            factor, stored = _solved(spec, back, product, metric, dtype)
+        else:
+            factor = exact[name]
+            stored = _pack(spec, name, factor, dtype, _costs_of(spec, name, metric))
         back[name] = unpack_factor(spec, name, stored, factor.dtype)
         tensors |= stored
         if not spec.fp8:
             latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
         if spec.format_of(name):
             errors[name] = relative_error(factor, back[name])
-    reconstruct = STRUCTURES[spec.structure].factorizer().reconstruct
-    errors[PRODUCT] = relative_error(reconstruct(exact, spec.of), reconstruct(back, spec.of))
+    rounded = STRUCTURES[spec.structure].factorizer().reconstruct(back, spec.of)
+    errors[PRODUCT] = relative_error(product, rounded)
     return Quantized(tensors, errors, latents)
 
 
@@ -228,43 +228,58 @@ def start_of(spec: BlastSpec) -> LowRankSpec:
     return LowRankSpec(spec.in_features, spec.out_features, spec.rank)
 
 
+def _is_solved(spec: QuantizedSpec) -> bool:
+    """Whether U is solved for behind the other factors."""
+    return STRUCTURES[spec.structure].linear and spec.bits in SOLVED
+
+
 def _turns(spec: QuantizedSpec) -> list[str]:
-    """The factors as they are rounded: those that are solved again come last."""
-    solved = STRUCTURES[spec.structure].solved if spec.bits in SOLVED else ()
-    return [*(name for name in spec.shapes() if name not in solved), *solved]
+    """The factors as they are rounded."""
+    return sorted(spec.shapes(), key=lambda name: name == LAST and _is_solved(spec))
 
 
 def _solved(
-    name: str,
     spec: QuantizedSpec,
     rounded: dict[str, Tensor],
-    exact: dict[str, Tensor],
-    costs: Tensor | None,
-) -> Tensor:
-    """The factor `name` for those of `rounded` so far, errors weighted by `costs` of their inputs."""
-    structure = STRUCTURES[spec.structure]
-    if name not in structure.solved or spec.bits not in SOLVED:
-        return exact[name]
-    now = {**exact, **rounded}
-    if costs is not None:
-        roots = costs.to(exact["V"]).clamp_min(0).sqrt()
-        now, exact = ({**f, "V": f["V"] * _by_input(f["V"], roots)} for f in (now, exact))
-    return structure.factorizer().solve_again(name, now, exact, spec.of)
+    weight: Tensor,
+    metric: Metric | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """U of least squares for `weight` and the other factors, and what is stored of it.
+
+    Rows that share a group, of small corrections, are rounded to the nearest levels.
+    """
+    Z = STRUCTURES[spec.structure].factorizer().right_factor(rounded, spec.of)  # [..., i, K]
+    weighted = Z if metric is None else metric.gram.to(Z) @ Z
+    normal = Z.mT @ weighted
+    left = solve_spd(normal, weight.unflatten(0, (*Z.shape[:-2], -1)) @ weighted)  # [..., o, K]
+    if spec.tile(LAST):
+        factor = from_rows(spec, LAST, left)
+        return factor, _pack(spec, LAST, factor, dtype)
+    stored, latent = _by_compensation(left, compensation(normal.double()), LAST, spec, dtype)
+    return from_rows(spec, LAST, latent), stored
 
 
-def _by_input(V: Tensor, values: Tensor) -> Tensor:
-    """`values` [i] as they belong to the rows of V: [i, 1], or [b, p, 1], or alike for all groups."""
-    same = V.dim() == 2 or V.shape[1] == len(values)
-    return values[:, None] if same else values.view(V.shape[0], V.shape[1], 1)
+def _by_compensation(
+    matrix: Tensor, root: Tensor, name: str, spec: QuantizedSpec, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What is stored of a factor that is packed as `matrix` [..., R, K], by GPTQ, and its latent
+    weights; on a GPU in float32, for which there is a kernel."""
+    matrix = matrix.float() if matrix.is_cuda else matrix
+    found = gptq(matrix, root.to(matrix), spec.bits, spec.group, dtype)
+    padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
+    packed = pack(padded, spec.bits, spec.group)
+    stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
+    check_scales(name, stored)
+    return stored, found.latent
 
 
-def _costs_of(spec: QuantizedSpec, name: str, costs: Tensor | None) -> Tensor | None:
+def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor | None:
     """What errors in the matrix of a factor cost: by input for V, else alike."""
-    if costs is None or name != "V":
+    if metric is None or name != "V":
         return None
-    V_shape = spec.shapes()["V"]
-    rows = _by_input(costs.new_empty(V_shape, device="meta"), costs)
-    return rows.movedim(-1, -2)  # [1, i] or [b, 1, p], as V is packed
+    width = spec.shapes()["V"][-2]  # features of each block, or of all for groups of rows
+    return metric.costs.view(-1, 1, width) if width < spec.in_features else metric.costs[None]
 
 
 def _even(spec: Spec, factors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from blr.compressor.errors import UsageError
 from blr.compressor.recipe.schema import AUTO, DENSE, NONE, LayerSettings, Recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
+from blr.compressor.structures.specs import BlastSpec
 
 Use = Callable[[Structure], object]
 CALIBRATION = ("samples", "seq_len", "mix", "refit", "finish")
@@ -62,7 +63,7 @@ def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
     packed = [layer for layer in layers if layer.stored.bits or layer.stored.base]
     if not packed:
         found["group"] = "--quantize and --base"
-    if not any(_fits(layer, lambda structure: "S" in structure.solved) for layer in packed):
+    if not any(_fits(layer, lambda structure: structure.spec is BlastSpec) for layer in packed):
         found["couplings"] = "method blast with --quantize or --base"
     if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):
         found["base"] = f"a --method that corrects it, not {DENSE}"

@@ -27,7 +27,7 @@ from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
-from blr.compressor.structures.linalg import inverse_spd, mixed_gram, refit_left, solve_spd
+from blr.compressor.structures.linalg import inverse_spd, mixed_gram, solve_spd
 from blr.compressor.structures.precgd import STEPS, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
@@ -69,29 +69,12 @@ def fit(
 
 def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
     """The dense weight [o, i]."""
-    mixed = tensors["V"][None] * tensors["S"][:, :, None]  # [k, l, p, r]
-    return (tensors["U"] @ mixed.flatten(1, 2).mT).flatten(0, 1)
+    return (tensors["U"] @ right_factor(tensors, spec).mT).flatten(0, 1)
 
 
-def solve_again(name: str, now: dict[str, Tensor], exact: dict[str, Tensor], spec: BlastSpec) -> Tensor:
-    """U or S, as `name` says, of least squares for the product of `exact`, the others being `now`'s."""
-    if name == "U":
-        return refit_left(exact["U"], _rows_of(exact), _rows_of(now))
-    pairs = zip(now["U"], exact["U"], exact["S"], strict=True)
-    left = (_couplings(U, now["V"], old, S, exact["V"]) for U, old, S in pairs)
-    return torch.stack(list(left))
-
-
-def _rows_of(tensors: dict[str, Tensor]) -> Tensor:
-    """Z_k [k, i, r], the factor that U_k multiplies."""
+def right_factor(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
+    """Z [k, i, r] with ``W_k = U_k Z_kᵀ``."""
     return (tensors["S"][:, :, None] * tensors["V"][None]).flatten(1, 2)
-
-
-def _couplings(U: Tensor, V: Tensor, old: Tensor, S: Tensor, before: Tensor) -> Tensor:
-    """S_k [l, r] of least squares for one block row, whose product is ``old diag(S_l) before_lᵀ``:
-    ``(UᵀU ∘ V_lᵀV_l) s_l = diag(UᵀW_l V_l)``."""
-    right = ((U.mT @ old) * S[:, None] * (V.mT @ before)).sum(-1)  # [l, r]
-    return solve_spd((U.mT @ U) * (V.mT @ V), right[:, None]).squeeze(1)
 
 
 def _named(factors: Factors, losses: list[float] | None = None) -> Fit:

@@ -108,12 +108,6 @@ def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     return solve_factored(cholesky(matrix), right.mT).mT
 
 
-def refit_left(left: Tensor, right: Tensor, new: Tensor) -> Tensor:
-    """The U [..., o, r] that brings ``U newᵀ`` nearest to ``left rightᵀ``: that of least squares, for
-    left [..., o, s], right [..., i, s] and new [..., i, r]."""
-    return solve_spd(new.mT @ new, left @ (right.mT @ new))
-
-
 def inverse_spd(matrix: Tensor) -> Tensor:
     """Inverse of (a batch of) [r, r] matrices as in `cholesky`; for preconditioners, which are
     applied so often that products beat triangular solves."""

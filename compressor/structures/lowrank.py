@@ -19,7 +19,6 @@ from blr.compressor.structures.linalg import (
     balance,
     cholesky,
     orthonormal,
-    refit_left,
     solve_spd,
     top_eigenvectors,
     truncated_svd,
@@ -102,11 +101,10 @@ def _summed(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right.mT).movedim(0, 1).flatten(1)
 
 
-def solve_again(
-    name: str, now: dict[str, Tensor], exact: dict[str, Tensor], spec: LowRankSpec
-) -> Tensor:
-    """The factor `name` (U) of least squares for the product of `exact`, the others being `now`'s."""
-    return refit_left(exact["U"], exact["V"], now["V"])
+def right_factor(tensors: dict[str, Tensor], spec: LowRankSpec) -> Tensor:
+    """Z [i, r], or [G, i, r] of groups of rows, or [i, G·r] of groups of columns, with ``W = U Zᵀ``."""
+    V = tensors["V"]
+    return torch.block_diag(*V) if spec.groups > 1 and spec.side == "in" else V
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: LowRankSpec) -> Tensor:

@@ -17,7 +17,6 @@ from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import (
     balance,
     inverse_spd,
-    refit_left,
     solve_spd,
     top_eigenvectors,
     truncated_svd,
@@ -51,13 +50,10 @@ def fit(
     return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
 
 
-def solve_again(
-    name: str, now: dict[str, Tensor], exact: dict[str, Tensor], spec: MonarchSpec
-) -> Tensor:
-    """The factor `name` (U) of least squares for the product of `exact`, the others being `now`'s."""
-    parts = (_scatter(t, spec.blocks) for t in (exact["U"], exact["V"], now["V"]))
-    left, right, new = parts  # [k, l, q, r'], [l, k, p, r'] twice
-    return _gather(refit_left(left, right.transpose(0, 1), new.transpose(0, 1)))
+def right_factor(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:
+    """Z [k, i, b·r'] with ``W_k = U_k Z_kᵀ``: V_lk of all l along the diagonal."""
+    blocks = _scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
+    return torch.stack([torch.block_diag(*row) for row in blocks])
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:

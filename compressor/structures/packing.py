@@ -29,6 +29,11 @@ def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
     if tile := spec.tile(name):
         R, K = spec.matrix_shape(name)[-2:]
         matrix = matrix.unflatten(-1, tile).flatten(-3, -2)[..., :R, :K]
+    return from_rows(spec, name, matrix)
+
+
+def from_rows(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
+    """A view in canonical shape of a factor's matrix [..., R, K], as ``spec.matrix_shape`` has it."""
     shape, order = spec.shapes()[name], sum(spec.axes(name), ())
     return canonical_view(matrix.reshape([shape[axis] for axis in order]), order)
 

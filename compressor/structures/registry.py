@@ -58,8 +58,8 @@ class Structure:
     `solvers` name its factorizers, the default first. `of_rank` makes the spec of a form and a rank,
     None where a chain of patterns takes the rank's place. `blocks` is the default number of blocks,
     None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
-    can be factorized on their own. `solved` are the factors in which the product is linear, in the order
-    in which they are solved again once the others are rounded (``solve_again`` of the factorizer).
+    can be factorized on their own. `linear`: every row of W is one of U times Zᵀ, with Z
+    ``right_factor`` of the factorizer, so that U can be solved for whatever the other factors are.
     `iterated` says that solvers take rounds.
     """
 
@@ -69,7 +69,7 @@ class Structure:
     blocks: int | None = None
     stepped: bool = False
     grouped: bool = False
-    solved: tuple[str, ...] = ()
+    linear: bool = False
     iterated: bool = True
 
     @property
@@ -122,9 +122,9 @@ class Structure:
 STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
-        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, solved=("U",), iterated=False),
-        Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, solved=("U",)),
-        Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, solved=("U", "S")),
+        Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, linear=True, iterated=False),
+        Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, linear=True),
+        Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, linear=True),
         Structure(KroneckerSpec, ("hierarchical",)),
     )
 }

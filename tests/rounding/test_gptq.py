@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blr.compressor.fitting.rounding import Metric, plain_fit, round_layer
+from blr.compressor.fitting.rounding import Metric, plain_fit, quantize_factors, round_layer
 from blr.compressor.rounding.gptq import compensation, gptq
+from blr.compressor.structures import blast
+from blr.compressor.structures.linalg import solve_spd
+from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -55,6 +58,38 @@ def test_the_latent_weights_round_to_the_levels() -> None:
     missed = (found.latent - found.value).unflatten(1, (-1, 32)).abs() / found.scale[..., None]
     inner = found.levels.unflatten(1, (-1, 32)).abs() < 3
     assert float(missed[inner].max()) < 1  # half a step, where steps are widest
+
+
+def test_matrices_are_rounded_together_as_one_by_one() -> None:
+    weight, gram = _problem()
+    weights, grams = torch.stack([weight, weight.flip(1)]), torch.stack([gram, gram.flip(0, 1) * 3])
+    together = gptq(weights, compensation(grams), 4, 40, torch.float32)
+    for n in range(2):
+        alone = gptq(weights[n], compensation(grams[n]), 4, 40, torch.float32)
+        assert torch.equal(together.levels[n], alone.levels)
+        torch.testing.assert_close(together.latent[n], alone.latent)
+        assert torch.equal(together.scale[n], alone.scale)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["plain", "calibrated"])
+def test_terms_make_good_what_others_lose(known: bool) -> None:
+    """Pairs of terms of opposite sign, nearly alike: U behind compensation keeps their product far
+    better than the same U by nearest levels."""
+    gram = _problem()[1] if known else torch.eye(96, dtype=torch.float64)
+    spec = QuantizedSpec(BlastSpec(96, 64, 4, 32), 4, 32)
+    factors = {name: torch.randn(shape).double() for name, shape in spec.shapes().items()}
+    for name, sign in (("U", -1.0), ("V", 1.0), ("S", 1.0)):
+        noise = 0.1 * torch.randn_like(factors[name][..., 16:])
+        factors[name][..., 16:] = sign * factors[name][..., :16] + noise
+    product = blast.reconstruct(factors, spec.of)
+    found = quantize_factors(spec, factors, torch.float64, Metric(gram) if known else None)
+    parts = {name: unpack_factor(spec, name, found.tensors, torch.float64) for name in "USV"}
+    right = blast.right_factor(parts, spec.of)
+    exact = solve_spd(right.mT @ gram @ right, product.unflatten(0, (4, -1)) @ gram @ right)
+    stored = pack_factor(spec, "U", exact, torch.float64)
+    nearest = {**parts, "U": unpack_factor(spec, "U", stored, torch.float64)}
+    lost = [_error(product - blast.reconstruct(tried, spec.of), gram) for tried in (parts, nearest)]
+    assert lost[0] < 0.7 * lost[1]
 
 
 def test_a_last_group_may_be_shorter_and_inputs_dead() -> None:
