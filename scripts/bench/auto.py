@@ -191,7 +191,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="plain,calibrated")
     parser.add_argument("--again", default="", help="methods that are made anew")
     parser.add_argument("--rounds", type=int, help="as of blr compress")
-    for name, usual in (("samples", 48), ("tokens", 8192), ("train", 100), ("threads", 2)):
+    for name, usual in (("samples", 48), ("tokens", 8192), ("train", 100), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     found = parser.parse_args()
     for name in ("models", "modes", "again"):
