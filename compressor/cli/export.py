@@ -34,6 +34,7 @@ class Kind(StrEnum):
     pt2 = "pt2"
     onnx = "onnx"
     dense = "dense"
+    plain = "plain"
 
 
 def export(
@@ -47,7 +48,8 @@ def export(
         typer.Option(
             "--as",
             help="folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; "
-            "dense: the ordinary checkpoint, for tools that know nothing of blr.",
+            "dense: the ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers "
+            "as two linear ones each, for tools that look for those.",
         ),
     ] = Kind.folder,
     gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
@@ -164,6 +166,9 @@ def _export_text(summary: dict[str, Any]) -> str:
 def _layers_text(summary: dict[str, Any]) -> list[str]:
     if summary["kind"] == Kind.dense:
         return [f"layers: {summary['densified']} structured, made dense"]
+    if summary["kind"] == Kind.plain:
+        rest = f"; {summary['densified']} of other structure, made dense" if summary["densified"] else ""
+        return [f"layers: {summary['layers']} low-rank, each two linear ones{rest}"]
     batch, context = summary["batch"], summary["context"]
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
     layers = f"layers: {summary['layers']} structured, in kernel layout"

@@ -113,6 +113,10 @@ def _make_job(
         from blr.compressor.export.dense import DenseJob, plan_dense
 
         return DenseJob(plan_dense(checkpoint, options), options, workspace, progress)
+    if options.kind == "plain":
+        from blr.compressor.export.plain import PlainJob, plan_plain
+
+        return PlainJob(plan_plain(checkpoint, options), options, workspace, progress)
     from blr.compressor.export.plan import plan_export
 
     return Job(plan_export(checkpoint, options), options, workspace, progress)

@@ -11,11 +11,13 @@ from blr.compressor.planning.roofline import find_gpu
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
+_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize")
 NO_USE = {  # what is exported to the options that it has no use for
-    "dense": ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize"),
+    "dense": _RUNTIME,
+    "plain": _RUNTIME,
     "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize"),
 }
-KINDS = ("folder", "pt2", "dense", "onnx")
+KINDS = ("folder", "pt2", "dense", "plain", "onnx")
 COMPILED = "model.pt2"
 GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
 MAX_BATCH = 16

@@ -18,6 +18,7 @@ from blr.compressor.structures.specs import Spec, spec_from_dict
 
 FORMAT = 1  # of config.blr, as in modeling/configuration_blr.py, which imports transformers
 OUR_TYPE, OUR_CLASS = "blr_", "Blr"
+EXPORTED = {"export", "pairs"}  # what only an export has in config.blr
 AGAIN = "compress the model again with this version of blr"
 
 
@@ -59,9 +60,9 @@ def _specs(source: Source) -> dict[str, Spec]:
     table = source.config.get("blr")
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         refuse(path, "no blr table of a format this version reads", f"format {FORMAT}", AGAIN)
-    if "export" in table:
+    if not table.keys().isdisjoint(EXPORTED):
         raise InputError(
-            f"{source.folder}: an export already, its tensors are in kernel layout; "
+            f"{source.folder}: an export already, its tensors are not those of a checkpoint; "
             "give the checkpoint it was exported from"
         )
     layers = table.get("layers")

@@ -209,7 +209,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
         InputError: no weight of floating-point numbers to make it from.
     """
     from blr.compressor.loading.discover import meta_model
-    from blr.compressor.modeling.modeling_blr import module_name
+    from blr.compressor.modeling.classes import module_name
 
     model = meta_model(source)
     name = _head_module(model, kind)

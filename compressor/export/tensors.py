@@ -21,7 +21,9 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.quoting import quote
+from blr.compressor.structures.restore import factors_of
 from blr.compressor.structures.specs import (
+    SCALE,
     CorrectedSpec,
     QuantizedSpec,
     Spec,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], "Tensor"]
 CHUNK = 1 << 24  # bytes handed on at once
+LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weights of linear layers
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,20 @@ class Tensors:
             make, shape = partial(_transposed, make), shape[::-1]
         self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
 
+    def add_paired(
+        self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
+    ) -> None:
+        """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
+        packed one at its scale."""
+        part = entry.name.removeprefix(f"{module}.")
+        factor = part.removesuffix(SCALE)
+        if not spec.quantized:
+            self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
+        elif part != factor:
+            shape = tuple(spec.shapes()[factor][axis] for axis in LINEAR[factor])
+            make = partial(_unpacked, source, module, spec, factor, TORCH_NAMES[dtype])
+            self._made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
+
     def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
         entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
         self.slots.append(Slot(name, entry))
@@ -103,6 +120,7 @@ def plan_tensors(
     quantizer: Quantizer | None = None,
     densified: Mapping[str, Spec] | None = None,
     transposed: Collection[str] = (),
+    paired: Mapping[str, Spec] | None = None,
 ) -> Tensors:
     """What an export of `source` stores, from headers alone.
 
@@ -111,13 +129,14 @@ def plan_tensors(
         dtype: torch's name of what floating-point tensors are cast to; None leaves them.
         quantizer: packs the structured and dense layers that it lists.
         densified: structured modules of which the dense weight is written. transposed: those of
-            them that store it [i, o].
+            them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
 
     Raises:
         InputError: a factor that is missing or of another shape than its spec says.
     """
-    densified = densified or {}
+    densified, paired = densified or {}, paired or {}
     factors, merged = _factors(source, specs), _factors(source, densified)
+    pairs, biases = _factors(source, paired), {f"{module}.bias": f"{module}.U.bias" for module in paired}
     dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
     found = Tensors([], {})
     for entry in source.entries.values():
@@ -133,10 +152,13 @@ def plan_tensors(
             module, factor = merged[entry.name]
             if factor == next(iter(densified[module].stored())):  # once a layer
                 found.add_dense(source, module, densified[module], target, module in transposed)
+        elif entry.name in pairs:
+            module = pairs[entry.name][0]
+            found.add_paired(source, module, paired[module], entry, target)
         elif quantizer is not None and entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:
-            found.add(source, entry.name, entry, target)
+            found.add(source, biases.get(entry.name, entry.name), entry, target)
         if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
             found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
@@ -220,6 +242,11 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
             f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
         )
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
+
+
+def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
+    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    return factors_of(spec, tensors, getattr(torch, dtype))[factor].permute(LINEAR[factor])
 
 
 def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str) -> Tensor:

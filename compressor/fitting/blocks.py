@@ -22,7 +22,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
-from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.classes import module_name
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 

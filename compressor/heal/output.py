@@ -27,8 +27,8 @@ from blr.compressor.heal.compose import dense_weight
 from blr.compressor.heal.pair import Pair, structured_layers
 from blr.compressor.heal.run import METRICS
 from blr.compressor.loading.vendor import vendored_files
+from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import LAYERS, carried_files
 from blr.compressor.output.report import report_html

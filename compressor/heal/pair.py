@@ -22,8 +22,8 @@ from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
+from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
 from blr.compressor.rounding.latent import Latent, Plain, Trained, collect_all, publish_all

@@ -15,7 +15,7 @@ from blr.compressor.architectures import Family
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import REMEDY, native_class, native_errors
-from blr.compressor.modeling.modeling_blr import module_name
+from blr.compressor.modeling.classes import module_name
 
 
 def discover_family(source: Source) -> Family:

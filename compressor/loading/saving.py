@@ -17,14 +17,23 @@ def write_code(config: Any, folder: Path) -> None:
 
     A manifest of what stood there before goes: it would describe other files.
     """
-    from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
-
-    settings = export_settings(config)
     classes = auto_map(config.model_type.removeprefix(f"{PREFIX.lower()}_"))
-    specs = map(spec_from_dict, config.blr.get("layers", {}).values())
-    contents = None if settings is None else contents_of(specs, settings)
-    config.auto_map = classes if settings is None else exported_classes(classes)
+    config.auto_map, files = _code(config, classes)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in vendored_files(contents).items():
+    for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / MANIFEST).unlink(missing_ok=True)
+
+
+def _code(config: Any, classes: dict[str, str]) -> tuple[dict[str, str], dict[str, bytes]]:
+    """`auto_map` and files of a model: compressed, exported, or of pairs of linear layers."""
+    from blr.compressor.loading import vendor
+
+    if "pairs" in config.blr:
+        return vendor.exported_classes(classes, vendor.PLAIN), vendor.plain_files()
+    settings = export_settings(config)
+    if settings is None:
+        return classes, vendor.vendored_files()
+    specs = map(spec_from_dict, config.blr.get("layers", {}).values())
+    contents = vendor.contents_of(specs, settings)
+    return vendor.exported_classes(classes), vendor.vendored_files(contents)

@@ -38,11 +38,17 @@ DIFFUSION_ROOTS = {
     "layers_blr": "blr.compressor.modeling.table",
     DIFFUSION: "blr.compressor.modeling.diffusion",
 }
+PLAIN = "modeling_plain"  # what `auto_map` of pairs of linear layers names
+PLAIN_ROOTS = {
+    "configuration_blr": "blr.compressor.modeling.configuration_blr",
+    PLAIN: "blr.compressor.modeling.plain",
+}
 ABOUT = {
     "configuration_blr": "The configuration: a native one with a table of structured layers.",
     "layers_blr": "The structured layers in plain torch, and the choice of their kernels.",
     "modeling_blr": "The models: native ones of transformers with structured layers.",
     EXPORTED: "The models of an export: factors in the order of the kernels, or packed.",
+    PLAIN: "The models: native ones of transformers whose low-rank layers are pairs of linear ones.",
     KERNELS: "The Triton kernels, imported where there is a GPU that runs them.",
     # diffusers copies out of a folder the files that this one names, and none that those name
     DIFFUSION: "The models: native ones of diffusers with structured layers, by way of\n\n"
@@ -108,9 +114,9 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     )
 
 
-def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
-    """The `auto_map` of an export, from that of a checkpoint."""
-    return {auto: name.replace("modeling_blr.", f"{EXPORTED}.") for auto, name in auto_map.items()}
+def exported_classes(auto_map: Mapping[str, str], file: str = EXPORTED) -> dict[str, str]:
+    """The `auto_map` of an export, from that of a checkpoint. file: where its models are."""
+    return {auto: name.replace("modeling_blr.", f"{file}.") for auto, name in auto_map.items()}
 
 
 def picks_persistent(gpu: str) -> bool:
@@ -127,6 +133,11 @@ def vendored_files(contents: Contents | None = None) -> dict[str, bytes]:
     Raises BundleError for modules that cannot be joined (a mistake in the sources).
     """
     return _made(frozenset() if contents is None else contents.left_out(), contents is not None)
+
+
+def plain_files() -> dict[str, bytes]:
+    """The same of low-rank layers as pairs of linear ones."""
+    return _bundled(frozenset(), tuple(PLAIN_ROOTS.items()))
 
 
 def diffusion_files() -> dict[str, bytes]:

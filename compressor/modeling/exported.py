@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.cuda_graphs import CapturedForward
 from blr.compressor.modeling.generation import FusedGeneration
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
-from blr.compressor.modeling.modeling_blr import module_name
 from blr.compressor.modeling.quantized import (
     QuantizedStructured,
     dense_entry,

@@ -11,23 +11,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
+from blr.compressor.modeling.classes import made_class, module_name
+from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.layers import caches_ranks, defer_large, prepare_layers
+from blr.compressor.modeling.pairs import place_pairs
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
 
-_classes: dict[str, type[Any]] = {}
 register_attention()
 
 
@@ -48,6 +43,7 @@ class StructuredModelMixin:
     def _place_layers(self: Any) -> None:
         layers = (self.config.blr or {}).get("layers", {})
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
+        place_pairs(self)
 
     def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
         """As of transformers, with the layers as they are: a merged adapter has raised ranks."""
@@ -104,22 +100,6 @@ class StructuredModelMixin:
         return model
 
 
-def module_name(model: Any, stored_name: str) -> str:
-    """The module of `model` that holds the layer stored on disk as `stored_name`.
-
-    Applies the renamings that transformers applies to tensors of this architecture, then adds
-    or strips the base model's prefix, as its loader does.
-    """
-    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
-    name = rename_source_key(f"{stored_name}.weight", renamings, [])[0].removesuffix(".weight")
-    modules = dict(model.named_modules())
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in modules:
-            return candidate
-    return name
-
-
 def misloaded(model: Any, info: dict[str, Any]) -> str:
     """The tensors that a loaded model lacks or that found no place in it; empty if there are none.
 
@@ -153,29 +133,8 @@ def _bare(cls: Any, key: str) -> str:
 
 
 def model_class(name: str) -> type[Any]:
-    """The model class ``Blr<Native>``, made once; its tensors keep their names on disk."""
-    if name not in _classes:
-        native: Any = getattr(transformers, native_name(name))
-        config = config_class(PREFIX + native.config_class.__name__)
-        _keep_conversions(native, name, config.model_type)
-        _classes[name] = type(
-            name,
-            (StructuredModelMixin, native),
-            {
-                "__module__": __name__,
-                "__doc__": f"{native.__name__} with structured layers.",
-                "config_class": config,
-            },
-        )
-    return _classes[name]
-
-
-def _keep_conversions(native: Any, name: str, model_type: str) -> None:
-    """Give our classes the native renamings: transformers skips them for custom code otherwise."""
-    for source, target in ((native.__name__, name), (native.config_class.model_type, model_type)):
-        conversions = get_checkpoint_conversion_mapping(source)
-        if conversions is not None:
-            register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
+    """The model class ``Blr<Native>`` with the layers that ``config.blr`` describes."""
+    return made_class(name, StructuredModelMixin, __name__)
 
 
 def __getattr__(name: str) -> type[Any]:

@@ -8,11 +8,12 @@ holds whole would be those of its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from blr.compressor.modeling.classes import planned
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, MonarchLinear, StructuredLinear
+from blr.compressor.modeling.pairs import pair_plan
 from blr.compressor.modeling.quantized import QuantizedLinear
 
 # structure, then the side that is cut, to factor and axis; factors that are not named stay whole
@@ -40,7 +41,9 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
     plan: dict[str, str] = {}
     if "export" in (model.config.blr or {}):
         return plan  # other axes
-    for name, layer, style in _planned(model):
+    if "pairs" in (model.config.blr or {}):
+        return pair_plan(model)
+    for name, layer, style in planned(model):
         side = SIDES.get(style)
         if isinstance(layer, QuantizedLinear | CorrectedLinear):
             return {}
@@ -59,23 +62,6 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
             plan[f"{name}.{factor}"] = STYLES[axes[factor]] if factor in axes else WHOLE
         plan[name] = style
     return plan
-
-
-def _planned(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Generic name, module and native style of every module that the native plan names."""
-    native = _native_plan(model.config)
-    base = "" if model.base_model is model else f"{model.base_model_prefix}."
-    for name, module in model.named_modules():
-        generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-        style = native.get(generic.removeprefix(base)) if generic.startswith(base) else None
-        if style is not None:
-            yield generic, module, style
-
-
-def _native_plan(config: Any) -> dict[str, str]:
-    """Of the configuration's native class: that of ours is empty."""
-    plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(config).__mro__)
-    return next((plan for plan in plans if plan), {})
 
 
 def split_layers(model: Any) -> None:

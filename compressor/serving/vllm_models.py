@@ -10,6 +10,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from blr.compressor.errors import CapabilityError
+from blr.compressor.export.origin import EXPORTED
 from blr.compressor.serving.vllm_plugin import INSTEAD, StructuredConfig
 
 
@@ -20,7 +21,7 @@ class StructuredModel:
         if vllm_config.quant_config is not None:
             raise CapabilityError(f"{vllm_config.model_config.model}: --quantization of a model of blr")
         table = vllm_config.model_config.hf_config.blr or {}
-        if "export" in table:
+        if not table.keys().isdisjoint(EXPORTED):
             found = f"{vllm_config.model_config.model}: found an export of blr"
             raise CapabilityError(f"{found}, expected what `blr compress` writes; {INSTEAD}")
         layers = StructuredConfig(table.get("layers", {}), type(self).packed_modules_mapping)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import splitting
 import torch
 from exporting import compress_to
-from patience import PATIENCE
 from pico import save_pico
+from processes import run_split
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
@@ -30,27 +24,6 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def made(folder: Path, method: str, **settings: Any) -> Path:
     return compress_to(save_pico("llama", folder / "dense"), folder / "out", method=method, **settings)
-
-
-def run_split(folder: Path, size: int = 2) -> list[dict[str, Any]]:
-    """What every one of `size` processes says."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, splitting.__file__]
-    given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": given}
-    members = [
-        subprocess.Popen([*command, str(rank), str(size), port, str(folder)], **pipes)
-        for rank in range(size)
-    ]
-    try:
-        ended = [member.communicate(timeout=PATIENCE) for member in members]
-    finally:
-        for member in members:
-            member.kill()
-    assert all(member.returncode == 0 for member in members), ended
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
 ALWAYS = pytest.param("blast"), *(pytest.param(m, marks=pytest.mark.slow) for m in ("svd", "monarch"))

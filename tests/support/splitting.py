@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.pairs import Pair
 
 
 def main(rank: str, size: str, port: str, folder: str) -> None:
@@ -33,12 +34,15 @@ def main(rank: str, size: str, port: str, folder: str) -> None:
         expected, found = whole(ids).logits, model(ids).logits
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     tokens = [m.generate(ids, **options).tolist() for m in (whole, model)]
-    layers = [m for m in model.modules() if isinstance(m, StructuredLinear)]
+    layers, complete = (
+        [m for m in found.modules() if isinstance(m, StructuredLinear | Pair)]
+        for found in (model, whole)
+    )
     held = sum(getattr(p, "_local_tensor", p).numel() for m in layers for p in m.parameters())
     result = {
         "distance": float((found - expected).norm() / expected.norm()),
         "same tokens": tokens[0] == tokens[1],
-        "share": held / sum(m.spec.parameters for m in layers),
+        "share": held / sum(p.numel() for m in complete for p in m.parameters()),
         "trains": any(p.requires_grad for m in layers for p in m.parameters()),
     }
     dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""Low-rank layers as pairs of `nn.Linear`, everything else dense: for tools that look for linear layers.
+
+Quantizers, adapters and servers that replace `nn.Linear` take both halves of a pair. The folder needs
+two short Python files, since no model of transformers has pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.errors import UsageError
+from blr.compressor.export.dense import dense_config, transposed_modules
+from blr.compressor.export.export import Job
+from blr.compressor.export.options import ExportOptions
+from blr.compressor.export.origin import FORMAT, Checkpoint
+from blr.compressor.export.plan import ExportPlan
+from blr.compressor.export.reload import check_fits
+from blr.compressor.export.tensors import plan_tensors
+from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
+from blr.compressor.output.files import carried_files, structured_config
+from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.planning.plan import Plan
+from blr.compressor.structures.specs import LowRankSpec, QuantizedSpec, Spec
+
+CARD = """# {name}, in plain linear layers by blr
+
+{pairs} low-rank layers are two `nn.Linear` each, `V` and then `U`{dense}.
+
+```python
+from transformers import AutoModel{task}
+model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+```
+
+needs torch and transformers. Written by blr {version}; `blr verify` checks the files against
+`blr_manifest.json`.
+"""
+
+
+class PlainJob(Job):
+    """An export in which every layer is linear, or two linear ones."""
+
+    def _small_files(self) -> dict[str, bytes | Path]:
+        source, name = self.plan.checkpoint.source, self.options.source_name
+        front = card_front(source.folder, name, TAGS[:1])
+        return {
+            **carried_files(source),
+            "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
+            "README.md": (front + _card(self.plan, name)).encode(),
+            **plain_files(),
+        }
+
+    def _described(self) -> dict[str, Any]:
+        return {"pairs": sorted(self.plan.checkpoint.specs)}
+
+
+def _card(plan: ExportPlan, name: str) -> str:
+    dense = f"; {len(plan.densified)} of other structure are dense" if plan.densified else ""
+    task = "ForCausalLM" if "AutoModelForCausalLM" in plan.config["auto_map"] else ""
+    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "task": task, "version": __version__}
+    return CARD.format(name=name, **facts)
+
+
+def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Every low-rank layer as a pair, all others dense.
+
+    Raises:
+        UsageError: no layer is low-rank.
+        InputError: tensors that would not load.
+    """
+    source, specs = checkpoint.source, checkpoint.specs
+    pairs = {module: spec for module, spec in specs.items() if is_pair(spec)}
+    rest = {module: spec for module, spec in specs.items() if module not in pairs}
+    if not pairs:
+        raise UsageError(f"--as plain: {source.folder} has no low-rank layer; take --as dense")
+    transposed = transposed_modules(checkpoint)
+    config = plain_config(checkpoint, pairs, options.dtype)
+    tensors = plan_tensors(source, {}, options.dtype, None, rest, transposed, pairs)
+    check_fits(source, config, tensors.shapes)
+    return ExportPlan(replace(checkpoint, specs=pairs), specs, config, tensors, sorted(rest))
+
+
+def is_pair(spec: Spec) -> bool:
+    """Whether a layer is two matrices: low rank that is not in groups, packed or not."""
+    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
+    return isinstance(plain, LowRankSpec) and plain.groups == 1
+
+
+def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:
+    """config.json: our model type and classes, and the sizes of every pair."""
+    source = replace(checkpoint.source, config=dense_config(checkpoint.source, dtype))
+    config = structured_config(source.config, Plan([]))
+    config["auto_map"] = exported_classes(config["auto_map"], PLAIN)
+    config["blr"] = {"format": FORMAT, "pairs": {name: _sizes(spec) for name, spec in pairs.items()}}
+    return config
+
+
+def _sizes(spec: Spec) -> dict[str, int]:
+    """What `modeling/plain.py` makes a pair from."""
+    (out_features, rank), (in_features, _) = spec.shapes()["U"], spec.shapes()["V"]
+    return {"in_features": in_features, "out_features": out_features, "rank": rank}

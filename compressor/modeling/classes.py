@@ -1,0 +1,86 @@
+"""Model classes made on demand, ``Blr<Native>``: a mixin of ours over a native class of transformers.
+
+Shipped inside every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
+
+EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
+_made: dict[tuple[str, type], type[Any]] = {}
+
+
+def made_class(name: str, mixin: type, module: str) -> type[Any]:
+    """The model class `name` of `mixin`, made once, in `module`; its tensors keep their names on disk.
+
+    Raises AttributeError for a name that is not ``Blr<Native>``.
+    """
+    if (name, mixin) not in _made:
+        native: Any = getattr(transformers, native_name(name))
+        config = config_class(PREFIX + native.config_class.__name__)
+        _keep_conversions(native, name, config.model_type)
+        _made[name, mixin] = type(
+            name,
+            (mixin, native),
+            {
+                "__module__": module,
+                "__doc__": f"{native.__name__} with structured layers.",
+                "config_class": config,
+            },
+        )
+    return _made[name, mixin]
+
+
+def _keep_conversions(native: Any, name: str, model_type: str) -> None:
+    """Give our classes the native renamings: transformers skips them for custom code otherwise."""
+    for source, target in ((native.__name__, name), (native.config_class.model_type, model_type)):
+        conversions = get_checkpoint_conversion_mapping(source)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
+
+
+def module_name(model: Any, stored_name: str) -> str:
+    """The module of `model` that holds the layer stored on disk as `stored_name`.
+
+    Applies the renamings that transformers applies to tensors of this architecture, then adds
+    or strips the base model's prefix, as its loader does.
+    """
+    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    name = rename_source_key(f"{stored_name}.weight", renamings, [])[0].removesuffix(".weight")
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        if candidate in modules:
+            return candidate
+    return name
+
+
+def planned(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Name with `*` for numbers, module and style of every module that the native plan of tensor
+    parallelism names, which in our configuration is empty, and of the embedding, to which a head that
+    is split may be tied."""
+    native = _native_plan(model.config)
+    native = {EMBEDDING: "embedding_rowwise", **native} if native else {}
+    base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    for name, module in model.named_modules():
+        generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        style = native.get(generic.removeprefix(base)) if generic.startswith(base) else None
+        if style is not None:
+            yield generic, module, style
+
+
+def _native_plan(config: Any) -> dict[str, str]:
+    plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(config).__mro__)
+    return next((plan for plan in plans if plan), {})

@@ -1,0 +1,34 @@
+"""Models whose low-rank layers are pairs of `nn.Linear`, for tools that look for those.
+
+Shipped in what ``blr export --as plain`` writes, where `auto_map` names this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blr.compressor.modeling.classes import made_class
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.pairs import pair_plan, place_pairs
+
+
+class PlainModelMixin:
+    """Puts the pairs in their places in the last step of a model's construction, where transformers
+    has filled nothing yet."""
+
+    def post_init(self: Any) -> None:
+        native: Any = super()
+        place_pairs(self)
+        native.post_init()
+        self._tp_plan = {**pair_plan(self), **(self._tp_plan or {})}
+
+
+def model_class(name: str) -> type[Any]:
+    """The model class ``Blr<Native>`` with pairs."""
+    return made_class(name, PlainModelMixin, __name__)
+
+
+def __getattr__(name: str) -> type[Any]:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return model_class(name)
