@@ -29,7 +29,7 @@ class Part(nn.Module):
     batched products of torch.
 
     Args:
-        spec: None for a dense weight. shape: [o, i] of the whole layer.
+        spec: of nothing packed; None for a dense weight. shape: [o, i] of the whole layer.
 
     Raises:
         CapabilityError: as `local_shapes`.
@@ -45,7 +45,11 @@ class Part(nn.Module):
         self.names = list(shapes := local_shapes(name, spec, shape, share))
         for factor, size in shapes.items():
             empty = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
-            self.register_parameter(factor.replace(".", "_"), empty)
+            self.register_parameter(self.path(factor), empty)
+
+    def path(self, factor: str) -> str:
+        """Where in the module a factor is."""
+        return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
         """Take this part of a factor as a checkpoint holds it.
@@ -92,17 +96,21 @@ class Part(nn.Module):
         return (monarch_linear if whole else monarch_reference)(x, *factors)
 
     def _get(self, name: str) -> nn.Parameter:
-        return self.get_parameter(name.replace(".", "_"))
+        return self.get_parameter(self.path(name))
 
 
-def shares_input(parts: Sequence[Part]) -> bool:
+def shares_input(parts: Sequence[nn.Module]) -> bool:
     """Whether parts of one input are low-rank ones that can be computed together."""
     return len(parts) > 1 and all(
-        isinstance(p.spec, LowRankSpec) and p.spec.groups == 1 and not p.in_rank_space for p in parts
+        isinstance(p, Part)
+        and isinstance(p.spec, LowRankSpec)
+        and p.spec.groups == 1
+        and not p.in_rank_space
+        for p in parts
     )
 
 
-def pack(parts: Sequence[Part]) -> None:
+def pack(parts: Sequence[nn.Module]) -> None:
     """Store the Vs of `parts` in one tensor [Σ r, i], so that one product goes through all ranks."""
     stored = torch.cat([part.get_parameter("V").detach().mT for part in parts])
     ranks = [part.get_parameter("V").shape[1] for part in parts]
@@ -110,7 +118,7 @@ def pack(parts: Sequence[Part]) -> None:
         part.get_parameter("V").data = rows.mT
 
 
-def product(parts: Sequence[Part], x: Tensor, reduce: Reduce) -> Tensor:
+def product(parts: Sequence[nn.Module], x: Tensor, reduce: Reduce) -> Tensor:
     """Outputs of all `parts` for x [..., i'], side by side [..., Σ o'], without bias."""
     if shares_input(parts):
         Us, Vs = ([part.get_parameter(name) for part in parts] for name in "UV")

@@ -41,12 +41,8 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
         spec: None for a dense weight of `shape` [o, i].
 
     Raises:
-        CapabilityError: a structure that is not split, blocks that the processes do not divide, or a
-            layer that is stored in few bits.
+        CapabilityError: a structure that is not split, or blocks that the processes do not divide.
     """
-    if spec is not None and spec.quantized:
-        what = f"{name}: {spec.structure} {spec.describe()}"
-        raise CapabilityError(f"{what}, expected a layer of which nothing is packed; take transformers")
     found = {}
     for factor, whole in shapes_of(spec, shape).items():
         axis = _axis(name, spec, factor, share)
@@ -57,6 +53,15 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
             )
         found[factor] = tuple(n // share.size if k == axis else n for k, n in enumerate(whole))
     return found
+
+
+def check_whole(name: str, spec: Spec, share: Share) -> None:
+    """Raise CapabilityError where `share` is but a part of a layer that is held whole."""
+    if share.size > 1:
+        raise CapabilityError(
+            f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
+            "in the model's dtype; serve it in one process"
+        )
 
 
 def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:

@@ -1,7 +1,7 @@
 """vLLM serves compressed Llama, Mistral, Qwen2 and Qwen3 checkpoints by its own models.
 
 The entry point `vllm.general_plugins` calls `register` in each of its processes. A layer of theirs (one
-for q, k and v, one for gate and up) then holds a `Part` for every layer on disk, structured or dense.
+for q, k and v, one for gate and up) then holds a part for every layer on disk, of whatever structure.
 Written against vLLM 0.32: `ModelRegistry`, `QuantizationConfig`, `LinearMethodBase`, the attributes of
 `ColumnParallelLinear` and `RowParallelLinear`, `load_weights` of layers and `shard_id` of tensors.
 Anything else (another family, an export) goes through vLLM's Transformers backend.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from blr.compressor.errors import CapabilityError
-from blr.compressor.serving.parts import Part, pack, product, shares_input
+from blr.compressor.serving.packed import make_part
+from blr.compressor.serving.parts import pack, product, shares_input
 from blr.compressor.serving.split import Share
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
@@ -111,7 +113,7 @@ class StructuredMethod(LinearMethodBase):
         for (name, spec), width in zip(self.members.items(), output_partition_sizes, strict=True):
             outputs = spec.out_features if spec else width * layer.tp_size
             shape = (outputs, input_size)
-            parts.append(Part(name, spec, shape, _share(layer, outputs, width), params_dtype))
+            parts.append(make_part(name, spec, shape, _share(layer, outputs, width), params_dtype))
         layer.parts = nn.ModuleList(parts)
         layer.load_weights = partial(load_weights, layer)
         if any(part.in_rank_space for part in parts):
@@ -129,7 +131,7 @@ class StructuredMethod(LinearMethodBase):
                 raise ValueError(f"{part.name}: no {', '.join(sorted(missing))} in the checkpoint")
         if shares_input(layer.parts):
             pack(layer.parts)
-        elif next(layer.parameters()).is_cuda and layer.tp_size == 1:
+        elif next(chain(layer.parameters(), layer.buffers())).is_cuda and layer.tp_size == 1:
             for part in layer.parts:
                 part.relayout_()
 
@@ -150,9 +152,9 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
             layer.weight_loader(layer.bias, *given)
             yield name
         else:
-            part = _index(shard)
-            layer.parts[part].load(name, tensor)
-            yield f"parts.{part}.{name.replace('.', '_')}"
+            index = _index(shard)
+            layer.parts[index].load(name, tensor)
+            yield f"parts.{index}.{layer.parts[index].path(name)}"
 
 
 def _index(shard: str | int | None) -> int:

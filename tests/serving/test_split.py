@@ -12,13 +12,18 @@ from torch import Tensor
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.modeling.layers import structured_linear
+from blr.compressor.modeling.table import layer_of
+from blr.compressor.serving.packed import PackedPart, make_part
 from blr.compressor.serving.parts import Part, pack, product, shares_input
 from blr.compressor.serving.split import Share, Side
 from blr.compressor.structures.specs import (
     BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    QuantizedSpec,
     Spec,
 )
 
@@ -135,3 +140,36 @@ def test_a_factor_of_another_layer_is_refused() -> None:
         part.load("U", torch.zeros(4, 8, 7))
     with pytest.raises(ValueError, match="expected one of U, S, V"):
         part.load("weight", torch.zeros(4))
+
+
+PACKED: dict[str, Spec] = {
+    "low rank": QuantizedSpec(LowRankSpec(I, O, 5), 4, 32),
+    "couplings too": QuantizedSpec(BlastSpec(I, O, 4, 6), 8, 32, kept_bits=8),
+    "corrected": CorrectedSpec(QuantizedSpec(DenseSpec(I, O), 2, 32), LowRankSpec(I, O, 2)),
+    "float8": QuantizedSpec(LowRankSpec(I, O, 5), 8, 0, fp8=True),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_layers_in_few_bits_are_held_whole(name: str) -> None:
+    """As they are stored, beside parts of other kinds; several processes cannot share them."""
+    torch.manual_seed(0)
+    spec, x = PACKED[name], torch.randn(3, I)
+    layer = layer_of(spec, bias=False).requires_grad_(False)
+    for stored in layer.state_dict().values():
+        made = (
+            torch.randn(stored.shape) if stored.is_floating_point() else torch.randint(128, stored.shape)
+        )
+        stored.copy_(made)
+    part = make_part("x", spec, (O, I), Share(), torch.float32)
+    assert isinstance(part, PackedPart)
+    for factor, tensor in layer.state_dict().items():
+        part.load(factor, tensor)
+        assert part.get_submodule("layer").state_dict()[factor].equal(tensor)
+        assert f"{part.path(factor)}" in part.state_dict()
+    assert part.loaded == set(part.names)
+    assert product([part, part], x, lambda z: z).equal(torch.cat([layer(x)] * 2, -1))
+    with pytest.raises(CapabilityError, match=r"over 2 processes.*serve it in one process"):
+        make_part("x", spec, (O, I), Share("out", 0, 2), torch.float32)
+    with pytest.raises(ValueError, match=r"expected one of"):
+        part.load("nothing", x)

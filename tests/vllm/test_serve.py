@@ -46,7 +46,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "ks": {},
     # q is dense, k and v are not
     "mixed": {"exclude": ["*.q_proj", "*.0.mlp.down_proj"]},
+    "int4": {"quantize": "int4", "group": 32},
+    "corrected": {"base": "int2", "rank": 8, "group": 32},
 }
+PACKED = "int4", "corrected"
 # arguments: folder, --model-impl, processes, prompt, a file for the log-probabilities of the prompt's
 # tokens and for the tokens generated (standard output is vLLM's own)
 SERVE = """
@@ -66,9 +69,10 @@ if __name__ == "__main__":
 CASES = [
     *((f"llama-{method}", "auto", 1) for method in METHODS),
     *((f"{family}-svd", "auto", 1) for family in ("mistral", "qwen2", "qwen3")),
-    *((f"llama-{method}", "auto", 2) for method in METHODS if method != "ks"),
+    *((f"llama-{method}", "auto", 2) for method in METHODS if method not in ("ks", *PACKED)),
     ("qwen2-svd", "auto", 2),
     *((f"llama-{method}", "transformers", 1) for method in ("blast", "ks")),
+    *(("plain", "transformers", processes) for processes in (1, 2)),
 ]
 
 
@@ -84,7 +88,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 **METHODS[method],
             }
             output = folder / f"{family}-{method}"
-            found[output.name] = compress_to(folder / family, output, cf=1.5, **options)
+            size = {} if "base" in options else {"cf": 1.5}
+            found[output.name] = compress_to(folder / family, output, **size, **options)
+    found["plain"] = export_to(found["llama-svd"], folder / "plain", kind="plain")
     return found
 
 
@@ -120,5 +126,6 @@ def test_the_same_as_transformers(
 def test_what_is_not_served_says_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     done = serve(export_to(checkpoints["llama-svd"], tmp_path / "export"), "auto", 1, tmp_path / "out")
     assert done.returncode != 0 and "found an export of blr" in done.stdout + done.stderr
-    done = serve(checkpoints["llama-ks"], "auto", 2, tmp_path / "out")
-    assert done.returncode != 0 and "serve it in one process" in done.stdout + done.stderr
+    for name in ("llama-ks", "llama-int4"):
+        done = serve(checkpoints[name], "auto", 2, tmp_path / "out")
+        assert done.returncode != 0 and "serve it in one process" in done.stdout + done.stderr
