@@ -5,7 +5,8 @@
 #   bash scripts/batch_compress.sh OUT MODELS METHODS FACTORS [options of blr compress ...]
 #   bash scripts/batch_compress.sh results "llama-7b qwen3-8b" "svd blast" "1.25 2" --calibration text.txt
 #
-# OUT/NAME-METHOD-cfCF is an output, OUT/runs/NAME-METHOD-cfCF.{json,log} what compress said.
+# OUT/NAME-METHOD-cfCF is an output, OUT/runs/NAME-METHOD-cfCF.{json,log} what compress said. NAME is the last
+# part of a model's name, which must be its own. Lists are words, or lines where names have spaces.
 #   BLR_EVAL=FILE    perplexity of every output on that text, in the table too
 #   BLR_ONLY=N       only combination N, counted from 0: for SLURM_ARRAY_TASK_ID (scripts/batch_slurm.sh)
 #   BLR_COUNT=1      only how many combinations there are
@@ -18,41 +19,66 @@ if [ $# -lt 4 ]; then
 fi
 out=$1 models=$2 methods=$3 factors=$4
 shift 4
+tab=$'\t' child='' stopped=''
+exec 4>&2 # what the batch itself says, wherever a step's own words go
+trap 'stopped=143; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' INT TERM HUP
 
-combinations() { # model, method, factor, name: a line each
+entries() { # of a list, a line each
+  case $1 in
+    *$'\n'*) printf '%s\n' "$1" | sed '/^$/d' ;;
+    *) if [ -e "$1" ]; then printf '%s\n' "$1"; else printf '%s\n' $1; fi ;;
+  esac
+}
+
+combinations() { # model, method, factor, name: a line each, with tabs between
   local model method factor name
-  for model in $models; do
+  while IFS= read -r model; do
     for method in $methods; do
       for factor in $factors; do
         name=${model%/}
-        echo "$model $method $factor ${name##*/}-$method-cf$factor"
+        printf '%s\t' "$model" "$method" "$factor"
+        echo "${name##*/}-$method-cf$factor"
       done
     done
-  done
+  done < <(entries "$models")
 }
 
 finish() { # runs a step; 128+N ends the batch, for nobody who pressed Ctrl-C wants the next model
   local code=0
-  "$@" || code=$?
-  if [ "$code" -gt 128 ]; then
-    echo "batch_compress.sh: stopped (code $code); the same command goes on" >&2
+  if [ -z "$stopped" ]; then
+    "$@" &
+    child=$!
+    wait "$child" || code=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, and was handed on
+      code=0
+      wait "$child" || code=$?
+    done
+    child=''
+  fi
+  if [ -n "$stopped" ] || [ "$code" -gt 128 ]; then
+    [ "$code" -gt 128 ] || code=$stopped
+    echo "batch_compress.sh: stopped (code $code); the same command goes on" >&4
     exit "$code"
   fi
   return "$code"
+}
+
+evaluated() { # whether the result in a file is there, and none of an error
+  [ -s "$1" ] && ! grep -q '"exit_code"' "$1"
 }
 
 one() { # model method factor name, then options; its exit code
   local model=$1 method=$2 factor=$3 name=$4 code=0
   shift 4
   local runs=$out/runs/$name
-  if [ ! -e "$out/$name" ] || ! blr verify "$out/$name" >>"$runs.log" 2>&1; then
+  if [ ! -e "$out/$name" ] || ! finish blr verify "$out/$name" >>"$runs.log" 2>&1; then
     local again=()
     if [ -e "$out/$name" ]; then again=(--overwrite); fi
     finish blr compress "$model" --method "$method" --cf "$factor" --output "$out/$name" --format json \
       "${again[@]}" "$@" >"$runs.json.new" 2>>"$runs.log" || code=$?
     mv "$runs.json.new" "$runs.json"
   fi
-  if [ "$code" = 0 ] && [ -n "${BLR_EVAL:-}" ] && [ ! -s "$runs.eval.json" ]; then
+  if [ "$code" = 0 ] && [ -n "${BLR_EVAL:-}" ] && ! evaluated "$runs.eval.json"; then
     finish blr eval "$out/$name" --text "$BLR_EVAL" --format json >"$runs.eval.new" 2>>"$runs.log" || code=$?
     mv "$runs.eval.new" "$runs.eval.json"
   fi
@@ -69,7 +95,7 @@ def read(path):
         return {}
 out = pathlib.Path(sys.argv[1])
 rows = [("name", "state", "cf", "whole model", "seconds", "perplexity")]
-for name in (line.split()[3] for line in sys.stdin):
+for name in (line.rstrip("\n").split("\t")[3] for line in sys.stdin):
     run, judged = read(out / "runs" / f"{name}.json"), read(out / "runs" / f"{name}.eval.json")
     lacks = not (out / name).is_dir()
     code = run.get("exit_code") or judged.get("exit_code")
@@ -91,9 +117,18 @@ if [ -n "${BLR_TABLE:-}" ]; then
   table
   exit 0
 fi
+twice=$(combinations | cut -f 4 | sort | uniq -d | head -n 1)
+if [ -n "$twice" ]; then
+  echo "batch_compress.sh: two combinations are called $twice; rename a folder, or give them another OUT" >&2
+  exit 2
+fi
+if ! command -v blr >/dev/null; then
+  echo "batch_compress.sh: no blr to be found; activate the environment that has it" >&2
+  exit 2
+fi
 mkdir -p "$out/runs" || exit 5
 failed=0 number=0
-while read -r model method factor name <&3; do
+while IFS=$tab read -r model method factor name <&3; do
   if [ -z "${BLR_ONLY:-}" ] || [ "$BLR_ONLY" = "$number" ]; then
     echo "batch_compress.sh: $name" >&2
     code=0

@@ -9,7 +9,7 @@
 #SBATCH --mem=64G
 #SBATCH --time=12:00:00
 #SBATCH --requeue
-#SBATCH --signal=TERM@60
+#SBATCH --signal=B:TERM@60
 set -euo pipefail
 out=results
 models="llama-7b qwen3-8b"

@@ -21,6 +21,8 @@ AHEAD = 8 * 2**20  # bytes: small tensors that lie together are one request
 TRIES = 5  # in a row that bring nothing
 PATIENCE = 30.0  # seconds between two of them, at most; of a server that sends nothing
 REMEDY = "run the same command again, finished layers are kept"
+DENIED = 401, 403, 404  # statuses that do not change by asking again
+BUSY, PAUSE = 429, 60.0  # too many requests; seconds until more are answered, where it does not say
 
 
 @dataclass
@@ -39,7 +41,8 @@ class RemoteShard:
         """Yields the bytes from `start` to `end` in pieces of at most `chunk` bytes.
 
         Raises:
-            HubError: the hub fails again and again. InputError: it sends other bytes than before.
+            HubError: the hub refuses, or fails again and again. InputError: it sends other bytes than
+                before.
         """
         digest = hashlib.sha256()
         for at in range(start, end, chunk):
@@ -67,7 +70,7 @@ class RemoteShard:
         """Those bytes, past connections that break. Raises HubError."""
         found, done, failures = bytearray(end - start), 0, 0
         while done < len(found):
-            reason = "the connection ended early"
+            reason, wait = "the connection ended early", 0.0
             try:
                 for piece in _ranged(self.url, start + done, end):
                     if done + len(piece) > len(found):
@@ -76,13 +79,26 @@ class RemoteShard:
                     done, failures = done + len(piece), 0
             except Exception as error:  # the hub client raises its own, httpx's and the system's errors
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                wait = self._wait(error, reason)
             if done < len(found):
                 failures += 1
                 if failures == TRIES:
                     raise HubError(f"{self.name}: {reason}; check the network, then {REMEDY}")
-                time.sleep(min(2.0**failures / 4, PATIENCE))
+                time.sleep(max(wait, min(2.0**failures / 4, PATIENCE)))
         self.fetched += len(found)
         return found
+
+    def _wait(self, error: Exception, reason: str) -> float:
+        """Seconds that the hub wants to be left alone. Raises HubError where it will never answer."""
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
+        if status in DENIED:
+            remedy = f"see that `hf auth login` gave a token that may read it, then {REMEDY}"
+            raise HubError(f"{self.name}: {reason}; {remedy}") from error
+        if response is None or status != BUSY:
+            return 0.0
+        told = response.headers.get("Retry-After", "")
+        return float(told) if told.isdecimal() else PAUSE
 
 
 STANDING_IN: dict[Path, RemoteShard] = {}  # by the stand-in of each

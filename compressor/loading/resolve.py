@@ -129,7 +129,8 @@ def _download(
     except BlrError:
         raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        told = error.__cause__ or error  # a dry run hides that a model is gated behind its own error
+        reason = (str(told).splitlines() or [type(told).__name__])[0][:200]
         if getattr(error, "errno", None) in FULL:
             remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
             raise StorageError(f"{repository}: {reason}; {remedy}") from error
@@ -138,7 +139,7 @@ def _download(
             if offline
             else "check the name, the network and `hf auth login`, or give a local folder"
         )
-        raise HubError(f"{repository}: {type(error).__name__}: {reason}; {remedy}") from error
+        raise HubError(f"{repository}: {type(told).__name__}: {reason}; {remedy}") from error
     return Found(_model_in(Path(folder)), repository, Path(folder).name)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.header import MAX_HEADER_BYTES
 from blr.compressor.checkpoint.remote import STANDING_IN, RemoteShard
 from blr.compressor.checkpoint.source import read_index
 from blr.compressor.errors import HubError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WHOLE = "*/*.safetensors"  # modules beside the model, as sentence-transformers has them
+WEIGHTS = ".safetensors", ".bin"
+WHOLE = [f"*/*{suffix}" for suffix in WEIGHTS]  # of modules beside the model
 REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
 
 
@@ -25,13 +27,15 @@ def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tupl
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HOME
 
-    small = [*(p for p in patterns if p not in ("*.safetensors", "*.bin")), WHOLE, "*/*.bin"]
+    small = [pattern for pattern in patterns if not pattern.endswith(WEIGHTS)]
     snapshot = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+    if (snapshot / MODULES).is_file():
+        snapshot_download(repository, revision=snapshot.name, allow_patterns=WHOLE)
     folder = Path(HF_HOME) / "blr-standing-in" / repository.replace("/", "--") / snapshot.name
     shards = _shards(repository, snapshot)
     for path in (path for path in snapshot.rglob("*") if path.is_file()):
         name = path.relative_to(snapshot)
-        if str(name) not in [shard.name for shard in shards]:  # the cache may have some of them
+        if name.suffix not in WEIGHTS or len(name.parts) > 1:  # the cache may have some of them
             _put(folder / name, path.read_bytes())
     for shard in shards:
         _put(folder / shard.name, _header(shard))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import shutil
@@ -13,19 +12,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
-from urllib.parse import parse_qs
 
 import pytest
 from diffusers_folders import save_diffusion
-from limited import Limited, refused
+from hubs import COMMIT, Environment, online, recorded
 from patience import PATIENCE
 from pico import save_pico
-from safetensors.torch import load_file, save_file
 
 from blr.compressor.checkpoint.ownership import write_marker
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_SOCKETS = """
 import socket, sys
 from blr.compressor.cli import main
@@ -34,7 +29,6 @@ def refuse(*arguments):
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 main()
 """
-Environment = dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +37,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pico("llama", tmp_path_factory.mktemp("dense") / "llama")
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    """Online, with an empty cache."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    return {**kept, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-
-
 def blr(environment: Environment, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The command with sockets forbidden."""
     return subprocess.run(
         [sys.executable, "-c", NO_SOCKETS, *map(str, arguments)],
-        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE},
-    )
-
-
-def online(
-    environment: Environment, folder: Path, *arguments: object
-) -> subprocess.CompletedProcess[str]:
-    """The command as it is."""
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("blr")), *map(str, arguments)],
         **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE},
     )
 
@@ -80,10 +57,6 @@ def put_in_cache(dense: Path, home: Path) -> None:
         (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(COMMIT)
-
-
-def recorded(output: Path) -> dict[str, str]:
-    return json.loads((output / "blr_manifest.json").read_text())["source"]
 
 
 def test_offline_opens_no_socket(dense: Path, environment: Environment, tmp_path: Path) -> None:
@@ -166,92 +139,6 @@ def test_revision_of_a_local_folder(dense: Path, environment: Environment, tmp_p
     assert done.returncode == 2 and "local folder" in done.stderr
 
 
-# --- A hub of our own -----------------------------------------------------------------------
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one repository, who/pico, as far as `snapshot_download` asks."""
-
-    folder: Path
-    commit: str
-    broken_after: int | None  # bytes of a file that are sent before the connection breaks
-    every: int  # how many requests for parts of files go well between two that break
-    sent: ClassVar[list[tuple[str, int]]]  # parts of files: name, bytes
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def do_POST(self) -> None:
-        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
-        files = [self.about(name) for name in asked if (self.folder / name).is_file()]
-        self.send(json.dumps(files).encode(), "application/json", True)
-
-    def about(self, name: str) -> dict[str, object]:
-        data = (self.folder / name).read_bytes()
-        lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
-        return {"type": "file", "path": name, "oid": name, "size": len(data), "lfs": lfs}
-
-    def part(self, name: str) -> None:
-        """What a request for a range gets; now and then the connection breaks in the middle."""
-        start, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        data = (self.folder / name).read_bytes()[start : end + 1]
-        self.sent.append((name, len(data)))
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if len(self.sent) % self.every == 0 else data)
-
-    def answer(self, body: bool) -> None:
-        paths = (path for path in self.folder.rglob("*") if path.is_file())
-        names = sorted(path.relative_to(self.folder).as_posix() for path in paths)
-        name = self.path.removeprefix("/who/pico/resolve/").partition("/")[2]
-        if self.path.startswith("/api/models/who/pico/"):
-            siblings = [{"rfilename": name} for name in names]
-            info = {"id": "who/pico", "sha": self.commit, "siblings": siblings}
-            if "/tree/" in self.path:
-                info = [{"type": "file", "path": name, "oid": name, "size": 1} for name in names]
-            self.send(json.dumps(info).encode(), "application/json", body)
-        elif self.path.startswith("/who/pico/resolve/") and name in names and self.headers["Range"]:
-            self.part(name)
-        elif self.path.startswith("/who/pico/resolve/") and name in names:
-            self.send((self.folder / name).read_bytes(), "application/octet-stream", body)
-        else:
-            self.send_error(404)
-
-    def send(self, data: bytes, kind: str, body: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", self.commit)
-        self.end_headers()
-        if body:
-            self.wfile.write(data[: self.broken_after] if kind.endswith("stream") else data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(dense: Path, environment: Environment) -> Iterator[Callable[..., None]]:
-    """Starts the hub; call it with attributes of `Hub` to change what it serves."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    def serve(**attributes: object) -> None:
-        defaults = {"folder": dense, "broken_after": None, "every": 1000, "sent": []}
-        for name, value in {**defaults, **attributes}.items():
-            setattr(Hub, name, value)
-
-    yield serve
-    server.shutdown()
-    server.server_close()
-
-
 def test_revision_is_pinned(hub: Callable[..., None], environment: Environment, tmp_path: Path) -> None:
     """A run that was stopped while the branch moved on does not mix two revisions."""
     hub(commit=COMMIT)
@@ -298,70 +185,3 @@ def test_of_a_pipeline_the_transformer_alone_is_downloaded(
     assert again.returncode == 0, again.stderr
     streamed = online(environment, tmp_path, "compress", "who/pico", "--stream", "-o", "no")
     assert streamed.returncode == 2 and "who/pico is a pipeline" in streamed.stderr
-
-
-# --- Weights that stay there ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sharded(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model in several files."""
-    folder = Path(shutil.copytree(dense, tmp_path_factory.mktemp("sharded") / "pico"))
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    half, index = len(tensors) // 2, {}
-    for number, names in enumerate((list(tensors)[:half], list(tensors)[half:]), 1):
-        file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in names}, folder / file)
-        index |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-def weights_in(home: Path) -> list[Path]:
-    return [path for path in home.rglob("*.safetensors") if path.stat().st_size > 20_000]
-
-
-def test_streamed_it_keeps_no_weights(
-    hub: Callable[..., None],
-    environment: Environment,
-    sharded: Path,
-    limited: Limited,
-    tmp_path: Path,
-) -> None:
-    """The bytes are those of a download, past connections that break, each weight fetched thrice."""
-    hub(folder=sharded, commit=COMMIT, every=7)
-    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out", "--stream")
-    assert done.returncode == 0, done.stderr
-    assert "weights stay there" in done.stderr
-    assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
-    assert not weights_in(tmp_path / "hf")
-    size = sum(path.stat().st_size for path in sharded.glob("*.safetensors"))
-    assert sum(count for _, count in Hub.sent) < 4 * size
-    assert limited.run("compress", sharded, "-o", "local", "-q", cwd=tmp_path).code == 0
-    found, expected = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "local"))
-    assert found.keys() == expected.keys()
-    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
-
-
-def test_streamed_bytes_are_those_that_the_hub_lists(
-    hub: Callable[..., None], environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    about = Hub.about
-
-    def other(self: Hub, name: str) -> dict[str, object]:
-        found = about(self, name)
-        return {**found, "lfs": {**found["lfs"], "oid": "0" * 64}}
-
-    monkeypatch.setattr(Hub, "about", other)
-    hub(commit=COMMIT)
-    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out", "--stream")
-    assert done.returncode == 4 and "by the hub" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_takes_the_whole_model_is_not_streamed(
-    dense: Path, limited: Limited, tmp_path: Path
-) -> None:
-    for given, said in ((("who/pico", "--heal"), "whole model"), ((dense,), "is a local folder")):
-        refused(limited.run("compress", *given, "--stream", cwd=tmp_path), 2, said)

@@ -1,4 +1,4 @@
-"""What SGLang's Transformers backend asks of a checkpoint, as its source says at commit 0465eebc
+"""What SGLang's Transformers backend asks of a checkpoint, as its source says in 0.5.23
 (`python/sglang/srt/models/transformers.py`): parameters on no device until the model is whole,
 attention by a function of its own that finds its arguments among those of the call, weights by name."""
 
