@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +15,14 @@ from blr.compressor.errors import HubError, InputError
 DATA = bytes(range(200))
 
 
-def shard_of(*answers: bytes | None, monkeypatch: pytest.MonkeyPatch) -> RemoteShard:
+def shard_of(*answers: bytes | Exception | None, monkeypatch: pytest.MonkeyPatch) -> RemoteShard:
     """A file of a hub that answers one request after the other so; None: as it should."""
     waiting = iter(answers)
 
     def ranged(url: str, start: int, end: int) -> Iterator[bytes]:
         answer = next(waiting)
+        if isinstance(answer, Exception):
+            raise answer
         answer = DATA[start:end] if answer is None else answer
         yield answer[: len(answer) // 2]
         yield answer[len(answer) // 2 :]
@@ -54,3 +57,26 @@ def test_other_bytes_than_at_first_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert b"".join(shard.read(0, 20, 50, Path("a"))) == DATA[:20]
     with pytest.raises(InputError, match="other bytes than at first"):
         list(shard.read(0, 20, 50, Path("a")))
+
+
+class Refusal(Exception):
+    """What the hub's client raises."""
+
+    def __init__(self, status: int, **headers: str) -> None:
+        super().__init__(f"{status} Client Error")
+        self.response = SimpleNamespace(status_code=status, headers=headers)
+
+
+def test_too_many_requests_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Refusal(429, **{"Retry-After": "7"}), Refusal(429)
+    shard, waited = shard_of(*busy, None, monkeypatch=monkeypatch), []
+    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    assert shard.fetch(10, 30) == DATA[10:30]
+    assert waited == [7, remote.PAUSE]
+
+
+@pytest.mark.parametrize("status", remote.DENIED)
+def test_what_is_denied_is_not_asked_for_again(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_of(Refusal(status), None, monkeypatch=monkeypatch)
+    with pytest.raises(HubError, match=f"{status} .*a token that may read it"):
+        shard.fetch(10, 30)

@@ -146,14 +146,6 @@ def test_refused_in_the_middle_it_goes_on_later(
     assert recorded(tmp_path / "out")["revision"] == COMMIT
 
 
-def test_too_many_requests_are_waited_out(
-    hub: Callable[..., None], environment: Environment, tmp_path: Path
-) -> None:
-    hub(commit=COMMIT, status=429, parts=0)
-    code, said = streamed(environment, tmp_path)
-    assert code == 8 and "429" in said and "same command again" in said
-
-
 def test_nothing_of_other_folders_is_downloaded(
     hub: Callable[..., None], environment: Environment, dense: Path, tmp_path: Path
 ) -> None:

@@ -49,7 +49,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if status is not None:
             self.send_response(status)
             self.send_header("X-Error-Code", "GatedRepo")
-            self.send_header("Retry-After", "0")
             self.send_header("Content-Length", "0")
             self.end_headers()
         return status is not None
