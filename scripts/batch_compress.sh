@@ -21,7 +21,13 @@ out=$1 models=$2 methods=$3 factors=$4
 shift 4
 tab=$'\t' child='' stopped=''
 exec 4>&2 # what the batch itself says, wherever a step's own words go
-trap 'stopped=143; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' INT TERM HUP
+stop() { # 128+N: hands a signal on
+  stopped=$1
+  [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
 
 entries() { # of a list, a line each
   case $1 in
@@ -56,7 +62,7 @@ finish() { # runs a step; 128+N ends the batch, for nobody who pressed Ctrl-C wa
     child=''
   fi
   if [ -n "$stopped" ] || [ "$code" -gt 128 ]; then
-    [ "$code" -gt 128 ] || code=$stopped
+    code=${stopped:-$code}
     echo "batch_compress.sh: stopped (code $code); the same command goes on" >&4
     exit "$code"
   fi
