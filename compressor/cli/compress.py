@@ -48,7 +48,7 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.errors import UsageError
-from blr.compressor.heal.settings import MINUTES, checked_minutes
+from blr.compressor.heal.settings import MINUTES, SELF, checked_minutes
 from blr.compressor.parallel import environment
 
 
@@ -180,12 +180,14 @@ def compress(
         asked = {k: v for k, v in given.items() if v is not None}
         resolved = load_recipe(recipe, asked)
         refuse_idle(resolved, asked, calibration is not None)
+        if mix is not None and calibration == SELF:
+            raise UsageError(f"--mix {mix:g} is beside a text of yours, not --calibration self")
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():
             check_output(output, overwrite)
         heal_minutes = checked_minutes(heal)
-        whole = bool(heal_minutes or mix or calibration == "self" or allow_pickle)
+        whole = bool(heal_minutes or mix or calibration == SELF or allow_pickle)
         if stream and whole:
             raise UsageError(
                 "--stream with --heal, --mix, --calibration self or --allow-pickle: these take the "

@@ -79,6 +79,8 @@ def evaluate(
     if not (text or tasks or sts) or (sts and (text or tasks)):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
     _refuse_idle("--tasks", tasks, tasks_path=tasks_path, shots=shots, limit=limit)
+    if stride is not None and stride > window:
+        raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {window}")
     _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder

@@ -12,6 +12,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.errors import CapabilityError
 from blr.compressor.sweep.folder import Folder, read_json
 from blr.compressor.sweep.launch import Command
 
@@ -62,11 +63,16 @@ class PointChain:
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
 
     def ended(self, code: int) -> None:
-        """Note the end of the command."""
+        """Note the end of the command.
+
+        Raises CapabilityError where it was the dense model's: nothing can be judged.
+        """
         self.done += 1
         found = read_json(self._out)
         if code:
             self.failure = str(found.get("error") or self._last_words(code))
+            if self.compress is None:
+                raise CapabilityError(f"the dense model cannot be judged: {self.failure}")
         elif self.done == 2:
             self.folder.write(f"points/{self.name}.json", self._record(found))
             self.tidy()

@@ -14,7 +14,6 @@ from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.fingerprint import headers_digest
 from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.errors import CapabilityError
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import Progress
@@ -66,8 +65,8 @@ def sweep(
         JSON-ready: `points` that were made, `failed` ones with the reason, the names of the `frontier`.
 
     Raises:
-        UsageError, InputError, OutputError: before anything is made. CapabilityError: the dense model
-        cannot be evaluated, so that nothing can be judged.
+        UsageError, InputError, OutputError: before anything is made. CapabilityError, as soon as it is
+        known: the dense model cannot be evaluated, so that nothing can be judged.
     """
     check_apart(output, folder)
     source, gpu = open_source(folder), find_gpu(settings.gpu)
@@ -75,8 +74,6 @@ def sweep(
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
         _run(chains, settings, progress)
-        if chains[DENSE].failure:
-            raise CapabilityError(f"the dense model cannot be judged: {chains[DENSE].failure}")
         calibrated = settings.calibration is not None
         speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
         result = _result(place, chains, speeds, settings)

@@ -102,6 +102,14 @@ def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
     refused(limited.run(*other, cwd=tmp_path), 5, "differs in texts")
 
 
+def test_a_dense_model_that_cannot_be_judged_ends_a_sweep_before_its_points(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    too_long = limited.run(*arguments, "--window", "4096", cwd=tmp_path, patch=FORKED)
+    refused(too_long, 9, "the dense model cannot be judged: window 4096 is longer than the model's")
+    assert [path.name for path in (tmp_path / "out/logs").glob("*.log")] == ["dense.log"]
+
+
 def test_a_stopped_sweep_says_how_to_go_on(
     limited: Limited, arguments: list[str], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
         *("--samples 9", "--seq-len 9", "--mix 0.5", "--refit 2", "--finish 2", "--group 64"),
         *("--gpu h100", "--method blast --couplings int8", "--quantize int4 --couplings none"),
         *("--method dense --quantize int4 --base int2", "--method ks --tokens-per-second 9"),
+        "--calibration self --mix 0.5",
     ],
     "plan X": ["--method svd --blocks 4", "--group 64"],
     "sweep X -o out --eval X": [
@@ -93,7 +94,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
         *("--cf 2 --methods svd --rounds 9", "--cf 2 --plain none --group 64"),
     ],
     "generate X a": ["--top-k 5", "--top-p 0.5"],
-    "eval X --text X": ["--shots 1", "--limit 1", "--tasks-path X"],
+    "eval X --text X": ["--shots 1", "--limit 1", "--tasks-path X", "--window 8 --stride 9"],
     "eval X --sts X": ["--stride 9", "--max-tokens 9"],
     "export X -o out": [
         *("--force", "--text X", "--as dense --gpu h100", "--as onnx --gpu h100"),
