@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.subjects import Subject
 from blr.compressor.bench.timing import Call, Rotation
-from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.float8 import prepared
 from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.fp8.op import HALF, STRUCTURES, fp8_device, fp8_product, fp8_rows
@@ -38,10 +38,8 @@ def float8_arms(subject: Subject, spec: Spec | None, device: torch.device) -> It
 def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
     """A layer with canonical `factors` rounded to float8, a scale a row."""
     spec = QuantizedSpec(plain, 8, ROW, fp8=True)
-    if isinstance(plain, DenseSpec):
-        tensors = quantize_dense(factors["weight"], spec).tensors
-    else:
-        tensors = quantize_factors(spec, factors).tensors
+    packed = (pack_factor(spec, name, factor, factor.dtype) for name, factor in factors.items())
+    tensors = {name: tensor for found in packed for name, tensor in found.items()}
     with torch.device("meta"):
         made = quantized_layer(spec, bias is not None)
     made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)

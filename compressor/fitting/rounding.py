@@ -1,7 +1,8 @@
 """From a weight to what is stored of it in few bits: dense, structured, and dense with a correction.
 
 Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
-factors weighted by its diagonal; else each to the nearest level of scales that are searched. Of 4 bits
+factors weighted by its diagonal; else each to the nearest level of scales that are searched. Factors in
+float8 are rounded behind compensation, each in the metric of what it multiplies. Of 4 bits
 and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight and the
 rounded Z by least squares, and rounded behind compensation too, so that one term makes good what another
 loses. A correction starts from Q and S in turn, each what the other leaves:
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
-from blr.compressor.rounding.gptq import compensation, gptq
+from blr.compressor.rounding.gptq import compensation, gptq, gptq_fp8
+from blr.compressor.rounding.seen import seen_by
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.linalg import solve_spd
-from blr.compressor.structures.packing import from_rows, pack_factor, unpack_factor
+from blr.compressor.structures.packing import from_rows, pack_factor, to_matrix, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -119,7 +121,7 @@ def round_layer(
         return _corrected(weight, spec, metric, dtype, fit)
     plain = spec.of if isinstance(spec, QuantizedSpec) else spec
     if isinstance(spec, QuantizedSpec) and isinstance(plain, DenseSpec):
-        if metric is not None and not spec.fp8:
+        if metric is not None:
             return _compensated(weight, spec, metric, dtype)
         return quantize_dense(weight, spec, dtype).tensors
     factors = fit(weight, plain)
@@ -133,6 +135,8 @@ def _compensated(
     weight: Tensor, spec: QuantizedSpec, metric: Metric, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """A dense weight by GPTQ."""
+    if spec.fp8:
+        return _float8("weight", spec, weight, metric.root, dtype)
     stored, latent = _by_compensation(weight, metric.root, "weight", spec, dtype)
     return stored | {latent_name("weight"): latent}
 
@@ -184,7 +188,7 @@ def quantize_factors(
             factor, stored = _solved(spec, back, product, metric, dtype)
         else:
             factor = exact[name]
-            stored = _pack(spec, name, factor, dtype, _costs_of(spec, name, metric))
+            stored = _unsolved(spec, name, exact | back, metric, dtype)
         back[name] = unpack_factor(spec, name, stored, factor.dtype)
         tensors |= stored
         if not spec.fp8:
@@ -235,7 +239,7 @@ def _is_solved(spec: QuantizedSpec) -> bool:
 
 def _turns(spec: QuantizedSpec) -> list[str]:
     """The factors as they are rounded."""
-    return sorted(spec.shapes(), key=lambda name: name == LAST and _is_solved(spec))
+    return sorted(spec.shapes(), key=lambda name: name == LAST and (spec.fp8 or _is_solved(spec)))
 
 
 def _solved(
@@ -258,6 +262,29 @@ def _solved(
         return factor, _pack(spec, LAST, factor, dtype)
     stored, latent = _by_compensation(left, compensation(normal.double()), LAST, spec, dtype)
     return from_rows(spec, LAST, latent), stored
+
+
+def _unsolved(
+    spec: QuantizedSpec, name: str, factors: dict[str, Tensor], metric: Metric | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What is stored of a factor as it is; in float8 behind compensation, where it is known what the
+    factor multiplies. Of `factors` those that are rounded already have the values that are stored."""
+    factor, gram = factors[name], None if metric is None else metric.gram
+    seen = seen_by(name, spec.of, factors, gram) if spec.fp8 else None
+    if seen is None:
+        return _pack(spec, name, factor, dtype, _costs_of(spec, name, metric))
+    return _float8(name, spec, to_matrix(spec, name, factor), compensation(seen.double()), dtype)
+
+
+def _float8(
+    name: str, spec: QuantizedSpec, matrix: Tensor, root: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A matrix [..., R, K] in float8, errors made good by the columns behind them."""
+    matrix = matrix.float() if matrix.is_cuda else matrix
+    found = gptq_fp8(matrix, root.to(matrix), spec.group, dtype)
+    stored = dict(zip(stored_names(name), found, strict=True))
+    check_scales(name, stored)
+    return stored
 
 
 def _by_compensation(

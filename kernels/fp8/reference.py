@@ -38,11 +38,21 @@ def quantize_fp8(
     width = group or K
     work = w.to(torch.float64 if w.dtype == torch.float64 else torch.float32)
     grouped = torch.nn.functional.pad(work, (0, -K % width)).unflatten(-1, (-1, width))
-    scale = (grouped.abs().amax(-1) / LARGEST).to(scale_dtype or w.dtype)
-    wide = scale.to(work.dtype).unsqueeze(-1)
-    unit = torch.where(wide == 0, 0.0, grouped / wide)
+    scale = scale_fp8(grouped, scale_dtype or w.dtype)
+    return nearest_fp8(grouped, scale).flatten(-2)[..., :K], scale.squeeze(-1)
+
+
+def scale_fp8(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales [..., 1] in `dtype` of numbers [..., G] that share one."""
+    return (w.abs().amax(-1, keepdim=True) / LARGEST).to(dtype)
+
+
+def nearest_fp8(w: Tensor, scale: Tensor) -> Tensor:
+    """`w`, float32 or float64, over `scale`, which broadcasts, in e4m3; 0 where the scale is."""
+    wide = scale.to(w.dtype)
+    unit = torch.where(wide == 0, 0.0, w / wide)
     # beyond 448 by what the scale was rounded: e4m3 has no infinity to say so
-    return unit.clamp(-LARGEST, LARGEST).flatten(-2)[..., :K].to(E4M3), scale
+    return unit.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def dequantize_fp8(q: Tensor, scale: Tensor, dtype: torch.dtype, group: int = ROW) -> Tensor:
