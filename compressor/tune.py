@@ -39,7 +39,7 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.machine.device import pick_device
 from blr.compressor.planning.roofline import kernels
 from blr.compressor.progress import Progress
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.compressor.tune_float8 import Product, float8_candidates, float8_cases
 from blr.compressor.tuned_table import read_table, table_text, write_table
@@ -138,7 +138,7 @@ class Tuning:
 
     runner: Runner
     precisions: Sequence[Precision]
-    structures: Sequence[str] = tuple(STRUCTURES)
+    structures: Sequence[str] = TUNED
     tokens: Sequence[int] = FULL
     points: list[Point] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -392,6 +392,6 @@ def _about(rule: Mapping[str, Any]) -> str:
 
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
     """Every candidate that may have been timed, by label."""
-    every = (c for s in STRUCTURES for n in tokens for c in candidates(s, n))
+    every = (c for s in TUNED for n in tokens for c in candidates(s, n))
     float8 = {label: Candidate(*chosen) for label, chosen in float8_candidates().items()}
     return {DENSE: DENSE_CANDIDATE, **{candidate.label: candidate for candidate in every}, **float8}

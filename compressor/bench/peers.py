@@ -23,12 +23,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.errors import UsageError
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.registry import TUNED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KEYS = {key for name in STRUCTURES for key in (name, f"{name}.prepare")}
+KEYS = {key for name in TUNED for key in (name, f"{name}.prepare")}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _check(path: Path, functions: object) -> None:
         if key not in KEYS or not callable(function):
             raise UsageError(
                 f"peer {path}: blr_peer() returned {key!r}: expected functions under some of "
-                f"{', '.join(STRUCTURES)} (and NAME.prepare)"
+                f"{', '.join(TUNED)} (and NAME.prepare)"
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from blr.compressor.errors import UsageError
 from blr.compressor.structures.patterns import choose_patterns
-from blr.compressor.structures.registry import STRUCTURES, Form
+from blr.compressor.structures.registry import STRUCTURES, TUNED, Form
 from blr.compressor.structures.specs import (
     KroneckerSpec,
     Spec,
@@ -70,9 +70,9 @@ def find_layers(models: Sequence[str]) -> list[Layer]:
 
 
 def check_structures(structures: Sequence[str]) -> None:
-    """Raises UsageError unless all are names of structures."""
-    if wrong := next((name for name in structures if name not in STRUCTURES), None):
-        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(STRUCTURES)}")
+    """Raises UsageError unless all are names of structures with kernels."""
+    if wrong := next((name for name in structures if name not in TUNED), None):
+        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(TUNED)}")
 
 
 def specs_for(
@@ -82,7 +82,7 @@ def specs_for(
 
     Args:
         layer: shape and published ranks.
-        structures: names out of `STRUCTURES`.
+        structures: names out of `TUNED`.
         blocks: b of Monarch and BLAST; none: the published b, for BLAST also 4, 8 and 16, for
             Monarch 16 where nothing is published. Those that do not divide the layer are left out.
         cf: compression factor in place of the published one.

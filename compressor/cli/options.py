@@ -103,6 +103,14 @@ Pattern = Annotated[
         show_default="the least predicted error",
     ),
 ]
+Pivot = Annotated[
+    bool | None,
+    typer.Option(
+        "--pivot/--no-pivot",
+        help="svd held by rows of its own: the same function in r(o + i - r) numbers.",
+        show_default="no-pivot",
+    ),
+]
 Heads = Annotated[
     str | None,
     typer.Option(help="Attention by svd: whole, grouped:G, per-head or auto.", show_default="whole"),

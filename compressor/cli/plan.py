@@ -25,6 +25,7 @@ from blr.compressor.cli.options import (
     Method,
     Offline,
     Pattern,
+    Pivot,
     Quantize,
     Rank,
     RecipeOption,
@@ -45,6 +46,7 @@ def plan(
     rank: Rank = None,
     blocks: Blocks = None,
     pattern: Pattern = None,
+    pivot: Pivot = None,
     heads: Heads = None,
     kv_rank: KvRank = None,
     kv_cf: KvCf = None,
@@ -92,7 +94,7 @@ def plan(
         **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
         **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
         **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
-        **{"heads": heads, "include": include or None, "exclude": exclude or None},
+        **{"pivot": pivot, "heads": heads, "include": include or None, "exclude": exclude or None},
         **{"dtype": dtype, "gpu": gpu, "tokens_per_second": tokens_per_second},
     }
     asked = {k: v for k, v in given.items() if v is not None}

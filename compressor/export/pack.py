@@ -44,7 +44,7 @@ def quantize_layer(
     """
     bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
-        names = layer.spec.shapes()
+        names = (*layer.spec.shapes(), *layer.spec.indices())
         factors = {name: _factor(layer, name) for name in names}
         found = quantize_factors(quantized_spec(layer, bits), factors)
     else:

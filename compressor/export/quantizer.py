@@ -148,7 +148,8 @@ class Quantizer:
             layer = self.dense[module]
             weight = self._load(layer.entry)
             return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
-        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in spec.shapes()}
+        names = (*spec.shapes(), *spec.indices())
+        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in names}
         return quantize_factors(spec, factors, self._scales())
 
     def _load(self, entry: TensorEntry) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from blr.compressor.checkpoint.disk import Bytes
 from blr.compressor.checkpoint.header import BITS, TensorEntry
-from blr.compressor.checkpoint.numerics import check_product
+from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
@@ -143,7 +143,9 @@ def plan_tensors(
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
         if entry.name in factors:
             module, factor = factors[entry.name]
-            if quantizer is not None and module in quantizer.specs:
+            if factor in specs[module].indices():
+                found.add(source, entry.name, entry, target)
+            elif quantizer is not None and module in quantizer.specs:
                 found.add_packed(quantizer, module, factor, target)
             else:
                 name, order = relaid_name(specs[module], factor)
@@ -167,7 +169,8 @@ def plan_tensors(
 def check_products(
     source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
 ) -> None:
-    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold.
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold, InputError
+    for one whose indices are none.
 
     Args:
         dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
@@ -183,7 +186,9 @@ def check_products(
                 return {name: source.load_tensor(entry) for name, entry in entries.items()}
 
             found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
-            check_product(f"{source.folder}: layer {module!r}", spec, found, tensors, held)
+            name = f"{source.folder}: layer {module!r}"
+            check_indices(name, spec, {n: source.load_tensor(entries[n]) for n in spec.indices()})
+            check_product(name, spec, found, tensors, held)
 
 
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
@@ -229,6 +234,8 @@ def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
         relaid, order = relaid_name(dict(spec.parts())[part], own)
         return f"{part}.{relaid}", order
     if isinstance(spec, QuantizedSpec):
+        return name, None
+    if name in spec.indices():
         return name, None
     return stored_name(name), orders(spec)[name]
 

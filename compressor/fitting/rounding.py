@@ -128,7 +128,9 @@ def round_layer(
     if isinstance(spec, QuantizedSpec):
         found = quantize_factors(spec, dict(factors), dtype, metric)
         return found.tensors | found.latents
-    return {name: factor.to(dtype).contiguous() for name, factor in factors.items()}
+    return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in plain.shapes()} | {
+        name: factors[name] for name in plain.indices()
+    }
 
 
 def _compensated(
@@ -177,11 +179,12 @@ def quantize_factors(
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     latents: dict[str, Tensor] = {}
-    back: dict[str, Tensor] = {}
-    exact = {name: factor.to(_work(factor)) for name, factor in factors.items()}
+    indices = {name: factors[name] for name in spec.indices()}
+    exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()} | indices
     if spec.tiled:
         exact = _even(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
+    back = dict(indices)
     for name in _turns(spec):
         dtype = scale_dtype or factors[name].dtype
         if name == LAST and _is_solved(spec):
@@ -197,7 +200,7 @@ def quantize_factors(
             errors[name] = relative_error(factor, back[name])
     rounded = STRUCTURES[spec.structure].factorizer().reconstruct(back, spec.of)
     errors[PRODUCT] = relative_error(product, rounded)
-    return Quantized(tensors, errors, latents)
+    return Quantized(tensors | indices, errors, latents)
 
 
 def _corrected(

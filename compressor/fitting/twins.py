@@ -56,7 +56,7 @@ class Twin:
             levels, scale = part.rounded()
             packed = pack(levels, part.bits, part.group)
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
-        return found
+        return found | {name: self.module.get_buffer(name) for name in self.spec.indices()}
 
     def latents(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""

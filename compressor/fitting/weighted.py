@@ -15,6 +15,7 @@ from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, star
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper
+from blr.compressor.structures.pivoted import from_low_rank
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -22,6 +23,7 @@ from blr.compressor.structures.specs import (
     CorrectedSpec,
     KroneckerSpec,
     LowRankSpec,
+    PivotedSpec,
     QuantizedSpec,
     Spec,
 )
@@ -98,8 +100,12 @@ def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | 
     """Fit the target with its outputs weighted, then take the weights out of the factors again.
 
     Low rank takes the whole metric in closed form, groups of its output rows each their own block;
-    the others its diagonal, which scales rows.
+    the others its diagonal, which scales rows. Pivots are chosen once that is done.
     """
+    if isinstance(spec, PivotedSpec):
+        fit = _fit(job, spec.low_rank(), target, gram, outputs)
+        fit.tensors = from_low_rank(fit.tensors["U"], fit.tensors["V"])
+        return fit
     dtype, options = fitting_dtype(job.device), _options(job, spec)
     structure = STRUCTURES[spec.structure].factorizer()
     if outputs is None:
@@ -146,9 +152,11 @@ def _output_groups(spec: Spec) -> int:
 
 
 def _solved(spec: Spec) -> Spec:
-    """The plain structure that is fitted: of a correction by BLAST its low-rank start."""
+    """The plain structure that is fitted: of pivots, and of a correction by BLAST, a low rank."""
     if isinstance(spec, QuantizedSpec):
-        return spec.of
+        return _solved(spec.of)
+    if isinstance(spec, PivotedSpec):
+        return spec.low_rank()
     if not isinstance(spec, CorrectedSpec):
         return spec
     found = _solved(spec.correction)

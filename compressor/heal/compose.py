@@ -2,7 +2,7 @@
 
 Thousands of tokens share the factors: the weight costs as much as r tokens, and one product with it
 is faster than a chain of small ones and keeps nothing but its input for the backward pass. Low-rank
-layers stay as they are: their two products are as large as they are few.
+layers stay as they are, with pivots or without: their two products are as large as they are few.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from blr.compressor.fitting.twins import Sum
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.layers import LowRankLinear, PivotedLinear, StructuredLinear
 from blr.compressor.structures.registry import STRUCTURES
+
+PLAIN = (LowRankLinear, PivotedLinear)
 
 
 def compose_layers(model: Any) -> None:
@@ -24,7 +26,7 @@ def compose_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, Sum):
             module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
-        elif isinstance(module, StructuredLinear) and not isinstance(module, LowRankLinear):
+        elif isinstance(module, StructuredLinear) and not isinstance(module, PLAIN):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 

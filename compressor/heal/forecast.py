@@ -24,6 +24,7 @@ from blr.compressor.structures.specs import (
     CorrectedSpec,
     DenseSpec,
     LowRankSpec,
+    PivotedSpec,
     QuantizedSpec,
     Spec,
     leaves,
@@ -196,7 +197,8 @@ def _composed(spec: Spec) -> int:
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
     if isinstance(spec, CorrectedSpec):  # the correction's weight, and the sum
         return 2 * spec.dense_parameters + mixed
-    return 0 if isinstance(inner, LowRankSpec | DenseSpec) else spec.dense_parameters + mixed
+    plain = isinstance(inner, LowRankSpec | PivotedSpec | DenseSpec)
+    return 0 if plain else spec.dense_parameters + mixed
 
 
 def _plain(spec: Spec) -> Spec:
@@ -207,7 +209,8 @@ def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
     """Multiplications and additions a token: the teacher forward, the student forward and twice that
     backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
     plain = map(_plain, specs.values())
-    saved = sum(s.dense_parameters - s.parameters for s in plain if isinstance(s, LowRankSpec))
+    low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
+    saved = sum(spec.dense_parameters - spec.parameters for spec in low)
     return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
 
 

@@ -12,13 +12,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, MonarchSpec, Spec
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, MonarchSpec, PivotedSpec, Spec
 
 Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
-    """`tensors` by the names of `spec`, with even sizes."""
+    """`tensors` by the names of `spec`, with even sizes; pivots leave no choice of them."""
+    if isinstance(spec, PivotedSpec):
+        return tensors
     if isinstance(spec, KroneckerSpec):
         return _chain(tensors)
     if isinstance(spec, BlastSpec):

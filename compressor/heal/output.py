@@ -34,7 +34,8 @@ from blr.compressor.output.files import LAYERS, carried_files
 from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import WIDTHS, Spec
+from blr.compressor.structures.spec import WIDTHS
+from blr.compressor.structures.specs import Spec
 from blr.kernels.fp8.reference import is_number
 
 CARD, REPORT = "README.md", "report.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
+from blr.compressor.checkpoint.numerics import check_finite, check_indices, check_product, norm
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.kernels.fp8.reference import is_number
 
@@ -27,10 +27,12 @@ def check_layer(name: str, layer: Any) -> None:
     spec = layer.spec
     dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
 
-    def factors() -> dict[str, Tensor]:
-        return {factor: _factor(layer, factor) for factor in spec.shapes()}
+    def held() -> dict[str, Tensor]:
+        return {part: _factor(layer, part) for part in (*spec.shapes(), *spec.indices())}
 
-    check_product(name, spec, [norm(tensor) for tensor in factors().values()], factors, dtype)
+    tensors = held()
+    check_indices(name, spec, tensors)
+    check_product(name, spec, [norm(tensors[factor]) for factor in spec.shapes()], held, dtype)
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from blr.compressor.modeling.layers import (
     KroneckerLinear,
     LowRankLinear,
     MonarchLinear,
+    PivotedLinear,
     StructuredLinear,
 )
 from blr.compressor.structures.specs import Spec
@@ -91,6 +92,12 @@ class KernelLowRankLinear(KernelLayout, LowRankLinear):
         self.V_kernel.data = stored
 
 
+class KernelPivotedLinear(KernelLayout, PivotedLinear):
+    """V_kernel [r, i]."""
+
+    U, V = _canonical("U"), _canonical("V")
+
+
 class KernelMonarchLinear(KernelLayout, MonarchLinear):
     """V_kernel [b, r, p]."""
 
@@ -120,6 +127,7 @@ class KernelKroneckerLinear(KernelLayout, KroneckerLinear):
 
 KERNEL_LAYERS: dict[type[StructuredLinear], type[KernelLayout]] = {
     LowRankLinear: KernelLowRankLinear,
+    PivotedLinear: KernelPivotedLinear,
     MonarchLinear: KernelMonarchLinear,
     BlastLinear: KernelBlastLinear,
     KroneckerLinear: KernelKroneckerLinear,

@@ -28,6 +28,7 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    PivotedSpec,
     Spec,
     spec_from_dict,
 )
@@ -41,6 +42,7 @@ from blr.kernels.kronecker.op import kronecker_linear
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.monarch.op import monarch_linear
+from blr.kernels.pivoted.reference import pivoted_linear
 from blr.kernels.quantized.segments import Narrow
 
 
@@ -111,8 +113,8 @@ class StructuredLinear(nn.Module):
         return next(t for t in (*self.parameters(), *self.buffers()) if is_number(t))
 
     def ordered(self) -> list[Tensor]:
-        """The factors in the order of the spec, in a trace too, where none is a parameter."""
-        return [getattr(self, name) for name in self.spec.shapes()]
+        """Factors and indices in the order of the spec, in a trace too, where none is a parameter."""
+        return [getattr(self, name) for name in (*self.spec.shapes(), *self.spec.indices())]
 
     def stages(self) -> tuple[Stage, ...] | None:
         """The products that decoding kernels compute it by, in order; None if only `forward` does."""
@@ -179,6 +181,11 @@ class StructuredLinear(nn.Module):
     def _allocate(self) -> None:
         for name, shape in self.spec.shapes().items():
             self.register_parameter(name, _initialized(shape))
+        self._allocate_indices()
+
+    def _allocate_indices(self) -> None:
+        for name, shape in self.spec.indices().items():
+            self.register_buffer(name, torch.arange(shape[0], dtype=torch.int32))
 
     def extra_repr(self) -> str:
         return (
@@ -225,6 +232,28 @@ class LowRankLinear(StructuredLinear):
     def keep_v(self, stored: Tensor) -> None:
         """Make V a view of `stored` [r, i], its values in kernel layout. Of whole layers only."""
         self.V.data = stored.mT
+
+
+class PivotedLinear(StructuredLinear):
+    """``y = P [t; U t] + bias`` with ``t = x V``."""
+
+    spec: PivotedSpec
+    U: Tensor
+    V: Tensor
+    places: Tensor
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return pivoted_linear(x, self.U, self.V, self.places, bias)
+
+    def bound(self) -> Product:
+        return Product(pivoted_linear, self.U, self.V, self.places, self.bias)
+
+    def stages(self) -> tuple[Stage, ...] | None:
+        last = Stage(self.matrix("U"), self.bias, places=self.places)
+        return Stage(self.matrix("V")), last
+
+    def correction(self) -> Corrections | None:
+        return None  # half of its outputs are those of the first stage
 
 
 class MonarchLinear(StructuredLinear):
@@ -302,6 +331,7 @@ CACHED = {"k_proj", "v_proj", "key", "value", "c_attn"}
 KV_CACHES = ("ranks", "int8")
 LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     LowRankSpec: LowRankLinear,
+    PivotedSpec: PivotedLinear,
     MonarchSpec: MonarchLinear,
     BlastSpec: BlastLinear,
     KroneckerSpec: KroneckerLinear,

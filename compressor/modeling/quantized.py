@@ -24,6 +24,7 @@ from blr.compressor.modeling.layers import (
     KroneckerLinear,
     LowRankLinear,
     MonarchLinear,
+    PivotedLinear,
     StructuredLinear,
     replace_modules,
 )
@@ -37,6 +38,7 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    PivotedSpec,
     QuantizedSpec,
     Spec,
     spec_from_dict,
@@ -116,6 +118,7 @@ class QuantizedStructured(StructuredLinear):
             tensors = _empty(self.packing.packed_shape(name), *form, self.packing.fp8)
             for suffix, tensor in zip((PACKED, SCALE), tensors, strict=True):
                 _register(self, stem + suffix, index, tensor)
+        self._allocate_indices()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = float8_product(self, x, bias) if self.packing.fp8 else None
@@ -189,6 +192,12 @@ def _canonical(name: str) -> Any:
 
 class QuantizedLowRankLinear(QuantizedStructured, LowRankLinear):
     """U_q [o, …], V_q [r, …] of i columns, or in groups [G, o/G, …] and [G, r, …]."""
+
+    U, V = _canonical("U"), _canonical("V")
+
+
+class QuantizedPivotedLinear(QuantizedStructured, PivotedLinear):
+    """U_q [o - r, …], V_q [r, …] of i columns."""
 
     U, V = _canonical("U"), _canonical("V")
 
@@ -306,6 +315,7 @@ def rows_at_once(width: int) -> int:
 
 QUANTIZED_LAYERS: dict[type[Spec], type[QuantizedStructured]] = {
     LowRankSpec: QuantizedLowRankLinear,
+    PivotedSpec: QuantizedPivotedLinear,
     MonarchSpec: QuantizedMonarchLinear,
     BlastSpec: QuantizedBlastLinear,
     KroneckerSpec: QuantizedKroneckerLinear,

@@ -12,6 +12,8 @@ class Stage(NamedTuple):
 
     w: [B, R, K], a view of the layer's own factor, or a `modeling.quantized.Packed` of that shape.
     bias: [B·R]. mix: [B, B, R]. part: see there. correction: of packed w, what else is added.
+    places: [o], of a last stage whose outputs stand behind those of the stage before: output k is number
+    ``places[k]`` of both, to which the bias [o] is then added.
     """
 
     w: Any
@@ -19,6 +21,7 @@ class Stage(NamedTuple):
     mix: Tensor | None = None
     part: int | None = None
     correction: Corrections | None = None
+    places: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -29,7 +32,7 @@ class Stage(NamedTuple):
     def bytes(self) -> int:
         """What one token has to read of it."""
         more = 0 if self.correction is None else self.correction.first.bytes + self.correction.u.nbytes
-        return more + sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
+        return more + sum(t.nbytes for t in (self.w, self.bias, self.mix, self.places) if t is not None)
 
 
 class Corrections(NamedTuple):

@@ -53,8 +53,9 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Parameters of one unit of rank; of a chain's share, which is counted as if it had one."""
-        if not self.ranked:
+        """Parameters of one unit of rank, before what pivots spare; of a chain's share, which is counted
+        as if it had one."""
+        if not self.ranked or self.structure.pivots:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
 
@@ -78,6 +79,7 @@ class Task:
         o, i = self.layer.shape
         out = self.layer.head_side == "out"
         limit = min(o // self.groups, i) if out else min(o, i // self.groups)
+        limit = min(limit, o - 1) if self.structure.pivots else limit
         return max(limit - limit % self.step, self.step)
 
     def spec(self, rank: int) -> Spec:
@@ -224,7 +226,7 @@ class Assigner:
         ranks = snap([items[n] for n in ranked], [exact[n] for n in ranked], left) if ranked else []
         done = dict(chains)
         for n, rank in zip(ranked, ranks, strict=True):
-            uniform = items[n].full * budget / sum(task.size for task in tasks)
+            uniform = items[n].rank_of(items[n].size * budget / sum(task.size for task in tasks))
             for task in groups[n][1]:
                 done[task.layer.module] = (
                     task.spec(rank),
@@ -244,7 +246,8 @@ class Assigner:
 
     def _item(self, task: Task) -> Item:
         curve = self.curves.get(task.layer.module) if self._strength else None
-        return Item(task.size, task.cost, task.step, curve=curve, width=task.groups)
+        pivots = task.structure.pivots
+        return Item(task.size, task.cost, task.step, curve=curve, width=task.groups, pivots=pivots)
 
     def _merged(self, tasks: Sequence[Task], items: Sequence[Item]) -> list[tuple[Item, list[Task]]]:
         """Without sensitivities, layers of equal shape and structure share one rank."""

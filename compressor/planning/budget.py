@@ -1,11 +1,11 @@
 """Ranks from a parameter budget, without torch.
 
 A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch,
-r(i + o + b²) for BLAST. Uniform ranks give every layer the same share of its dense parameters.
-Sensitivities do better: `curve` holds the predicted loss that each further rank saves (the
-eigenvalues of G^½ W H Wᵀ G^½, falling; G the Fisher matrix of the layer's output, H the Gram
-matrix of its input), and the loss is least where one more parameter saves equally much in every
-layer. Predictions are rough, so ranks are blended with uniform ones and keep a floor.
+r(i + o + b²) for BLAST; pivot rows spare r of its r rows, r(i + o − r). Uniform ranks give every layer
+the same share of its dense parameters. Sensitivities do better: `curve` holds the predicted loss that
+each further rank saves (the eigenvalues of G^½ W H Wᵀ G^½, falling; G the Fisher matrix of the layer's
+output, H the Gram matrix of its input), and the loss is least where one more parameter saves equally
+much in every layer. Predictions are rough, so ranks are blended with uniform ones and keep a floor.
 
 Measured on mini-llama (BLAST, CF 2): perplexity 20.3 uniform, 17.3 with strength 0.7, floor 0.3.
 """
@@ -13,9 +13,9 @@ Measured on mini-llama (BLAST, CF 2): perplexity 20.3 uniform, 17.3 with strengt
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 
 TOLERANCE = 0.01  # of the budget, that snapped ranks may miss
 ALMOST_FULL = 0.97  # of the break-even rank: the most that sensitivities ask for
@@ -32,6 +32,7 @@ class Item:
         count: how many layers.
         curve: predicted loss saved by each further rank; None if unknown.
         width: ranks of `curve` that one unit of rank is worth (groups of a grouped factorization).
+        pivots: whether r ranks spare r² parameters.
     """
 
     size: int
@@ -40,16 +41,36 @@ class Item:
     count: int = 1
     curve: Sequence[float] | None = None
     width: int = 1
+    pivots: bool = False
+
+    def parameters(self, rank: float) -> float:
+        """Of one layer."""
+        return rank * (self.cost - self.pivots * rank)
+
+    def rank_of(self, parameters: float) -> float:
+        """The inverse of `parameters`."""
+        if not self.pivots:
+            return parameters / self.cost
+        return (self.cost - sqrt(max(self.cost**2 - 4 * parameters, 0))) / 2
+
+    def price(self, rank: float) -> float:
+        """Of one more unit of rank, in parameters of one layer."""
+        return max(self.cost - 2 * self.pivots * rank, 1)
 
     @property
     def full(self) -> float:
-        """Break-even rank: as many parameters as the dense layer."""
-        return self.size / self.cost
+        """Break-even rank: as many parameters as the dense layer; with pivots some row is none."""
+        return self.rank_of(self.size) - self.pivots
+
+    @property
+    def most(self) -> int:
+        """The largest possible rank up to `full`."""
+        return max(int(self.full // self.step), 1) * self.step
 
     @property
     def least(self) -> int:
         """Parameters of the smallest possible rank, of all layers."""
-        return self.step * self.cost * self.count
+        return int(self.parameters(self.step)) * self.count
 
 
 def exact_ranks(
@@ -64,7 +85,7 @@ def exact_ranks(
         floor: least share of the uniform rank that the sensitivities leave.
     """
     share = budget / sum(item.size * item.count for item in items)
-    wanted = [share * item.full for item in items]
+    wanted = [item.rank_of(share * item.size) for item in items]
     if strength and any(item.curve is not None for item in items):
         greedy = equal_margins(items, budget, floor)
         wanted = [(1 - strength) * w + strength * g for w, g in zip(wanted, greedy, strict=True)]
@@ -75,18 +96,24 @@ def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[fl
     """Ranks at which one more parameter saves the same predicted loss everywhere, at least `floor`
     of the uniform rank and at most `ALMOST_FULL` of break-even; uniform where no curve is known."""
     share = budget / sum(item.size * item.count for item in items)
-    levels = [sorted(-float(v) for v in (() if i.curve is None else i.curve)) for i in items]
+    levels = [sorted(-saved for saved in _saved(item)) for item in items]
 
     def at(log_margin: float) -> list[float]:
         margin, ranks = exp(log_margin), []
         for item, falling in zip(items, levels, strict=True):
-            uniform = share * item.full
-            useful = bisect_left(falling, -margin * item.cost / item.width) / item.width
+            uniform = item.rank_of(share * item.size)
+            useful = bisect_left(falling, -margin) / item.width
             wanted = useful if falling else uniform
             ranks.append(min(max(wanted, floor * uniform), ALMOST_FULL * item.full))
         return ranks
 
     return at(_bisect(lambda t: _spent(items, at(t)) <= budget, -700.0, 700.0))
+
+
+def _saved(item: Item) -> Iterator[float]:
+    """What a parameter of each further rank of the curve saves."""
+    for n, value in enumerate(() if item.curve is None else item.curve):
+        yield float(value) * item.width / item.price(n / item.width)
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
@@ -96,7 +123,10 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
     below it, finer where the coarser ones would miss it by more than that.
     """
     units = [_unit(rank, item.step) for rank, item in zip(exact, items, strict=True)]
-    nearest = [max(round(rank / unit), 1) * unit for rank, unit in zip(exact, units, strict=True)]
+    nearest = [
+        min(max(round(rank / unit), 1) * unit, item.most)
+        for rank, unit, item in zip(exact, units, items, strict=True)
+    ]
     if abs(budget - _spent(items, nearest)) <= TOLERANCE / 2 * budget:
         return nearest
     while True:
@@ -105,7 +135,7 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
         coarse = [n for n, item in enumerate(items) if units[n] > item.step]
         if missed <= TOLERANCE / 2 * budget or not coarse:
             return _closest(items, ranks, budget) if abs(missed) > TOLERANCE * budget else ranks
-        worst = max(coarse, key=lambda n: units[n] * items[n].cost * items[n].count)
+        worst = max(coarse, key=lambda n: units[n] * items[n].price(ranks[n]) * items[n].count)
         units[worst] //= 2
 
 
@@ -127,7 +157,7 @@ def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
-    return sum(rank * item.cost * item.count for rank, item in zip(ranks, items, strict=True))
+    return sum(item.parameters(rank) * item.count for rank, item in zip(ranks, items, strict=True))
 
 
 def _unit(rank: float, step: int) -> int:
@@ -143,11 +173,16 @@ def _fill(
     ranks = [max(int(part) * unit, unit) for part, unit in zip(parts, units, strict=True)]
     left = budget - _spent(items, ranks)
     for n in sorted(range(len(items)), key=lambda n: int(parts[n]) - parts[n]):
-        price = units[n] * items[n].cost * items[n].count
+        price = _price(items[n], ranks[n], units[n])
         if price <= left and ranks[n] + units[n] <= items[n].full:
             ranks[n] += units[n]
             left -= price
     return ranks
+
+
+def _price(item: Item, rank: int, more: int) -> float:
+    """Parameters of `more` ranks, of all layers."""
+    return (item.parameters(rank + more) - item.parameters(rank)) * item.count
 
 
 def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int]:
@@ -159,8 +194,8 @@ def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int
         moves = [(n, move) for n, move in moves if 0 < ranks[n] + move <= items[n].full]
         if not moves:
             return ranks
-        n, move = min(moves, key=lambda m: abs(surplus + m[1] * items[m[0]].cost * items[m[0]].count))
-        if abs(surplus + move * items[n].cost * items[n].count) >= abs(surplus):
+        n, move = min(moves, key=lambda m: abs(surplus + _price(items[m[0]], ranks[m[0]], m[1])))
+        if abs(surplus + _price(items[n], ranks[n], move)) >= abs(surplus):
             return ranks
         ranks[n] += move
     return ranks

@@ -20,15 +20,16 @@ DENSE = "dense"  # as it is, or in the bits that `quantize` says
 NONE = "none"
 FP8 = "fp8"
 KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
+PIVOTED = "pivoted"  # what low rank becomes with `pivot`
 CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
-PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf")  # what a speed takes the place of
+# what a speed takes the place of
+PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "pivot")
 CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
 if TYPE_CHECKING:
     Method: TypeAlias = str
-    LayerMethod: TypeAlias = str
 else:
-    Method = Literal[(*STRUCTURES, AUTO, DENSE)]
-    LayerMethod = Method
+    Method = Literal[(*(name for name in STRUCTURES if name != PIVOTED), AUTO, DENSE)]
+LayerMethod: TypeAlias = str  # a structure, auto or dense
 Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
@@ -64,6 +65,7 @@ class _Settings(BaseModel):
     rank: Positive | None = None
     blocks: Positive | None = None
     pattern: Chain | None = None
+    pivot: bool | None = None
     solver: str | None = None
     rounds: Natural | None = None
     quantize: Kind | None = None
@@ -81,14 +83,14 @@ class Rule(_Settings):
         method: a family, `auto`, or `dense` to keep the layers; None takes the recipe's.
         cf: compression factor of these layers together; without it and `rank` they share
             the recipe's budget with all other layers.
-        rank, blocks, pattern, heads, solver, rounds: as in `Recipe`; None takes the recipe's
+        rank, blocks, pattern, pivot, heads, solver, rounds: as in `Recipe`; None takes the recipe's
             where the method is the recipe's too.
         quantize, group, couplings, base, bpw: as in `Recipe`; None takes the recipe's, and a dense
             layer has neither base nor bpw.
     """
 
     match: Glob
-    method: LayerMethod | None = None
+    method: Method | None = None
     cf: Factor | None = None
     heads: Heads | None = None
 
@@ -142,6 +144,8 @@ class Recipe(RecipeFields):
         rank: fixed rank instead of one that follows from `cf`; of each group of heads.
         blocks: number of blocks b of Monarch and BLAST.
         pattern: Kronecker-sparse chain, "butterfly", or None to choose one.
+        pivot: low rank is held by as many of its own rows and what the others are made of them: the
+            same function in fewer numbers.
         heads: low-rank attention projections `whole`, in `grouped:G` groups of heads,
             `per-head`, or `auto` by the thresholds of `blr.compressor.planning.heads`.
         solver, rounds: how to fit; None takes the family's default.
@@ -205,7 +209,8 @@ class Recipe(RecipeFields):
     def own(self) -> LayerSettings:
         """What it says of layers that no rule matches."""
         chain, fit = (self.blocks, self.pattern, self.heads), (self.solver, self.rounds)
-        return LayerSettings(self.method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
+        method = _structure(self.method, self.pivot)
+        return LayerSettings(method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
 
     def layers(self) -> list[LayerSettings]:
         """All that it says of any layer: its own, and those of every rule."""
@@ -229,9 +234,10 @@ class Recipe(RecipeFields):
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         method = rule.method or self.method
         same = method == self.method
+        pivot = self.pivot if rule.pivot is None else rule.pivot
         rank = rule.rank if rule.rank or rule.cf or rule.pattern or rule.bpw else self.rank
         return LayerSettings(
-            method,
+            _structure(method, pivot),
             rule.cf,
             rank,
             rule.blocks or (self.blocks if same else None),
@@ -292,6 +298,11 @@ class LayerSettings:
         return self.method == DENSE and self.stored.bits is None
 
 
+def _structure(method: str, pivot: bool | None) -> LayerMethod:
+    """What a layer of `method` becomes."""
+    return PIVOTED if pivot and method == "svd" else method
+
+
 def _refuse_pairs(settings: _Settings, method: str | None) -> None:
     """Raise ValueError for settings that do not belong to `method`; None could be any."""
     if method is None:
@@ -303,6 +314,8 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
         raise ValueError(f"solver {settings.solver!r} is not one of {method}'s: {names}")
     if settings.pattern is not None and (structure is None or structure.ranked):
         raise ValueError(f"pattern belongs to method ks, not {method}")
+    if settings.pivot and method != "svd":
+        raise ValueError(f"pivot belongs to method svd, not {method}")
     if settings.rank is not None and (method == AUTO or (structure and not structure.ranked)):
         raise ValueError(f"rank does not belong to method {method}; give cf")
 
@@ -342,6 +355,10 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
 def _refuse_unfit(layer: LayerSettings) -> None:
     """Raise ValueError for a layer that cannot be stored as its settings say."""
     stored = layer.stored
+    if layer.method == PIVOTED and layer.heads != "whole":
+        raise ValueError(f"pivot takes whole layers, not heads {layer.heads}; leave one of them out")
+    if layer.method == PIVOTED and stored.base is not None:
+        raise ValueError(f"pivot corrects no int{stored.base}; leave base out, or pivot")
     if stored.base is not None and layer.method not in CORRECTING:
         names = ", ".join(CORRECTING)
         raise ValueError(f"method {layer.method} corrects no base; expected one of {names}")

@@ -23,7 +23,7 @@ RULE_KEYS = (
 )
 SIZES = {"cf", "rank", "bpw"}  # of which one is given
 CACHES = {"kv_rank", "kv_cf"}
-BOUND_KEYS = ("pattern", "solver", "rounds")  # mean nothing under another method
+BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under another method
 
 
 def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -42,7 +42,7 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
         raise UsageError(f"{given}: a rank says what --cf would follow from; leave one of them out")
     if recipe is None:
-        if CACHES & overrides.keys() and not {"method", *SIZES} & overrides.keys():
+        if CACHES & overrides.keys() and not {"method", "pivot", *SIZES} & overrides.keys():
             overrides["method"] = DENSE  # nothing else was asked for
         return make_recipe(**overrides)
     path = find_recipe(str(recipe))

@@ -174,7 +174,7 @@ class Binder:
     def _module(self, phase: Phase) -> Run:
         (source, target), module = self._slots(phase), phase.module
         assert module is not None
-        dtype = next(t.dtype for t in _stored(module) if is_number(t))
+        dtype = next((t.dtype for t in _stored(module) if is_number(t)), source.dtype)
 
         def call() -> None:
             y = module(source.to(dtype))

@@ -244,8 +244,13 @@ def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, i
 
 def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:
     """Whether the last stages of two layers fit one `dual`."""
-    same = len(gate) == len(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
-    return same and dual_fits(gate[-1].w, up[-1].w)
+    same = _number(gate) == _number(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
+    return same and gate[-1].places is None and dual_fits(gate[-1].w, up[-1].w)
+
+
+def _number(stages: Sequence[Stage] | None) -> tuple[int, bool]:
+    """Of stages, none for layers that only their own forward computes, and whether these hold pivots."""
+    return (0, False) if stages is None else (len(stages), stages[-1].places is not None)
 
 
 def _projections(
@@ -259,7 +264,7 @@ def _projections(
 ) -> None:
     """Layers that share an input: in common launches if their numbers of stages agree."""
     found = {key: stages_of(module) for key, (module, _) in targets.items()}
-    if len({0 if stages is None else len(stages) for stages in found.values()}) > 1:
+    if len(set(map(_number, found.values()))) > 1:
         for key, target in targets.items():
             _projections(plan, prefix, {key: target}, source, key, norm, add)
         return
@@ -268,6 +273,9 @@ def _projections(
         _modules(plan, prefix, targets, source, norm, add)
         return
     slots = [slot for _, slot in targets.values()]
+    if stages[0][-1].places is not None:
+        _pivoted(plan, prefix + name, stages, slots, source, norm, add)
+        return
     parts = _advance(plan, prefix + name, stages, source, norm)
     gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
     label = prefix + name + (".U" if len(stages[0]) > 1 else "")
@@ -309,6 +317,59 @@ def _last(
             at += -(-z.width // 8) * 8  # 32-byte boundaries
         parts.append(Part(stage, given, target, first, order))
     return parts
+
+
+class Gather(nn.Module):
+    """``x[..., places] + bias``."""
+
+    def __init__(self, places: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("places", places)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., o]."""
+        y = x.index_select(-1, self.get_buffer("places"))
+        return y if self.bias is None else y + self.get_buffer("bias")
+
+
+def _pivoted(
+    plan: Plan,
+    name: str,
+    stages: Sequence[Sequence[Stage]],
+    targets: Sequence[Slot],
+    source: Slot,
+    norm: Any,
+    add: bool,
+) -> None:
+    """Layers of pivots: the results of both stages side by side, then each of them in its place in
+    `targets`, which stand side by side, too."""
+    first, last, places, at = [], [], [], 0
+    for V, U in stages:
+        pivots = Slot("pivots", V.rows, at)
+        behind = at + -(-V.rows // GROUP) * GROUP  # whole groups, should U be packed
+        others = Slot("pivots", U.rows, behind)
+        first.append(Part(V, source, pivots))
+        last.append(Part(U._replace(bias=None, places=None), pivots, others))
+        assert U.places is not None
+        places.append(torch.where(U.places < V.rows, U.places + at, U.places + behind - V.rows))
+        at = behind + -(-U.rows // GROUP) * GROUP
+    gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm else {}
+    plan.add(Phase(f"{name}.V", "stages", tuple(first), **gain))
+    plan.add(Phase(f"{name}.U", "stages", tuple(last)))
+    gather = Gather(torch.cat(places), _side_by_side([U.bias for _, U in stages], targets))
+    target = Slot(targets[0].name, sum(slot.width for slot in targets), targets[0].start)
+    whole = Slot("pivots", at)
+    plan.add(Phase(f"{name}.P", "module", source=whole, target=target, module=gather, add=add))
+
+
+def _side_by_side(biases: Sequence[Tensor | None], slots: Sequence[Slot]) -> Tensor | None:
+    """[Σ width] in float32, zeros for those that are None; None if all are."""
+    some = next((bias for bias in biases if bias is not None), None)
+    if some is None:
+        return None
+    pairs = zip(biases, slots, strict=True)
+    return torch.cat([some.new_zeros(s.width) if b is None else b for b, s in pairs]).float()
 
 
 def _modules(

@@ -1,4 +1,4 @@
-"""A layer in few bits inside a server: one process holds it whole, as it is stored."""
+"""A layer in few bits, or of pivots, inside a server: one process holds it whole, as it is stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from blr.compressor.structures.specs import Shape, Spec
 class PackedPart(nn.Module):
     """The layer called `name`, with what `Part` has; `names` are those of all that a file holds of it.
 
-    Raises CapabilityError for several processes: a cut would go through groups that share a scale.
+    Raises CapabilityError for several processes: a cut would go through groups that share a scale,
+    or through the places of outputs.
     """
 
     in_rank_space = False
@@ -60,6 +61,6 @@ def make_part(
     name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype
 ) -> Part | PackedPart:
     """What `share` holds of a layer, as `Part` and `PackedPart` say."""
-    if spec is not None and spec.quantized:
+    if spec is not None and (spec.quantized or spec.indices()):
         return PackedPart(name, spec, share, dtype)
     return Part(name, spec, shape, share, dtype)

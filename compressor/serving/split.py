@@ -60,7 +60,7 @@ def check_whole(name: str, spec: Spec, share: Share) -> None:
     if share.size > 1:
         raise CapabilityError(
             f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
-            "in the model's dtype; serve it in one process"
+            "in the model's dtype and no pivots; serve it in one process"
         )
 
 

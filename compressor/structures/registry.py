@@ -18,6 +18,7 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    PivotedSpec,
     Spec,
 )
 from blr.kernels.common.names import FOLDERS
@@ -43,6 +44,10 @@ def _lowrank(form: Form, rank: int) -> Spec:
     return LowRankSpec(form.inputs, form.outputs, rank, form.groups, form.side)
 
 
+def _pivoted(form: Form, rank: int) -> Spec:
+    return PivotedSpec(form.inputs, form.outputs, rank)
+
+
 def _monarch(form: Form, rank: int) -> Spec:
     return MonarchSpec(form.inputs, form.outputs, form.blocks, rank // form.blocks)
 
@@ -60,7 +65,8 @@ class Structure:
     None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
     can be factorized on their own. `linear`: every row of W is one of U times Zᵀ, with Z
     ``right_factor`` of the factorizer, so that U can be solved for whatever the other factors are.
-    `iterated` says that solvers take rounds.
+    `iterated` says that solvers take rounds, `pivots` that r of the outputs are those of the first
+    product, which spares r² parameters, `tuned` that there are kernels to choose from.
     """
 
     spec: type[Spec]
@@ -71,6 +77,8 @@ class Structure:
     grouped: bool = False
     linear: bool = False
     iterated: bool = True
+    pivots: bool = False
+    tuned: bool = True
 
     @property
     def ranked(self) -> bool:
@@ -102,6 +110,8 @@ class Structure:
 
     def product(self) -> Call:
         """The entry point of its kernels, f(x, *factors, bias=None)."""
+        if not self.tuned:
+            return self.reference()
         module = import_module(f"blr.kernels.{self.folder}.op")
         return self._spread(getattr(module, f"{self.folder}_linear"))
 
@@ -123,8 +133,10 @@ STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
         Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, linear=True, iterated=False),
+        Structure(PivotedSpec, ("closed-form",), _pivoted, iterated=False, pivots=True, tuned=False),
         Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, linear=True),
         Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, linear=True),
         Structure(KroneckerSpec, ("hierarchical",)),
     )
 }
+TUNED = tuple(name for name, entry in STRUCTURES.items() if entry.tuned)

@@ -13,10 +13,11 @@ from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedS
 
 
 def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The canonical factors of a plain or packed layer, by the names of ``spec.shapes()``."""
+    """The canonical factors of a plain or packed layer in `dtype`, and its indices, by name."""
+    indices = {name: tensors[name] for name in spec.indices()}
     if isinstance(spec, QuantizedSpec):
-        return {name: unpack_factor(spec, name, tensors, dtype) for name in spec.shapes()}
-    return {name: tensors[name].to(dtype) for name in spec.shapes()}
+        return {n: unpack_factor(spec, n, tensors, dtype) for n in spec.shapes()} | indices
+    return {name: tensors[name].to(dtype) for name in spec.shapes()} | indices
 
 
 def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shapes and parameter counts of the four structured families, without torch.
+"""Shapes and parameter counts of the structured families, without torch.
 
 A spec says what one structured linear layer is: its tensors, their shapes and how many
 parameters they hold. The planner uses specs before a single weight is read, the factorizers
@@ -10,6 +10,7 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * low-rank        ``W = U Vᵀ``                        U [o, r], V [i, r]
   in G groups     ``W_g = U_g V_gᵀ``                  U [G, o/G, r], V [G, i, r] of output rows,
                                                       U [G, o, r], V [G, i/G, r] of input columns
+* pivoted         ``W = P [Vᵀ; U Vᵀ]``                U [o − r, r], V [i, r], places [o]
 * Monarch         ``W_kl = U_kl V_klᵀ``               U [b, q, b·r'], V [b, p, b·r'], r = b·r'
 * BLAST           ``W_kl = U_k diag(S_kl) V_lᵀ``      U [b, q, r], S [b, b, r], V [b, p, r]
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
@@ -24,69 +25,17 @@ Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (se
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
+from blr.compressor.structures.spec import INDEX, Shape, Spec, Stored
 from blr.kernels.common.orders import order_of
 from blr.kernels.quantized.formats import GROUP, ROW, check_format, packed_width, scale_count
 
 Pattern = tuple[int, int, int, int]
-Shape = tuple[int, ...]
 Axes = tuple[tuple[int, ...], ...]
-WIDTHS = {"U8": 8, "I8": 8, "F8_E4M3": 8}  # bits of an element by safetensors' name of its dtype
 PACKED, SCALE = "_q", "_scale"
-
-
-class Stored(NamedTuple):
-    """A tensor in a file. dtype: safetensors' name, None for that of the weight that is replaced."""
-
-    shape: Shape
-    dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What every family shares: a layer mapping `in_features` to `out_features`."""
-
-    in_features: int
-    out_features: int
-    structure = ""  # its family, as recipes and files write it
-
-    def shapes(self) -> dict[str, Shape]:
-        """Tensor suffix (``U``, ``factors.0``, …) to shape, in the order they are stored."""
-        raise NotImplementedError
-
-    def stored(self) -> dict[str, Stored]:
-        """Suffix to what a file holds under it; of plain layers the tensors of `shapes`."""
-        return {name: Stored(shape) for name, shape in self.shapes().items()}
-
-    def stored_bits(self, width: int = 16) -> int:
-        """Bits of all that is stored, where a number of the weight's own dtype takes `width`."""
-        return sum(prod(s.shape) * WIDTHS.get(s.dtype or "", width) for s in self.stored().values())
-
-    @property
-    def quantized(self) -> bool:
-        """Whether some of it is stored in fewer bits than its dtype has."""
-        return any(stored.dtype is not None for stored in self.stored().values())
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, bias excluded (the bias stays dense and unchanged)."""
-        return sum(prod(shape) for shape in self.shapes().values())
-
-    @property
-    def dense_parameters(self) -> int:
-        """Number of parameters of the dense weight this spec replaces."""
-        return self.in_features * self.out_features
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description; `spec_from_dict` is the inverse."""
-        return {"structure": self.structure, **asdict(self)}
-
-    def describe(self) -> str:
-        """The rank or pattern as a person writes it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -130,6 +79,36 @@ class LowRankSpec(Spec):
     def describe(self) -> str:
         grouped = f"{self.groups} {self.side} groups of " if self.groups > 1 else ""
         return f"{grouped}r={self.rank}"
+
+
+@dataclass(frozen=True)
+class PivotedSpec(Spec):
+    """Low rank held by `rank` of its own rows: r(i + o − r) parameters and o places.
+
+    ``W = P [Vᵀ; U Vᵀ]``: V holds the pivot rows, U what the others are made of them, and output k is
+    number ``places[k]`` of the outputs of both, one behind the other.
+    Source: PIFA (arXiv 2501.19090), section 3.
+    """
+
+    rank: int
+    structure = "pivoted"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rank < self.out_features:
+            raise ValueError(f"rank {self.rank}: expected fewer pivots than {self.out_features} rows")
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"U": (self.out_features - self.rank, self.rank), "V": (self.in_features, self.rank)}
+
+    def indices(self) -> dict[str, Shape]:
+        return {"places": (self.out_features,)}
+
+    def low_rank(self) -> LowRankSpec:
+        """The same function as two whole factors."""
+        return LowRankSpec(self.in_features, self.out_features, self.rank)
+
+    def describe(self) -> str:
+        return f"r={self.rank}"
 
 
 @dataclass(frozen=True)
@@ -214,7 +193,7 @@ class DenseSpec(Spec):
 
 
 SPECS: dict[str, type[Spec]] = {
-    spec.structure: spec for spec in (LowRankSpec, MonarchSpec, BlastSpec, KroneckerSpec)
+    spec.structure: spec for spec in (LowRankSpec, PivotedSpec, MonarchSpec, BlastSpec, KroneckerSpec)
 }
 KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
 # What an entry says of how a layer is packed, and what it leaves unsaid
@@ -254,6 +233,9 @@ class QuantizedSpec(Spec):
 
     def shapes(self) -> dict[str, Shape]:
         return self.of.shapes()
+
+    def indices(self) -> dict[str, Shape]:
+        return self.of.indices()
 
     def format_of(self, name: str) -> tuple[int, int] | None:
         """Bits and group of a factor; None for one that is not packed."""
@@ -298,7 +280,7 @@ class QuantizedSpec(Spec):
         found: dict[str, Stored] = {}
         for name in self.shapes():
             found |= self.packed_parts(name)
-        return found
+        return found | {name: Stored(shape, INDEX) for name, shape in self.indices().items()}
 
     def packed_parts(self, name: str) -> dict[str, Stored]:
         """What is stored of one factor."""

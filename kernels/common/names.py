@@ -3,4 +3,7 @@
 from __future__ import annotations
 
 # A structure's name in specs, recipes and files -> its folder here, the name that kernel tables use.
-FOLDERS = {"svd": "lowrank", "monarch": "monarch", "blast": "blast", "ks": "kronecker"}
+FOLDERS = {
+    **{"svd": "lowrank", "pivoted": "pivoted", "monarch": "monarch"},
+    **{"blast": "blast", "ks": "kronecker"},
+}

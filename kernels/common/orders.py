@@ -10,6 +10,7 @@ LAYOUTS: dict[str, dict[str, Order]] = {
     "dense": {"weight": (0, 1)},
     "svd": {"U": (0, 1), "V": (1, 0)},  # V stored [r, i]
     "svd grouped": {"U": (0, 1, 2), "V": (0, 2, 1)},  # V stored [G, r, i]
+    "pivoted": {"U": (0, 1), "V": (1, 0)},
     "monarch": {"U": (0, 1, 2), "V": (0, 2, 1)},  # V stored [b, r, p]
     "blast": {"U": (0, 1, 2), "S": (2, 0, 1), "V": (0, 2, 1)},  # S stored [r, k, l]
     "ks": {"factors": (0, 3, 1, 2)},  # stored [a, d, b, c]

@@ -7,7 +7,7 @@ import pytest
 from blr.compressor.bench.shapes import find_layers, known_models, specs_for
 from blr.compressor.errors import UsageError
 from blr.compressor.structures.patterns import validate_chain
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.registry import TUNED
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec
 
 pytestmark = pytest.mark.fast
@@ -16,7 +16,7 @@ QKVO, GATE, DOWN = find_layers(["llama-7b"])
 
 
 def test_published_ranks_of_llama_7b() -> None:
-    found = specs_for(GATE, STRUCTURES)
+    found = specs_for(GATE, TUNED)
     assert LowRankSpec(4096, 11008, 1488) in found
     assert MonarchSpec(4096, 11008, 16, 96) in found
     assert BlastSpec(4096, 11008, 16, 1488) in found
@@ -26,7 +26,7 @@ def test_published_ranks_of_llama_7b() -> None:
 @pytest.mark.parametrize("model", known_models())
 def test_every_spec_fits_its_layer_and_computed_ones_the_budget(model: str) -> None:
     for layer in find_layers([model]):
-        for spec in specs_for(layer, STRUCTURES):
+        for spec in specs_for(layer, TUNED):
             assert (spec.in_features, spec.out_features) == (layer.in_features, layer.out_features)
             if isinstance(spec, KroneckerSpec):
                 validate_chain(spec.patterns, spec.in_features, spec.out_features)

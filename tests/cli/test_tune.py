@@ -20,7 +20,7 @@ from blr.compressor.bench.stopping import Stopped
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.progress import Progress
-from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.registry import TUNED
 from blr.compressor.tune import Candidate, Point, Tuning, rules_of
 from blr.compressor.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.kernels.blast.reference import blast_linear
@@ -107,7 +107,7 @@ def test_an_older_table_keeps_what_is_not_measured_again() -> None:
     assert exact == sorted(exact, reverse=True)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", TUNED)
 def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
     few = {c.variant for c in tune.candidates(structure, 8)}
     many = {c.variant for c in tune.candidates(structure, 9)}
@@ -215,7 +215,7 @@ def test_an_interrupted_run_writes_nothing(
 def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors reach variants in the order of VARIANTS' arguments, in kernel layout."""
     layer = Layer("pico", "up", 64, 96, 1.5, {})
-    bench = Tuning(Runner(torch.device("cpu"), 1), [PRECISIONS["float32"]], STRUCTURES, (3,))
+    bench = Tuning(Runner(torch.device("cpu"), 1), [PRECISIONS["float32"]], TUNED, (3,))
     real = tune.variants_of
     reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)

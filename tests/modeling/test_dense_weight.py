@@ -13,14 +13,22 @@ from torch.nn.functional import linear
 from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
 from blr.compressor.modeling.quantized import quantized_linear
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
+from blr.compressor.structures.restore import restored
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    PivotedSpec,
+    Spec,
+)
 
 pytestmark = pytest.mark.fast
 
 SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 8, 3),
     "svd-in": LowRankSpec(12, 8, 3, 2, "in"),
+    "pivoted": PivotedSpec(12, 8, 3),
     "monarch": MonarchSpec(12, 8, 4, 2),
     "blast": BlastSpec(12, 8, 4, 3),
     "ks": KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),
@@ -34,8 +42,7 @@ def layer_of(spec: Spec) -> Any:
 
 
 def reconstructed(layer: StructuredLinear) -> Tensor:
-    factors = {name: layer.get_parameter(name).double() for name in layer.spec.shapes()}
-    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(factors, layer.spec)
+    return restored(layer.spec, layer.state_dict(), torch.float64)
 
 
 @each_spec

@@ -31,6 +31,7 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
+    PivotedSpec,
     Spec,
 )
 from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
@@ -42,6 +43,7 @@ SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 10, 3),
     "svd-out": LowRankSpec(12, 10, 3, 2, "out"),
     "svd-in": LowRankSpec(12, 10, 3, 2, "in"),
+    "pivoted": PivotedSpec(12, 10, 3),
     "monarch": MonarchSpec(12, 9, 3, 2),
     "blast": BlastSpec(12, 9, 3, 4),
     "ks": KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),
@@ -117,9 +119,11 @@ def test_saved_tensors_are_canonical_and_contiguous(spec: Spec, tmp_path: Path) 
 
 @each_spec
 def test_state_dict_is_made_of_the_parameters_where_it_can(spec: Spec) -> None:
-    """Entries alias parameters, as everywhere in torch: only those in another order are copies."""
+    """Entries alias what the layer holds, as everywhere in torch: only those in another order are
+    copies."""
     layer = layer_of(spec)
-    pointers = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    held = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    pointers = {name: t.data_ptr() for name, t in held.items()}
     assert {name: t.data_ptr() for name, t in layer.state_dict().items()} == pointers
     kept = layer.relayout_().state_dict(keep_vars=True)
     assert all(kept[name] is p for name, p in layer.named_parameters())

@@ -1,0 +1,108 @@
+"""Low rank held by its own rows: ``W = P [W_p; C W_p]``, the function of U Vᵀ in r(i + o − r) numbers.
+
+W_p are r rows of W, C is what the others are made of them. Any r independent rows would do in exact
+arithmetic; here those of a strong rank-revealing factorization, for which no entry of C is beyond
+`BOUND`, so that rounding W_p (or its outputs) costs the other rows little. The pivots of a triangular
+factorization are the start; then a row whose coefficient is too large takes the place of the pivot that
+it is one of, until there is none: each exchange multiplies the volume of the pivot rows, which the
+columns of an orthonormal basis bound by 1, by more than `BOUND`.
+Sources: PIFA (arXiv 2501.19090), section 3; Gu and Eisenstat, "Efficient algorithms for computing a
+strong rank-revealing QR factorization" (SIAM J. Sci. Comput. 17, 1996), algorithm 4, whose criterion for
+a matrix of exactly this rank is that bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blr.compressor.structures import lowrank
+from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.linalg import independent_rows, orthonormal, solve_square
+from blr.compressor.structures.specs import PivotedSpec
+
+BOUND = 2.0  # of what pivot rows are multiplied with
+
+
+def fit(
+    weight: Tensor,
+    spec: PivotedSpec,
+    gram: Tensor | None = None,
+    options: FitOptions = FitOptions(),
+) -> Fit:
+    """The optimal low rank for `weight` [o, i] in the norm of `gram` [i, i], held by pivot rows.
+
+    Tensors as of `from_low_rank`.
+    """
+    found = lowrank.fit(weight, spec.low_rank(), gram, options)
+    found.tensors = from_low_rank(found.tensors["U"], found.tensors["V"])
+    return found
+
+
+def from_low_rank(left: Tensor, right: Tensor) -> dict[str, Tensor]:
+    """U [o - r, r], V [i, r] and places [o] (int32) of ``left rightᵀ``, for left [o, r], right [i, r].
+
+    Decomposed in float64; U and V get the dtype of `left`.
+    """
+    wide = left.double()
+    pivots, coefficients = strong_pivots(orthonormal(wide))
+    rest = _others(pivots, len(left))
+    places = torch.empty(len(left), dtype=torch.int32, device=left.device)
+    places[torch.cat((pivots, rest))] = torch.arange(len(left), dtype=torch.int32, device=left.device)
+    rows = right.double() @ wide[pivots].mT
+    return {"U": coefficients.to(left), "V": rows.to(left), "places": places}
+
+
+def strong_pivots(basis: Tensor, bound: float = BOUND) -> tuple[Tensor, Tensor]:
+    """Rows of `basis` that all others are small multiples of, and these multiples.
+
+    Args:
+        basis: [o, r] float64, orthonormal columns, r < o.
+
+    Returns:
+        Pivots [r] (rising) and C [o - r, r] of the other rows, also rising: ``basis[others] =
+        C basis[pivots]``, with no entry beyond `bound` (and rounding).
+    """
+    pivots = independent_rows(basis)
+    while True:
+        pivots = pivots.sort().values
+        others = _others(pivots, len(basis))
+        coefficients = solve_square(basis[pivots], basis[others])
+        exchanged = _exchanged(pivots, others, coefficients, bound)
+        if exchanged is None:
+            return pivots, coefficients
+        pivots = exchanged
+
+
+def _exchanged(pivots: Tensor, others: Tensor, coefficients: Tensor, bound: float) -> Tensor | None:
+    """Pivots after all exchanges that are due, None if none is. Updates work on copies: what they round
+    is made good by whoever solves again for the new pivots."""
+    table, pivots, others = coefficients.clone(), pivots.clone(), others.clone()
+    due = False
+    while True:
+        flat = int(table.abs().argmax())
+        row, column = divmod(flat, table.shape[1])
+        largest = float(table[row, column])
+        if abs(largest) <= bound * (1 + 1e-9):
+            return pivots if due else None
+        due = True
+        # old pivot = (new pivot - the rest of its combination) / largest
+        combination = table[row].clone()
+        combination[column] -= 1
+        into = table[:, column].clone()
+        into[row] += 1
+        table.addr_(into, combination / largest, alpha=-1)
+        pivots[column], others[row] = others[row].clone(), pivots[column].clone()
+
+
+def _others(pivots: Tensor, rows: int) -> Tensor:
+    """The rows that are no pivots, rising."""
+    free = torch.ones(rows, dtype=torch.bool, device=pivots.device)
+    free[pivots] = False
+    return free.nonzero().flatten()
+
+
+def reconstruct(tensors: dict[str, Tensor], spec: PivotedSpec) -> Tensor:
+    """The dense weight [o, i]."""
+    rows = tensors["V"].mT
+    return torch.cat((rows, tensors["U"] @ rows)).index_select(0, tensors["places"])
