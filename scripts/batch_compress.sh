@@ -6,7 +6,8 @@
 #   bash scripts/batch_compress.sh results "llama-7b qwen3-8b" "svd blast" "1.25 2" --calibration text.txt
 #
 # OUT/NAME-METHOD-cfCF is an output, OUT/runs/NAME-METHOD-cfCF.{json,log} what compress said. NAME is the last
-# part of a model's name, which must be its own. Lists are words, or lines where names have spaces.
+# part of a model's name, which must be its own. Lists are words, or lines where names have spaces. Options
+# are given to every combination, and one that a method does not use is refused: run those methods apart.
 #   BLR_EVAL=FILE    perplexity of every output on that text, in the table too
 #   BLR_ONLY=N       only combination N, counted from 0: for SLURM_ARRAY_TASK_ID (scripts/batch_slurm.sh)
 #   BLR_COUNT=1      only how many combinations there are
