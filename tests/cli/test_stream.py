@@ -128,6 +128,7 @@ def test_repositories_that_cannot_be_streamed_are_named(
     assert not list((tmp_path / "hf").rglob("*.bin")) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_refused_in_the_middle_it_goes_on_later(
     hub: Callable[..., None], environment: Environment, sharded: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_refused_in_the_middle_it_goes_on_later(
     assert recorded(tmp_path / "out")["revision"] == COMMIT
 
 
+@pytest.mark.slow
 def test_nothing_of_other_folders_is_downloaded(
     hub: Callable[..., None], environment: Environment, dense: Path, tmp_path: Path
 ) -> None:

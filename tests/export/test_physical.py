@@ -36,7 +36,8 @@ def test_stored_tensors_are_contiguous_and_canonical_names_are_views(name: str) 
     layer, kernel = pair(name)
     assert isinstance(kernel, KernelLayout) and isinstance(kernel, type(layer))
     stored = kernel.state_dict()
-    assert set(stored) == {stored_name(factor) for factor in layer.spec.shapes()} | {"bias"}
+    factors = {stored_name(factor) for factor in layer.spec.shapes()}
+    assert set(stored) == {*factors, *layer.spec.indices(), "bias"}
     assert all(tensor.is_contiguous() for tensor in stored.values())
     for factor, shape in layer.spec.shapes().items():
         stem, _, index = factor.partition(".")
