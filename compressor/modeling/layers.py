@@ -10,7 +10,6 @@ saved are the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -22,6 +21,7 @@ from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.products import LowRankProduct, Product
+from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -328,7 +328,6 @@ PROJECTIONS = {
     *("c_attn", "qkv_proj", "qkv", "query_key_value"),
 }
 CACHED = {"k_proj", "v_proj", "key", "value", "c_attn"}
-KV_CACHES = ("ranks", "int8")
 LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     LowRankSpec: LowRankLinear,
     PivotedSpec: PivotedLinear,
@@ -347,24 +346,6 @@ def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
     return LAYERS[type(spec)](spec, bias)
 
 
-def replace_modules(
-    model: nn.Module,
-    layers: dict[str, dict[str, Any]],
-    make: Callable[[dict[str, Any], bool], nn.Module],
-) -> None:
-    """Put what `make` makes of an entry of `layers`, and of whether there is a bias, in the place of the
-    module of its name: on that one's device, in its dtype. Raises KeyError for a name that is none."""
-    modules = dict(model.named_modules())
-    for name, fields in layers.items():
-        if name not in modules:
-            raise KeyError(f"the configuration replaces {name!r}, which this model does not have")
-        old = next(modules[name].parameters())
-        with torch.device(old.device):
-            new = make(fields, getattr(modules[name], "bias", None) is not None)
-        parent, _, child = name.rpartition(".")
-        setattr(modules[parent], child, new.to(old.dtype))
-
-
 def defer_large(model: nn.Module) -> None:
     """Let the layers of blocks that make attention's inputs or an MLP's middle give tensors that are
     made where they are used: those named as such projections, and those that widen. So do those that a
@@ -381,15 +362,6 @@ def defer_large(model: nn.Module) -> None:
             )
             layer.always = child in CACHED and caches_ranks(getattr(model, "config", None)) is not None
             layer.defers = child in PROJECTIONS or wide or normed
-
-
-def caches_ranks(config: Any) -> str | None:
-    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: "ranks" in the model's dtype
-    or "int8"; None for whole ones."""
-    found = (getattr(config, "blr", None) or {}).get("kv_cache")
-    if found not in (None, *KV_CACHES):
-        raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")
-    return found if found is None else str(found)
 
 
 def prepare_layers(model: nn.Module) -> None:

@@ -17,9 +17,10 @@ from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.classes import made_class, module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.layers import caches_ranks, defer_large, prepare_layers
+from blr.compressor.modeling.layers import defer_large, prepare_layers
 from blr.compressor.modeling.pairs import place_pairs
 from blr.compressor.modeling.rank_cache import rank_cache
+from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
 

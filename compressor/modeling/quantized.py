@@ -26,8 +26,8 @@ from blr.compressor.modeling.layers import (
     MonarchLinear,
     PivotedLinear,
     StructuredLinear,
-    replace_modules,
 )
+from blr.compressor.modeling.replacing import replace_modules
 from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.packing import from_matrix
 from blr.compressor.structures.specs import (

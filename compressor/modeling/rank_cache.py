@@ -203,7 +203,7 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
     """`cache`, or a `RankCache` in the place of an empty `DynamicCache` that transformers made.
 
     Args:
-        kind: of `layers.caches_ranks`.
+        kind: of `settings.caches_ranks`.
     """
     fresh = type(cache) is DynamicCache and cache.get_seq_length() == 0
     if not fresh or getattr(cache, "_is_user_defined", False):

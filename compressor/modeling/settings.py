@@ -1,4 +1,4 @@
-"""What an export was made for, as config.json records it. Shipped in every export."""
+"""What an export was made for and what caches hold, as config.json says. In every checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+KV_CACHES = ("ranks", "int8")
 LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 
@@ -55,6 +56,15 @@ def export_settings(config: Any) -> ExportSettings | None:
         )
     known = {field.name for field in fields(ExportSettings)}
     return ExportSettings(**{key: value for key, value in found.items() if key in known})
+
+
+def caches_ranks(config: Any) -> str | None:
+    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: "ranks" in the model's dtype
+    or "int8"; None for whole ones."""
+    found = (getattr(config, "blr", None) or {}).get("kv_cache")
+    if found not in (None, *KV_CACHES):
+        raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")
+    return found if found is None else str(found)
 
 
 def warn_once(message: str) -> None:

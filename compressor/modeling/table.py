@@ -8,8 +8,9 @@ from torch import nn
 
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.float8_makers import share_rows
-from blr.compressor.modeling.layers import LAYERS, StructuredLinear, replace_modules
+from blr.compressor.modeling.layers import LAYERS, StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear, quantized_layer
+from blr.compressor.modeling.replacing import replace_modules
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 
 Replaced = StructuredLinear | QuantizedLinear | CorrectedLinear
