@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
+from textwrap import shorten
 
 from blr.compressor.architectures import short_names
 from blr.compressor.checkpoint.remedies import FULL
@@ -17,6 +18,7 @@ from blr.compressor.recipe.schema import Recipe
 
 PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
 STREAMED = "weights stay there, fetched as they are read: three times each (calibrated: about six)"
+LONGEST_REASON = 200  # characters of what the hub's client says
 SILENT = 10_000_000  # bytes of a download that nobody needs to be told of
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 PATTERNS = [
@@ -129,18 +131,26 @@ def _download(
     except BlrError:
         raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-        told = error.__cause__ or error  # a dry run hides that a model is gated behind its own error
-        reason = (str(told).splitlines() or [type(told).__name__])[0][:200]
-        if getattr(error, "errno", None) in FULL:
-            remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
-            raise StorageError(f"{repository}: {reason}; {remedy}") from error
-        remedy = (
-            "it is not in the local cache: run once without --offline, or give a local folder"
-            if offline
-            else "check the name, the network and `hf auth login`, or give a local folder"
-        )
-        raise HubError(f"{repository}: {type(told).__name__}: {reason}; {remedy}") from error
+        raise _hub_error(error, repository) from error
     return Found(_model_in(Path(folder)), repository, Path(folder).name)
+
+
+def _hub_error(error: Exception, repository: str) -> BlrError:
+    """What `error` of the hub's client means to whoever asked for `repository`."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError) and is_offline():
+        remedy = "run once without --offline and HF_HUB_OFFLINE, or give a local folder"
+        return HubError(f"{repository}: not in the local cache, {HF_HUB_CACHE}; {remedy}")
+    told = error.__cause__ or error  # a dry run hides that a model is gated behind its own error
+    line = (str(told).splitlines() or [type(told).__name__])[0]
+    reason = shorten(line, LONGEST_REASON, placeholder=" ...")
+    if getattr(error, "errno", None) in FULL:
+        remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
+        return StorageError(f"{repository}: {reason}; {remedy}")
+    remedy = "check the name, the network and `hf auth login`, or give a local folder"
+    return HubError(f"{repository}: {type(told).__name__}: {reason}; {remedy}")
 
 
 def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> list[str]:

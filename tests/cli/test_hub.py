@@ -72,7 +72,7 @@ def test_offline_without_the_model(flag: bool, environment: Environment, tmp_pat
     environment |= {} if flag else {"HF_HUB_OFFLINE": "1"}
     missing = blr(environment, tmp_path, "compress", "who/pico", "-o", "out", *options)
     assert missing.returncode == 8 and missing.stderr.count("\n") == 1
-    assert "not in the local cache" in missing.stderr
+    assert f"who/pico: not in the local cache, {tmp_path / 'hf' / 'hub'}; run once" in missing.stderr
     assert os.listdir(tmp_path) in ([], ["hf"])
 
 
