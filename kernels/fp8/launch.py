@@ -17,6 +17,7 @@ from blr.kernels.gemm.launch import run_length
 
 UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full
+BESIDE = ("layer", "swiglu", "geglu")  # what is made of a second tensor, too
 OVERLAP = False  # whether kernels start while those before them end
 _PLANS = Plans()
 
@@ -48,7 +49,7 @@ def quantize_rows(
     keep: Tensor | None = None,
 ) -> Rows:
     """As of `reference.quantize_rows`, one kernel; rows of all have stride 1."""
-
+    assert other is not None or make not in BESIDE
     n, K = x.shape
     q = torch.empty(n, K, dtype=E4M3, device=x.device)
     scale, unit_norm, norm = (torch.empty(n, dtype=torch.float32, device=x.device) for _ in range(3))

@@ -126,10 +126,15 @@ def _rms(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Te
     return gain * normed.to(x.dtype)
 
 
+def _layer(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Tensor:
+    assert gain is not None and other is not None
+    return layer_norm(x, x.shape[-1:], gain, other, eps)
+
+
 MAKES: dict[str, Callable[..., Tensor]] = {
     "": lambda x, other, gain, eps: x,
     "rms": _rms,
-    "layer": lambda x, other, gain, eps: layer_norm(x, x.shape[-1:], gain, other, eps),
+    "layer": _layer,
     "swiglu": lambda x, other, gain, eps: silu(x) * other,
     "geglu": lambda x, other, gain, eps: gelu(x, approximate="tanh") * other,
     "gelu": lambda x, other, gain, eps: gelu(x),

@@ -92,6 +92,13 @@ def test_rows_are_those_of_plain_torch(make: str, dtype: torch.dtype) -> None:
     assert bool((expected.norm(dim=-1) <= right.norm).all())
 
 
+@pytest.mark.parametrize("make", launch.BESIDE)
+@pytest.mark.parametrize("of", [launch.quantize_rows, quantize_rows], ids=["kernel", "reference"])
+def test_a_missing_second_tensor_is_never_read_elsewhere(make: str, of: Any) -> None:
+    with pytest.raises((AssertionError, TypeError)):
+        of(torch.ones(2, 4), make, None, torch.ones(4), 1e-5)
+
+
 @needs_triton
 @pytest.mark.parametrize(("batch", "M", "N", "K"), [(1, 5, 20, 70), (3, 33, 17, 32), (2, 16, 48, 64)])
 def test_products_scale_add_a_bias_and_permute(batch: int, M: int, N: int, K: int) -> None:
