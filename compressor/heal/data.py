@@ -15,7 +15,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.heal.embedding import sentence_stream
 from blr.compressor.heal.pair import EMBEDS, task_of
-from blr.compressor.heal.settings import SELF, HealOptions
+from blr.compressor.heal.settings import MINUTES, SELF, HealOptions, context_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.text.own import ROOM, OwnText
@@ -110,8 +110,7 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
     if encodes:
         _check_encoder(options)
     tokenizer = load_tokenizer(source.folder)
-    sizes = [source.config.get(key) for key in ("max_position_embeddings", "n_positions")]
-    context = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 30)
+    context = context_of(source.config)
     if not encodes:
         return Reading(tokenizer, min(options.window, context), context)
     sentences = read_sentences(source.folder)
@@ -142,16 +141,29 @@ def make_data(
     """
     streams = reading.texts(options)
     share = (options.mix or 0.0) if reading.sentences is None else 0.0
+    batch = _windows(options, reading, gpu)
     if share > 0:
         length = min(options.window + ROOM, reading.context)
-        count = max(options.own_tokens or (GPU_OWN if gpu else CPU_OWN), 3 * length)
+        count = max(_own_tokens(options, batch * length, gpu), 3 * length)
         rows = write(OwnText(count, length, options.seed, author()))
         streams[SELF] = Stream(rows, reading.window, options.seed)
-    batch = _windows(options, reading, gpu)
     counts = _shares(streams, share, batch)
     parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True) if c]
     found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
+
+
+def _own_tokens(options: HealOptions, step: int, gpu: bool) -> int:
+    """Own tokens to write: as asked for or usual, but no more than steps of so many tokens read; on a
+    CPU, where writing takes as long as training, in proportion to the minutes below the default."""
+    if options.own_tokens is not None:
+        return options.own_tokens
+    usual = GPU_OWN if gpu else CPU_OWN
+    if options.steps is not None:
+        return min(usual, options.steps * step)
+    if gpu or options.minutes is None:
+        return usual
+    return round(usual * min(options.minutes / MINUTES, 1.0))
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:

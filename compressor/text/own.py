@@ -59,6 +59,8 @@ def write_own_text(
     count = -(-samples // size)
     keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
     mine = [n for n in range(count) if n % share[1] == share[0] and journal.load(keys[n]) is None]
+    if mine:
+        progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
     with progress.layers(len(mine), "writing own text") as advance:
         for n in mine:
             advance("")

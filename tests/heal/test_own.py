@@ -10,9 +10,12 @@ import torch
 from heal_models import QUIET
 
 from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.heal import data
+from blr.compressor.heal.data import Reading
+from blr.compressor.heal.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.text import own
-from blr.compressor.text.own import OwnText, sample, write_own_text
+from blr.compressor.text.own import ROOM, OwnText, sample, write_own_text
 
 WANTED = OwnText(tokens=200, length=20, seed=0, author="a")
 
@@ -76,3 +79,32 @@ class Kept(Journal):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "journal")
         self.folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("budget", "gpu", "expected"),
+    [
+        ({"minutes": 3.0}, False, data.CPU_OWN),
+        ({"minutes": 30.0}, False, data.CPU_OWN),
+        ({"minutes": 0.3}, False, round(0.1 * data.CPU_OWN)),
+        ({"minutes": 0.001}, False, 3 * (16 + ROOM)),  # to train on and to judge by
+        ({"minutes": 0.3}, True, data.GPU_OWN),
+        ({"steps": 10}, False, 10 * 4 * (16 + ROOM)),
+        ({"steps": 10**6}, True, data.GPU_OWN),
+        ({"epochs": 1.0}, False, data.CPU_OWN),
+        ({"minutes": 0.001, "own_tokens": 500}, False, 500),
+    ],
+    ids=str,
+)
+def test_no_more_is_written_than_the_budget_reads(
+    budget: dict[str, Any], gpu: bool, expected: int
+) -> None:
+    asked: list[OwnText] = []
+
+    def write(wanted: OwnText) -> torch.Tensor:
+        asked.append(wanted)
+        return torch.zeros(8, wanted.length, dtype=torch.int32)
+
+    options = check_options(HealOptions("c", "d", window=16, batch=64, **budget))
+    data.make_data(Reading(None, 16, 64), options, gpu, lambda: "author", write)
+    assert [wanted.tokens for wanted in asked] == [expected]
