@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.heal.settings import CHUNK, HealOptions
+from blr.compressor.heal.settings import CHUNK, HealOptions, context_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.structures.specs import (
@@ -36,6 +36,8 @@ LOGIT = 20  # bytes of one, of both models, with what its gradient takes
 WIDE, MIDDLE = 14, 6  # numbers of a token kept in a block: times its width, times the MLP's
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
+MOVED = 3  # times that a kept number is: the teacher writes it, the student writes and reads it
+HOST = 1e-3  # seconds of a step that the host takes besides the passes (pico, one CPU core: 2.6e-3)
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
@@ -61,7 +63,7 @@ class Sizes:
 class Forecast:
     """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass; `fits` says
     whether they do in `room`, `sharded` whether the models are shared out. `tokens_per_second` of all
-    is what products alone would allow at `EFFICIENCY`."""
+    is what products at `EFFICIENCY`, bytes that must be moved and the host would allow."""
 
     teacher: float
     trained: float
@@ -147,7 +149,7 @@ def forecast(
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            found = _forecast(sizes, specs, micro * window, micro, kept, gpu, crew)
+            found = _forecast(sizes, specs, Step(window, windows, micro, kept), gpu, crew)
             if found.fits:
                 return found
             micro //= 2
@@ -155,28 +157,51 @@ def forecast(
     return found
 
 
-def _forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], tokens: int, micro: int, kept: bool, gpu: Gpu, crew: Crew
-) -> Forecast:
+@dataclass(frozen=True)
+class Step:
+    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs alone
+    are kept."""
+
+    window: int
+    windows: int
+    micro: int
+    kept: bool
+
+
+def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, crew: Crew) -> Forecast:
+    tokens, kept = step.micro * step.window, step.kept
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
-    block = tokens * (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
     inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
-    speed = EFFICIENCY * gpu.bf16_tflops * 1e12 / _flops(sizes, specs, kept)
+    speed = _speed(sizes, specs, step, gpu)
     teacher, trained = _models(sizes, specs, crew)
     return Forecast(
         teacher=teacher,
         trained=trained,
         composed=composed / sizes.blocks * shared,
-        activations=block * shared + inputs * kept + 2 * tokens * sizes.width * SINGLE,
+        activations=tokens * _inside(sizes) * shared + inputs * kept + 2 * tokens * sizes.width * SINGLE,
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
-        micro=micro,
+        micro=step.micro,
         checkpointing=kept,
         room=crew.room or 0.0,
         tokens_per_second=speed * (crew.count * TOGETHER if crew.count > 1 else 1),
         gpus=crew.count,
         sharded=crew.sharded,
     )
+
+
+def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu) -> float:
+    """Tokens a second of one GPU: the time of a token's products and bytes, and its part of a step's."""
+    products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.bf16_tflops * 1e12)
+    moved = MOVED * _inside(sizes) * sizes.blocks + LOGIT * sizes.vocabulary
+    tokens, bandwidth = step.windows * step.window, gpu.copy_tbps * 1e12
+    update = 2 * TRAINED * sizes.trained / bandwidth
+    return 1 / (products + moved / bandwidth + (update + HOST) / tokens)
+
+
+def _inside(sizes: Sizes) -> int:
+    """Bytes that a block keeps of a token."""
+    return (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
 
 
 def _models(sizes: Sizes, specs: Mapping[str, Spec], crew: Crew) -> tuple[float, float]:
@@ -227,6 +252,7 @@ def predicted(
 ) -> Forecast:
     """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
     GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""
+    options = replace(options, window=min(options.window, context_of(source.config)))
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)
     if options.lora:

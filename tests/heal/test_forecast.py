@@ -15,6 +15,7 @@ from heal_models import QUIET
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export.origin import open_checkpoint
 from blr.compressor.heal.forecast import (
+    HOST,
     SLICED,
     TRAINED,
     Crew,
@@ -82,6 +83,17 @@ def test_several_gpus_share_a_batch_and_where_they_must_the_model(tmp_path: Path
     assert "with --fsdp" in words(shared, "a40", None)
     kept_whole = predicted(source, specs, HealOptions("", fsdp=False), small, Crew(8))
     assert not kept_whole.fits and not kept_whole.sharded
+
+
+def test_a_tiny_model_is_as_fast_as_the_host_and_the_memory_allow(dense: Path) -> None:
+    """Its products alone would take next to no time."""
+    source, _ = open_or_outline(dense)
+    plan = make_plan(source, Recipe(method="svd", cf=2.0))
+    specs = {planned.layer.module: planned.spec for planned in plan.layers}
+    window = source.config["max_position_embeddings"]
+    slow, fast = (predicted(source, specs, HealOptions("", window=n), H200) for n in (window // 4, 512))
+    assert 0.9 < slow.tokens_per_second / (64 * window // 4 / HOST) < 1
+    assert 0.9 < fast.tokens_per_second / (64 * window / HOST) < 1, "no window is longer than its most"
 
 
 def test_full_numbers_of_what_is_packed_are_trained(tmp_path: Path) -> None:
