@@ -1,12 +1,14 @@
 """Structured layers as transformers calls them, on one GPU: every variant, host time, whole prompts.
 
-    python scripts/bench/layers.py variants [--tokens 4,16,64,256] [--warm 0/8] [--table FILE]
+    python scripts/bench/layers.py variants [--tokens 4,16,64,256] [--warm 0/8] --json FILE
+    python scripts/bench/layers.py rules --json FILE… --table configs/tuned/h200.yaml
     python scripts/bench/layers.py host
     python scripts/bench/layers.py prompts [--compiled] [--tokens 512,2048,8192] [--arms dense,lowrank]
 
 `variants` times every form and every tile worth trying of a layer against the dense one, as `blr tune`
 does; with --warm K/N it only compiles the Kth part of them, for N processes at
-once; --table keeps the rules that follow. `host` is the time
+once. `rules` are those that follow from such runs, before the rules of the table that are of other
+numbers of tokens. `host` is the time
 of a call that the GPU does not fill, eager, without gradients. `prompts` are four layers of the
 Llama-3.1-8B shape; compiled ones take the form of operators that BLR_COMPILED names.
 """
@@ -18,7 +20,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from itertools import groupby, product
 from math import inf, log
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,10 +38,13 @@ from blr.compressor.bench.timing import spread
 from blr.compressor.modeling.layers import prepare_layers, structured_linear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import Candidate, Tuning
-from blr.compressor.tuned_table import read_table, shipped_table, table_text
+from blr.compressor.tuned_table import read_table, table_text
+from blr.kernels.common.tables import PLAIN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter tries the script itself
 HALF = PRECISIONS["bfloat16" if DEVICE == "cuda" else "float32"]
+SIZES = ((1, 4096), (1, 1 << 20))  # of layers that share rules, both sizes
+BLOCKS = ((1, 1), (2, 8), (9, 64))
 LAYERS = ((4096, 4096), (4096, 14336), (14336, 4096))
 Config = dict[str, Any]
 
@@ -95,9 +102,9 @@ def specs(layer: Layer) -> list[Spec]:
 
 
 def variants(
-    tokens: list[int], warm: str | None, rounds: int, seconds: float, table: Path | None
+    tokens: list[int], warm: str | None, rounds: int, seconds: float, kept: Path | None
 ) -> list[dict[str, Any]]:
-    """Times of all candidates, printed best first; with `table` the rules that follow from them."""
+    """Times of all candidates, printed best first, and `kept` as they are done."""
     bench = Wide(Runner(torch.device(DEVICE), rounds), [HALF], ("svd",), tokens)
     if warm:
         compile_all(bench, tokens, *map(int, warm.split("/")))
@@ -111,8 +118,8 @@ def variants(
                     continue
                 bench.run(bench._case(layer, spec, n, HALF), spec, n)
                 rows.append(said(bench.points[-1], spec, n))
-                if table:
-                    write_choice(bench.points, table)
+                if kept:
+                    keep(rows, kept)
     for line in bench.refused:
         print("WRONG", line)
     return rows
@@ -138,40 +145,49 @@ def compile_all(bench: Wide, tokens: list[int], part: int, parts: int) -> None:
     settle()
 
 
-def write_choice(points: list[Any], path: Path) -> None:
-    """Rules of what was measured, before those that are shipped for an H200: for each structure, number
-    of blocks and of tokens the candidate that loses least over the layers, of those that are slower
-    than the plain form at none of them."""
+def write_rules(rows: list[dict[str, Any]], path: Path) -> None:
+    """The table at `path` with rules of what was measured before its own: for each structure, number of
+    blocks, size of layers and number of tokens the candidate that loses least over the layers, of those
+    that are slower than the plain form at none of them."""
     rules = []
-    for structure, blocks in dict.fromkeys((p.structure, p.shape.blocks) for p in points):
-        same = [p for p in points if (p.structure, p.shape.blocks) == (structure, blocks)]
-        counts = sorted({p.n for p in same})
-        before = counts[0] // 2  # fewer are another bucket's
-        for n in counts:
-            here = [p for p in same if p.n == n]
-            label = least_loss(structure, [p.times for p in here])
-            if label is not None:
-                name, _, config = label.partition(" ")
-                rule = {
-                    "structure": structure,
-                    "dtype": ["bfloat16", "float16"],
-                    "blocks": [blocks, blocks],
-                }
-                rule |= {"n": [before + 1, n], "variant": name}
-                rules.append(rule | ({"config": json.loads(config)} if config else {}))
-            before = n
-    gpu = "h200"
-    source = "scripts/bench/layers.py variants, on one NVIDIA H200; below the rules that were there"
-    path.write_text(table_text(gpu, source, [*rules, *read_table(shipped_table(gpu))]))
+    for structure, (some, most), sizes in product(PLAIN, BLOCKS, SIZES):
+        same = [
+            (row["n"], row["times"])
+            for row in rows
+            if row["structure"] == structure
+            and some <= row["shape"]["blocks"] <= most
+            and sizes == next(range_ for range_ in SIZES if widest(row["shape"]) <= range_[1])
+        ]
+        counts = sorted({n for n, _ in same})
+        chosen = [least_loss(structure, [times for m, times in same if m == n]) for n in counts]
+        for (low, high), label in joined(counts, chosen):
+            name, _, config = label.partition(" ")
+            where = {"structure": structure, "dtype": ["bfloat16", "float16"]}
+            where |= {"blocks": [some, most], "features": list(sizes), "n": [low, high]}
+            rules.append({**where, "variant": name} | ({"config": json.loads(config)} if config else {}))
+    path.write_text(table_text("h200", f"{Path(__file__).name} rules", [*rules, *read_table(path)]))
+
+
+def widest(shape: dict[str, int]) -> int:
+    """The larger of a layer's sizes."""
+    return max(shape["inputs"], shape["outputs"])
+
+
+def joined(counts: list[int], chosen: list[str | None]) -> Iterator[tuple[tuple[int, int], str]]:
+    """Ranges of numbers of tokens with one choice; each count speaks for those above half of it."""
+    for label, same in groupby(zip(counts, chosen, strict=True), key=itemgetter(1)):
+        found = [n for n, _ in same]
+        if label is not None:
+            yield (found[0] // 2 + 1, found[-1]), label
 
 
 def least_loss(structure: str, times: list[dict[str, float]]) -> str | None:
     """The label that loses least to the best, by the geometric mean."""
     best = [min(ms for name, ms in t.items() if name != "dense") for t in times]
-    plain = [min((t.get(name, inf) for name in tune.PLAIN[structure]), default=inf) for t in times]
+    plain = [min((t.get(name, inf) for name in PLAIN[structure]), default=inf) for t in times]
     losses = {}
     for label in set.intersection(*map(set, times)) - {"dense"}:
-        ours = label not in tune.PLAIN[structure]
+        ours = label not in PLAIN[structure]
         if ours and any(t[label] * tune.OURS > p for t, p in zip(times, plain, strict=True)):
             continue
         losses[label] = sum(log(t[label] / ms) for t, ms in zip(times, best, strict=True))
@@ -184,7 +200,7 @@ def said(point: Any, spec: Spec, n: int) -> dict[str, Any]:
     dense = times.pop("dense", float("nan"))
     order = sorted(times, key=times.__getitem__)
     listed = "  ".join(f"{short(name)} {dense / times[name]:.2f}" for name in order[:7])
-    plain = [name for name in times if name in tune.PLAIN[point.structure]]
+    plain = [name for name in times if name in PLAIN[point.structure]]
     base = f"plain {dense / min(times[p] for p in plain):.2f}" if plain else ""
     head = f"{point.structure} b={point.shape.blocks} {spec.in_features}->{spec.out_features} n={n}"
     print(f"{head}: dense {dense * 1e3:.1f} us, {base} | {listed}", flush=True)
@@ -302,29 +318,36 @@ def timed_prompts(made: dict[str, Any], ids: Tensor, way: str, rounds: int) -> d
 def main() -> None:
     """Run one part and keep its figures."""
     given = argparse.ArgumentParser()
-    given.add_argument("part", choices=("variants", "host", "prompts"))
+    given.add_argument("part", choices=("variants", "rules", "host", "prompts"))
     given.add_argument("--tokens", default="")
     given.add_argument("--warm")
     given.add_argument("--arms", default="dense,lowrank,blast-b4,blast-b16,monarch-b16")
     given.add_argument("--compiled", action="store_true")
     given.add_argument("--rounds", type=int, default=5)
     given.add_argument("--seconds", type=float, default=1e9)
-    given.add_argument("--json", type=Path)
+    given.add_argument("--json", type=Path, nargs="+", default=[])
     given.add_argument("--table", type=Path)
     args = given.parse_args()
     tokens = [int(n) for n in args.tokens.split(",") if n]
+    kept = args.json[0] if args.json else None
+    if args.part == "rules":
+        return write_rules(
+            [row for path in args.json for row in json.loads(path.read_text())["rows"]], args.table
+        )
     if args.part == "variants":
-        rows = variants(tokens or [4, 16, 64, 256], args.warm, args.rounds, args.seconds, args.table)
+        rows = variants(tokens or [4, 16, 64, 256], args.warm, args.rounds, args.seconds, kept)
     elif args.part == "host":
         rows = host()
     else:
         rows = prompts(tokens or [512, 2048, 8192], args.arms.split(","), args.compiled, args.rounds)
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE, "rows": rows}
-            )
-        )
+    if kept:
+        keep(rows, kept)
+
+
+def keep(rows: list[dict[str, Any]], path: Path) -> None:
+    """Figures with the machine's name."""
+    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    path.write_text(json.dumps({"machine": machine, "rows": rows}))
 
 
 if __name__ == "__main__":
