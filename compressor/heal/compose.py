@@ -32,8 +32,9 @@ def compose_layers(model: Any) -> None:
 
 def dense_weight(layer: StructuredLinear) -> Tensor:
     """The weight [o, i], differentiable."""
-    factors = {name: layer.get_parameter(name) for name in layer.spec.shapes()}
-    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(factors, layer.spec)
+    names = (*layer.spec.shapes(), *layer.spec.indices())
+    held = dict(zip(names, layer.ordered(), strict=True))
+    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
 
 
 def _forward_sum(layer: Sum, x: Tensor) -> Tensor:

@@ -101,9 +101,13 @@ def test_the_output_tells_what_was_done(healed: Any, compressed: Path) -> None:
     assert read_manifest(output)["source"] == read_manifest(compressed)["source"]
 
 
-@pytest.mark.parametrize("method", ["svd", "monarch", "ks"])
-def test_other_structures_heal_too(method: str, dense: Path, tmp_path: Path) -> None:
-    compressed = compress_pico(dense, tmp_path / "compressed", method)
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "svd"}, {"method": "svd", "pivot": True}, {"method": "monarch"}, {"method": "ks"}],
+    ids=["svd", "pivot", "monarch", "ks"],
+)
+def test_other_structures_heal_too(settings: dict[str, Any], dense: Path, tmp_path: Path) -> None:
+    compressed = compress_pico(dense, tmp_path / "compressed", **settings)
     summary = run(compressed, dense, tmp_path / "out")
     assert summary.after["self"]["kl"] < 0.95 * summary.before["self"]["kl"]
 
