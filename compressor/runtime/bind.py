@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
-from blr.compressor.runtime.phases import Part, Phase, Slot
+from blr.compressor.runtime.plan import Part, Phase, Slot
 from blr.kernels.fp8.reference import is_number
 from blr.kernels.gemv.reference import ACTIVATIONS
 from blr.kernels.gemv.segments import Segment
@@ -21,7 +21,7 @@ from blr.kernels.skinny.bound import PACKED_FROM, PLAIN_FROM
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
-KERNELS = ("embed", "stages", "dual", "attention", "choose")
+KERNELS = ("embed", "stages", "dual", "gather", "attention", "choose")
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,16 @@ class Binder:
         source, target = self._slots(phase)
         gate, up = source.chunk(2, -1)
         return lambda: torch.mul(ACTIVATIONS[phase.activation](gate), up, out=target)
+
+    def _gather(self, phase: Phase) -> Run:
+        (source, target), places = self._slots(phase), phase.places
+        assert places is not None
+        options: dict[str, Any] = {"activation": phase.activation, "add": phase.add}
+        if not self.triton:
+            return partial(places.into, source, target, **options)
+        from blr.kernels.pivoted.gather import gather
+
+        return partial(gather, source, places, target, pdl=self.pdl, **options)
 
     def _norm(self, phase: Phase) -> Run:
         (source, target), gain = self._slots(phase), phase.gain

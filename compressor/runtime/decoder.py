@@ -20,7 +20,8 @@ from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
 from blr.compressor.runtime.memory import State, bucket_of
 from blr.compressor.runtime.modes import CACHES, MODES, OPS
-from blr.compressor.runtime.phases import Phase, make_plan, supports
+from blr.compressor.runtime.phases import make_plan, supports
+from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks, prepare_prompts
 from blr.compressor.runtime.sampling import Sampler, check_logits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.runtime.cache import WHOLE, StaticKV
-from blr.compressor.runtime.phases import Plan, Slot
+from blr.compressor.runtime.plan import Plan, Slot
 from blr.kernels.attention.launch import attention_workspace
 from blr.kernels.quantized.formats import GROUP
 from blr.kernels.skinny.launch import Workspace

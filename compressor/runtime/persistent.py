@@ -10,7 +10,7 @@ import torch
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.memory import State, bucket_of
-from blr.compressor.runtime.phases import Part, Phase, Plan
+from blr.compressor.runtime.plan import Part, Phase, Plan
 from blr.kernels.attention.launch import MAX_SPLITS, split_count
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.persistent.launch import Memory, TokenProgram

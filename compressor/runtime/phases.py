@@ -1,14 +1,9 @@
-"""Turns a model into the list of phases that compute one token, as data.
-
-A phase reads and writes named buffers [rows, width]: "x" is the residual stream, "qkv" the raw
-projections, "heads" the attention's result, "z0" a first stage's results, "inner" the gated activations,
-"logits". `memory.py` says in which dtype; `bind.py` runs phases, with Triton kernels or in plain torch.
-"""
+"""Turns a model into the list of phases that compute one token (`plan.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +11,10 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.stages import Stage
 from blr.compressor.runtime.failures import UnsupportedError
+from blr.compressor.runtime.plan import Heads, Part, Phase, Plan, Slot
 from blr.compressor.runtime.stages import kind_of, stages_of
 from blr.kernels.gemv.segments import dual_fits
+from blr.kernels.pivoted.places import Places
 from blr.kernels.quantized.formats import GROUP
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -34,97 +31,6 @@ TOGETHER = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "u
 # Rotary embeddings whose table does not depend on the length of the sequence so far.
 ROTARY = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Columns `start` … of the buffer `name`, `width` of them."""
-
-    name: str
-    width: int
-    start: int = 0
-
-
-NOWHERE = Slot("", 0)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage of a launch, from one slot into another. first: that of its correction. order: bits and
-    group of the packed weights that alone read the target, if there are such."""
-
-    stage: Stage
-    source: Slot
-    target: Slot
-    first: Part | None = None
-    order: tuple[int, int] | None = None
-
-    def slots(self) -> list[Slot]:
-        """Where it reads and writes."""
-        return [self.source, self.target] + ([] if self.first is None else self.first.slots())
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What the attention of one layer needs to know. width: of a head. gains: [width] or None."""
-
-    layer: int
-    width: int
-    scale: float
-    q_gain: Tensor | None
-    k_gain: Tensor | None
-    eps: float
-    window: int | None
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One step of a token.
-
-    kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙
-    second part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls
-    `module`), "attention", "choose" (token of the largest logit; ends the token).
-    gain, eps: of the RMS norm of the input. add: the result is added to `target`.
-    """
-
-    name: str
-    kind: str
-    parts: tuple[Part, ...] = ()
-    source: Slot = NOWHERE
-    target: Slot = NOWHERE
-    gain: Tensor | None = None
-    eps: float = 0.0
-    add: bool = False
-    activation: str = ""
-    heads: Heads | None = None
-    module: nn.Module | None = None
-    weight: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of weights that one token reads in this phase (the cache not counted)."""
-        if self.weight is not None:  # the embedding, of which one row is read
-            return self.weight.shape[1] * self.weight.element_size()
-        own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
-        gain = [] if self.gain is None else [self.gain]
-        return sum(t.nbytes for t in (*own, *gain)) + sum(part.stage.bytes for part in self.parts)
-
-
-@dataclass
-class Plan:
-    """The phases of one token in order, and the width of every buffer."""
-
-    phases: list[Phase] = field(default_factory=list)
-    buffers: dict[str, int] = field(default_factory=dict)
-
-    def add(self, phase: Phase) -> None:
-        """Append a phase and widen the buffers for it."""
-        slots = [slot for part in phase.parts for slot in part.slots()]
-        for slot in (*slots, phase.source, phase.target):
-            if slot is not NOWHERE:
-                width = self.buffers.get(slot.name, 0)
-                self.buffers[slot.name] = max(width, slot.start + slot.width)
-        self.phases.append(phase)
 
 
 def supports(model: Any) -> str | None:
@@ -210,13 +116,15 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
     inner, norm = Slot("inner", width), layer.post_attention_layernorm
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
     gate, up = map(stages_of, modules)
+    name = f"{prefix}gate_up"
     if gate is not None and up is not None and _pair(gate, up):
-        name = f"{prefix}gate_up"
         inputs = _advance(plan, name, [gate, up], x, norm)
         last = _last(inputs, [gate, up], [inner, inner], _order([stages_of(mlp.down_proj)], 0))
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
         name += ".U" if len(gate) > 1 else ""
         plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
+    elif gate is not None and up is not None and _pivots(gate) and _pivots(up):
+        _pivoted(plan, name, [gate, up], inner, x, norm, activation=activation)
     else:
         both = Slot("gate_up", 2 * width)
         targets = {"gate": (modules[0], Slot("gate_up", width))}
@@ -245,12 +153,17 @@ def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, i
 def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:
     """Whether the last stages of two layers fit one `dual`."""
     same = _number(gate) == _number(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
-    return same and gate[-1].places is None and dual_fits(gate[-1].w, up[-1].w)
+    return same and not _pivots(gate) and dual_fits(gate[-1].w, up[-1].w)
 
 
 def _number(stages: Sequence[Stage] | None) -> tuple[int, bool]:
     """Of stages, none for layers that only their own forward computes, and whether these hold pivots."""
-    return (0, False) if stages is None else (len(stages), stages[-1].places is not None)
+    return (0, False) if stages is None else (len(stages), _pivots(stages))
+
+
+def _pivots(stages: Sequence[Stage]) -> bool:
+    """Whether the outputs of the stage before the last one are outputs of the layer as well."""
+    return stages[-1].places is not None
 
 
 def _projections(
@@ -273,8 +186,9 @@ def _projections(
         _modules(plan, prefix, targets, source, norm, add)
         return
     slots = [slot for _, slot in targets.values()]
-    if stages[0][-1].places is not None:
-        _pivoted(plan, prefix + name, stages, slots, source, norm, add)
+    if _pivots(stages[0]):
+        whole = Slot(slots[0].name, sum(slot.width for slot in slots), slots[0].start)
+        _pivoted(plan, prefix + name, stages, whole, source, norm, add)
         return
     parts = _advance(plan, prefix + name, stages, source, norm)
     gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
@@ -319,32 +233,19 @@ def _last(
     return parts
 
 
-class Gather(nn.Module):
-    """``x[..., places] + bias``."""
-
-    def __init__(self, places: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_buffer("places", places)
-        self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., o]."""
-        y = x.index_select(-1, self.get_buffer("places"))
-        return y if self.bias is None else y + self.get_buffer("bias")
-
-
 def _pivoted(
     plan: Plan,
     name: str,
     stages: Sequence[Sequence[Stage]],
-    targets: Sequence[Slot],
+    target: Slot,
     source: Slot,
     norm: Any,
-    add: bool,
+    add: bool = False,
+    activation: str = "",
 ) -> None:
     """Layers of pivots: the results of both stages side by side, then each of them in its place in
-    `targets`, which stand side by side, too."""
-    first, last, places, at = [], [], [], 0
+    `target`, where layers stand side by side, too, or are multiplied with an activation."""
+    first, last, index, at = [], [], [], 0
     for V, U in stages:
         pivots = Slot("pivots", V.rows, at)
         behind = at + -(-V.rows // GROUP) * GROUP  # whole groups, should U be packed
@@ -352,24 +253,23 @@ def _pivoted(
         first.append(Part(V, source, pivots))
         last.append(Part(U._replace(bias=None, places=None), pivots, others))
         assert U.places is not None
-        places.append(torch.where(U.places < V.rows, U.places + at, U.places + behind - V.rows))
+        index.append(torch.where(U.places < V.rows, U.places + at, U.places + behind - V.rows))
         at = behind + -(-U.rows // GROUP) * GROUP
     gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm else {}
     plan.add(Phase(f"{name}.V", "stages", tuple(first), **gain))
     plan.add(Phase(f"{name}.U", "stages", tuple(last)))
-    gather = Gather(torch.cat(places), _side_by_side([U.bias for _, U in stages], targets))
-    target = Slot(targets[0].name, sum(slot.width for slot in targets), targets[0].start)
-    whole = Slot("pivots", at)
-    plan.add(Phase(f"{name}.P", "module", source=whole, target=target, module=gather, add=add))
+    places = Places(torch.cat(index), _side_by_side([U.bias for _, U in stages], index))
+    phase = Phase(f"{name}.P", "gather", (), Slot("pivots", at), target, activation=activation)
+    plan.add(replace(phase, add=add, places=places))
 
 
-def _side_by_side(biases: Sequence[Tensor | None], slots: Sequence[Slot]) -> Tensor | None:
-    """[Σ width] in float32, zeros for those that are None; None if all are."""
+def _side_by_side(biases: Sequence[Tensor | None], index: Sequence[Tensor]) -> Tensor | None:
+    """[o] in float32, zeros for those that are None; None if all are."""
     some = next((bias for bias in biases if bias is not None), None)
     if some is None:
         return None
-    pairs = zip(biases, slots, strict=True)
-    return torch.cat([some.new_zeros(s.width) if b is None else b for b, s in pairs]).float()
+    pairs = zip(biases, index, strict=True)
+    return torch.cat([some.new_zeros(len(at)) if b is None else b for b, at in pairs]).float()
 
 
 def _modules(

@@ -26,6 +26,7 @@ from blr.compressor.serving.packed import make_part
 from blr.compressor.serving.split import Share
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import LowRankSpec, PivotedSpec, spec_from_dict
+from blr.kernels.common.available import has_triton
 
 WEIGHTS = "model.safetensors"
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
@@ -93,22 +94,38 @@ def test_both_ways_out_compute_the_same(pivoted: Path, tmp_path: Path, invoke: I
     assert size < 1.02 * sum(path.stat().st_size for path in pivoted.glob("*.safetensors"))
 
 
-def test_the_runtime_decodes_by_stages_with_any_neighbours(dense: Path, tmp_path: Path) -> None:
-    """Pivoted layers beside dense and low-rank ones, packed or not, alone and in batches."""
+@pytest.fixture(scope="module")
+def mixed(dense: Path) -> Path:
+    """Pivoted layers beside dense and low-rank ones."""
     rules = [{"match": "*k_proj", "method": "dense"}, {"match": "*.1.*up_proj", "pivot": False}]
-    folders = [
-        compress_to(dense, tmp_path / "mixed", pivot=True, cf=1.2, rules=rules),
-        compress_to(dense, tmp_path / "packed", pivot=True, cf=1.1, quantize="int8", group=32),
-    ]
+    return compress_to(dense, dense.parent / "mixed", pivot=True, cf=1.2, rules=rules)
+
+
+def test_the_runtime_decodes_by_stages_with_any_neighbours(
+    dense: Path, mixed: Path, tmp_path: Path
+) -> None:
+    """Packed or not, alone and in batches."""
+    packed = {"quantize": "int8", "group": 32}
     ids = torch.randint(2, VOCAB, (4, 9), generator=torch.Generator().manual_seed(0))
-    for folder in folders:
+    for folder in (mixed, compress_to(dense, tmp_path / "packed", pivot=True, cf=1.1, **packed)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         decoder = Decoder(model, context=32, batch=4, ops="torch")
-        names = {phase.name for phase in decoder.plan.phases if phase.name.endswith(".P")}
-        assert {"layer.0.o.P", "layer.1.down.P"} <= names
+        names = {phase.name for phase in decoder.plan.phases if phase.kind == "gather"}
+        assert {"layer.0.o.P", "layer.0.gate_up.P", "layer.1.down.P"} <= names
         for given in (ids[:1], ids):
             expected = model.generate(given, attention_mask=torch.ones_like(given), **GREEDY)[:, 9:]
             assert decoder.generate(given, max_new_tokens=12) == expected.tolist()
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@torch.no_grad()
+def test_its_kernels_give_the_logits_of_the_model(mixed: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixed, dtype=torch.float32).eval()
+    decoder = Decoder(model, context=16, batch=2, ops="triton")
+    ids = torch.randint(2, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    decoder.prefill(ids[:, :-1])
+    expected = model(ids).logits[:, -1]
+    torch.testing.assert_close(decoder.step(ids[:, -1]), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_saved_model_is_one_again(pivoted: Path, tmp_path: Path, invoke: Invoke) -> None:
