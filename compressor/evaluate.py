@@ -130,10 +130,10 @@ def sts_spearman(
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
     cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(_correlation(cosine, gold), len(pairs))
+    return Spearman(rank_correlation(cosine, gold), len(pairs))
 
 
-def _correlation(cosine: Tensor, gold: Tensor) -> float:
+def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
     """Spearman's, in percent. Raises NumericsError where it is not defined."""
     found = 100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1])
     if math.isfinite(found) and bool(torch.isfinite(cosine).all()):

@@ -29,7 +29,7 @@ from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 8  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 9  # raise it when a factorizer's results change: journals of older runs are then void
 
 # Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
 # of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
@@ -56,11 +56,8 @@ class Job:
     @property
     def options(self) -> FitOptions:
         seed = layer_seed(self.recipe.seed, self.layer.module)
-        spec = self.planned.spec
-        noise, fp8 = NOISE[getattr(spec, "bits", None)], getattr(spec, "fp8", False)
-        return FitOptions(
-            self.planned.solver, self.planned.rounds, seed, self.processes, noise, spread=fp8
-        )
+        noise = NOISE[getattr(self.planned.spec, "bits", None)]
+        return FitOptions(self.planned.solver, self.planned.rounds, seed, self.processes, noise)
 
     def stored_dtype(self, weight: Tensor) -> torch.dtype:
         """Of what is stored and not packed: the recipe's, or the weight's own."""

@@ -20,11 +20,12 @@ from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import Batch, BlockModel, run_block
 from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.rounding.latent import Trained
 
-FINISH = 2  # raise it when the results change
+FINISH = 3  # raise it when the results change
 RATE = 0.003  # of a tensor's root mean square, a step
 LOGITS = 1 << 30  # bytes of logits that are held of one kind
 STATE = 48  # bytes: a trained number with its gradients, moments and copies
@@ -46,9 +47,12 @@ def finish_blocks(run: Run, starts: list[Batch]) -> None:
     if work.missing(keys):
         with work.progress.layers(run.finish, "training all blocks together") as advance:
             found = _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
+        states = {n: starts[n].student for n in run.mine}
+        float8 = any(map(rounds_to_float8, run.students))
         for student, key in zip(run.students, keys, strict=True):
+            metrics, states = read_by(student, states) if float8 else ({}, states)
             if work.processes.first:
-                student.keep(key, {"finish": [found.before, found.after]})
+                student.keep(key, {"finish": [found.before, found.after]}, metrics)
         work.processes.wait()
         work.journal.await_all(keys)
     for student, key in zip(run.students, keys, strict=True):

@@ -2,7 +2,8 @@
 
 Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
 factors weighted by its diagonal; else each to the nearest level of scales that are searched. Factors in
-float8 are rounded behind compensation, each in the metric of what it multiplies. Of 4 bits
+float8 are rotated (`turning.py`) and rounded behind compensation, each in the metric of what it
+multiplies. Of 4 bits
 and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight and the
 rounded Z by least squares, and rounded behind compensation too, so that one term makes good what another
 loses. A correction starts from Q and S in turn, each what the other leaves:
@@ -24,6 +25,7 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
 from blr.compressor.rounding.gptq import compensation, gptq, gptq_fp8
 from blr.compressor.rounding.seen import seen_by
+from blr.compressor.rounding.turning import turned
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.linalg import solve_spd
@@ -119,18 +121,27 @@ def round_layer(
     """
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
-    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
-    if isinstance(spec, QuantizedSpec) and isinstance(plain, DenseSpec):
-        if metric is not None:
-            return _compensated(weight, spec, metric, dtype)
-        return quantize_dense(weight, spec, dtype).tensors
-    factors = fit(weight, plain)
     if isinstance(spec, QuantizedSpec):
-        found = quantize_factors(spec, dict(factors), dtype, metric)
-        return found.tensors | found.latents
-    return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in plain.shapes()} | {
-        name: factors[name] for name in plain.indices()
+        factors = {"weight": weight} if isinstance(spec.of, DenseSpec) else fit(weight, spec.of)
+        return round_factors(
+            turned(spec.of, factors) if spec.fp8 else dict(factors), spec, metric, dtype
+        )
+    factors = fit(weight, spec)
+    return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()} | {
+        name: factors[name] for name in spec.indices()
     }
+
+
+def round_factors(
+    factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The same of canonical factors that are there, of a dense layer its ``weight`` alone."""
+    if not isinstance(spec.of, DenseSpec):
+        found = quantize_factors(spec, factors, dtype, metric)
+        return found.tensors | found.latents
+    if metric is not None:
+        return _compensated(factors["weight"], spec, metric, dtype)
+    return quantize_dense(factors["weight"], spec, dtype).tensors
 
 
 def _compensated(

@@ -29,6 +29,7 @@ from blr.compressor.fitting.blocks import (
 from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.factorize import Result, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
+from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.storage import home
@@ -37,7 +38,7 @@ from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metri
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import rounds
 
-REFIT = 3  # raise it when the refit's results change
+REFIT = 4  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
 
 
@@ -194,8 +195,10 @@ class BlockFit:
         key = layer_key(refit=settings, prefix=self.run.prefix, block=self.index)
         if work.missing([key]):
             found = self._run_refit(targets)
+            states = {n: batch.student for n, batch in self.run.mine.items()}
+            metrics = read_by(self.student, states)[0] if rounds_to_float8(self.student) else {}
             if work.processes.first:
-                self.student.keep(key, {"refit": [found.before, found.after]})
+                self.student.keep(key, {"refit": [found.before, found.after]}, metrics)
             work.processes.wait()
             work.journal.await_all([key])
         self.student.take(key)

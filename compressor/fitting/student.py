@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.factorize import check_range, keep_factors
+from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.rounding.latent import Plain, Trained
@@ -70,15 +71,19 @@ class Student:
         setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
-    def keep(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Store what training has made of the block, with `facts` in every layer's record."""
+    def keep(self, key: str, facts: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
+        """Store what training has made of the block, with `facts` in every layer's record.
+
+        Args:
+            metrics: of `read_by`, by name in the block.
+        """
         tensors: dict[str, Tensor] = {}
         records: dict[str, Any] = {}
         for name, twin in self.twins.items():
             module = self.module(name)
             job, weight = self.run.job(module), self.weight(module)
             dtype, old = job.stored_dtype(weight), self.run.results[module][1]
-            stored, record = keep_factors(job, weight, twin.stored(dtype), old)
+            stored, record = keep_factors(job, weight, twin.stored(dtype, metrics.get(name)), old)
             latents = twin.latents(dtype) if self.run.finish else {}
             tensors |= {f"{module}:{suffix}": t for suffix, t in (stored | latents).items()}
             records[module] = {**record, **facts}

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.rounding import latent_name, quantize_dense, quantize_factors
+from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
 from blr.compressor.modeling.layers import LAYERS
 from blr.compressor.rounding.latent import Latent, Place, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
@@ -41,13 +41,15 @@ class Twin:
     module: nn.Module
     parts: dict[str, Trained]
 
-    def stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """As of ``spec.stored()``; `dtype`: of what is not packed."""
+    def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
+        """As of ``spec.stored()``; `dtype`: of what is not packed; `metric`: of the layer's inputs, for
+        factors in float8, which are trained as they are and rounded once, when that is over."""
         if isinstance(self.spec, CorrectedSpec):
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
         if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
-            return self._float8(self.spec, dtype)
+            factors = {name: part.parameter.detach() for name, part in self.parts.items()}
+            return round_factors(factors, self.spec, metric, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
@@ -62,13 +64,6 @@ class Twin:
         """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""
         found = {name: part.full() for name, part in self.parts.items() if isinstance(part, Latent)}
         return {latent_name(name): t.to("cpu", dtype).contiguous() for name, t in found.items()}
-
-    def _float8(self, spec: QuantizedSpec, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Of factors that are trained as they are and rounded once, when that is over."""
-        factors = {name: part.parameter.detach() for name, part in self.parts.items()}
-        if isinstance(spec.of, DenseSpec):
-            return quantize_dense(factors["weight"], spec, dtype).tensors
-        return quantize_factors(spec, factors, dtype).tensors
 
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:

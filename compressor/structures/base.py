@@ -18,8 +18,7 @@ class FitOptions:
     `rounds` counts alternations (or gradient steps of a gradient solver); None takes the
     solver's default. `seed` feeds the solvers that start from random numbers. `processes` are those
     that fit this layer together, all calling the same; None: this one alone. `noise` is the relative
-    variance that rounding will give each term of a product (0: none worth a thought). `spread`: the
-    factors will be rounded to floating point, and so what lies between them (`spread.py`).
+    variance that rounding will give each term of a product (0: none worth a thought).
     """
 
     solver: str | None = None
@@ -27,7 +26,6 @@ class FitOptions:
     seed: int = 0
     processes: Processes | None = None
     noise: float = 0.0
-    spread: bool = False
 
 
 @dataclass

@@ -24,7 +24,6 @@ from blr.compressor.structures.linalg import (
     truncated_svd,
 )
 from blr.compressor.structures.specs import LowRankSpec
-from blr.compressor.structures.spread import spread
 
 
 def fit(
@@ -39,17 +38,13 @@ def fit(
     `weight`. With groups U and V have one matrix a group, as `spec` shapes them.
     """
     if spec.groups > 1:
-        if spec.side == "in":
-            return _fit_columns(weight, spec, gram)
-        return _fit_rows(weight, spec, gram, options)
+        return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:
         left, right = truncated_svd(weight, spec.rank)
-    else:
-        work = weight.double()
-        left = _leading(work, gram.double(), spec.rank)
-        left, right = balance(left, work.mT @ left)
-    if options.spread:
-        left, right = spread(left, right, gram, options.seed)
+        return Fit({"U": left, "V": right})
+    work = weight.double()
+    left = _leading(work, gram.double(), spec.rank)
+    left, right = balance(left, work.mT @ left)
     return Fit({"U": left.to(weight), "V": right.to(weight)})
 
 
@@ -63,11 +58,11 @@ def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
     return orthonormal(half @ top_eigenvectors(half.mT @ half, rank))
 
 
-def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None, options: FitOptions) -> Fit:
+def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
     """Every group of output rows on its own: optimal."""
     parts = weight.unflatten(0, (spec.groups, -1))  # [G, o/G, i]
     one = LowRankSpec(spec.in_features, parts.shape[1], spec.rank)
-    fits = [fit(part, one, gram, options).tensors for part in parts]
+    fits = [fit(part, one, gram).tensors for part in parts]
     return Fit({name: torch.stack([tensors[name] for tensors in fits]) for name in ("U", "V")})
 
 

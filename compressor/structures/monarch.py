@@ -22,7 +22,6 @@ from blr.compressor.structures.linalg import (
     truncated_svd,
 )
 from blr.compressor.structures.specs import MonarchSpec
-from blr.compressor.structures.spread import spread
 
 ROUNDS = 30
 
@@ -40,7 +39,7 @@ def fit(
     """
     if gram is None:
         left, right = truncated_svd(_blocks(weight, spec.blocks), spec.block_rank)
-        return Fit(_named(left, right, None, options))
+        return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
     gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
     problem = MonarchProblem(weight, gram, spec)
     rounds = ROUNDS if options.rounds is None else options.rounds
@@ -48,14 +47,7 @@ def fit(
     problem.evaluate(theta)
     left = _scatter(problem.U, spec.blocks)
     left, right = balance(left, problem.split(theta).transpose(0, 1))
-    return Fit(_named(left, right, problem.gram_blocks, options), losses=losses)
-
-
-def _named(left: Tensor, right: Tensor, gram: Tensor | None, options: FitOptions) -> dict[str, Tensor]:
-    """U and V of left [k, l, q, r'] and right [k, l, p, r'], for inputs with `gram` [l, p, p]."""
-    if options.spread:
-        left, right = spread(left, right, gram, options.seed)
-    return {"U": _gather(left), "V": _gather(right.transpose(0, 1))}
+    return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
 
 
 def right_factor(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:

@@ -1,18 +1,19 @@
 """What float8 costs a model: its weights in float8, and inputs and what lies between products too, as a
 GPU computes it, over the same in its own numbers.
 
-    python scripts/bench/fp8_loss.py PLAIN FLOAT8 --text FILE [--tokens 8192] [--skip 0]
-    python scripts/bench/fp8_loss.py PLAIN FLOAT8 --sts FILE
+    python scripts/bench/fp8_loss.py PLAIN FLOAT8… --text FILE [--tokens 8192] [--skip 0]
+    python scripts/bench/fp8_loss.py PLAIN FLOAT8… --sts FILE
 
-PLAIN and FLOAT8 are outputs of `blr compress` by the same settings, but for `--quantize fp8`. All of it
-is plain torch in float32, on any device; products are those of the kernels' reference. Printed are nats
-a token with their standard error, differences taken window by window, or Spearman in percent.
+PLAIN and every FLOAT8 are outputs of `blr compress` by the same settings, but for `--quantize fp8`. All
+of it is plain torch in float32, on any device; products are those of the kernels' reference. Printed
+are nats a token, differences taken window by window, or Spearman in percent, and the standard errors
+of what float8 adds: of windows, or of pairs drawn again.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.evaluate import read_tokens, sts_spearman
+from blr.compressor.evaluate import embed, rank_correlation, read_pairs, read_tokens
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import read_sentences
 from blr.compressor.modeling import float8, float8_makers
 from blr.compressor.progress import Progress
 
 WINDOW, BATCH = 512, 8
+DRAWS = 200  # of pairs
+Judge = Callable[[Any], str]
 
 
 @contextmanager
@@ -42,7 +45,6 @@ def rounded(everything: bool) -> Iterator[None]:
         setattr(module, name, value)
 
 
-@torch.inference_mode()
 def losses(model: Any, ids: Tensor) -> Tensor:
     """Mean nats of every window [m]."""
     found = []
@@ -53,40 +55,50 @@ def losses(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def of_text(models: tuple[Any, Any], tokenizer: Any, asked: argparse.Namespace) -> None:
-    """Print the losses of both on a text."""
+def of_text(plain: Any, tokenizer: Any, asked: argparse.Namespace) -> Judge:
+    """Prints the loss on a text; what float8 adds to it."""
     ids = read_tokens(asked.text, tokenizer, asked.skip + asked.tokens)[asked.skip :]
-    plain = losses(models[0], ids)
-    print(f"plain: {plain.mean():.4f} nats a token, {len(plain)} windows of {WINDOW}")
-    for everything in (False, True):
-        with rounded(everything):
-            more = losses(models[1], ids) - plain
-        error = more.std() / len(more) ** 0.5
-        print(f"{_name(everything)}: {more.mean():+.4f} ± {error:.4f}", flush=True)
+    start = losses(plain, ids)
+    print(f"plain: {start.mean():.4f} nats a token, {len(start)} windows of {WINDOW}")
+
+    def judge(model: Any) -> str:
+        more = losses(model, ids) - start
+        return f"{more.mean():+.4f} ± {more.std() / len(more) ** 0.5:.4f}"
+
+    return judge
 
 
-def of_pairs(models: tuple[Any, Any], tokenizer: Any, asked: argparse.Namespace) -> None:
-    """Print the rank correlations of both on a file of pairs."""
-    head, progress = read_sentences(asked.plain), Progress(quiet=True)
+def of_pairs(plain: Any, tokenizer: Any, asked: argparse.Namespace) -> Judge:
+    """The same of the rank correlation of a file of pairs."""
+    head, pairs = read_sentences(asked.plain), read_pairs(asked.sts)
+    sentences = [sentence for first, second, _ in pairs for sentence in (first, second)]
+    gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
 
-    def spearman(model: Any) -> float:
-        return sts_spearman(model, tokenizer, asked.sts, BATCH, progress, head).spearman
+    def cosines(model: Any) -> Tensor:
+        found = embed(model, tokenizer, sentences, BATCH, Progress(quiet=True), head).double()
+        return torch.nn.functional.cosine_similarity(found[0::2], found[1::2])
 
-    plain = spearman(models[0])
-    print(f"plain: {plain:.2f}")
-    for everything in (False, True):
-        with rounded(everything):
-            print(f"{_name(everything)}: {spearman(models[1]) - plain:+.2f} points", flush=True)
+    start = cosines(plain)
+    print(f"plain: {rank_correlation(start, gold):.2f}, {len(pairs)} pairs")
+
+    def judge(model: Any) -> str:
+        found, generator = cosines(model), torch.Generator().manual_seed(0)
+
+        def more(rows: Tensor) -> float:
+            return rank_correlation(found[rows], gold[rows]) - rank_correlation(start[rows], gold[rows])
+
+        draws = torch.randint(len(pairs), (DRAWS, len(pairs)), generator=generator)
+        error = torch.tensor([more(rows) for rows in draws]).std()
+        return f"{more(torch.arange(len(pairs))):+.3f} ± {error:.3f} points"
+
+    return judge
 
 
-def _name(everything: bool) -> str:
-    return "weights and inputs in float8" if everything else "weights in float8"
-
-
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("plain", type=Path)
-    parser.add_argument("float8", type=Path)
+    parser.add_argument("float8", type=Path, nargs="+")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--sts", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -95,10 +107,14 @@ def main() -> None:
     if (asked.text is None) == (asked.sts is None):
         parser.error("give --text or --sts")
     task = "AutoModel" if asked.sts else "AutoModelForCausalLM"
-    folders = asked.plain, asked.float8
-    plain, float8_ = (load_model(f, task, dtype="float32", device="auto") for f in folders)
-    tokenizer = load_tokenizer(asked.plain)
-    (of_pairs if asked.sts else of_text)((plain, float8_), tokenizer, asked)
+    plain = load_model(asked.plain, task, dtype="float32", device="auto")
+    judge = (of_pairs if asked.sts else of_text)(plain, load_tokenizer(asked.plain), asked)
+    for folder in asked.float8:
+        model = load_model(folder, task, dtype="float32", device="auto")
+        for everything in (False, True):
+            with rounded(everything):
+                what = "weights and inputs" if everything else "weights"
+                print(f"{folder.name}, {what} in float8: {judge(model)}", flush=True)
 
 
 if __name__ == "__main__":

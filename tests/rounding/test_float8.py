@@ -6,7 +6,8 @@ import pytest
 import torch
 from tolerances import TOLERANCES
 
-from blr.compressor.fitting.rounding import Metric, plain_fit, round_layer
+from blr.compressor.fitting.rounding import Metric, plain_fit, quantize_factors, round_layer
+from blr.compressor.fitting.twins import make_twin
 from blr.compressor.rounding.gptq import compensation, gptq_fp8
 from blr.compressor.rounding.seen import seen_by
 from blr.compressor.structures.base import FitOptions, weighted_norm_squared
@@ -89,6 +90,26 @@ def test_statistics_of_the_inputs_take_errors_off_layers(of: Spec) -> None:
     assert lost[1] < 0.9 * lost[0]
 
 
+@pytest.mark.parametrize("of", [DenseSpec(96, 64), *PLAIN], ids=lambda s: s.structure)
+def test_what_is_trained_is_rounded_for_its_inputs_too(of: Spec) -> None:
+    x, spec = _inputs(), QuantizedSpec(of, 8, 0, fp8=True)
+    gram = x.mT @ x / 400
+    fit = plain_fit(FitOptions(rounds=5), gram)
+    weight = torch.randn(64, 96, dtype=torch.float64)
+    twin = make_twin(spec, round_layer(weight, spec, Metric(gram), torch.bfloat16, fit))
+    for part in twin.parts.values():
+        part.parameter.mul_(1 + 0.05 * torch.randn_like(part.parameter))
+    trained = {name: part.parameter.double() for name, part in twin.parts.items()}
+    exact = restored(of, trained, torch.float64)
+    lost = [
+        weighted_norm_squared(
+            exact - restored(spec, twin.stored(torch.bfloat16, m), torch.float64), gram
+        )
+        for m in (None, Metric(gram))
+    ]
+    assert lost[1] < 0.9 * lost[0]
+
+
 def _falling(size: int, powers: float) -> torch.Tensor:
     return torch.logspace(0, -powers, size, dtype=torch.float64)
 
@@ -101,10 +122,11 @@ def test_layers_fitted_for_float8_lose_less(of: Spec, share: float) -> None:
     x = torch.randn(400, 96, dtype=torch.float64) * _falling(96, 2) @ turns[0]
     weight = turns[1] * _falling(64, 2) @ torch.randn(64, 96, dtype=torch.float64)
     gram, spec, missed = x.mT @ x / 400, QuantizedSpec(of, 8, 0, fp8=True), []
-    for spread, metric in ((False, None), (True, Metric(gram))):
-        fit = plain_fit(FitOptions(rounds=5, spread=spread), gram)
-        exact = x @ restored(of, fit(weight, of), torch.float64).mT
-        held = round_layer(weight, spec, metric, torch.float32, fit)
+    fit = plain_fit(FitOptions(rounds=5), gram)
+    fitted = dict(fit(weight, of))
+    exact = x @ restored(of, fitted, torch.float64).mT
+    nearest = quantize_factors(spec, fitted, torch.float32).tensors
+    for held in (nearest, round_layer(weight, spec, Metric(gram), torch.float32, fit)):
         found = (held[name] for name in ("U_q", "U_scale", "V_q", "V_scale"))
         u, by_u, v, by_v = (t if t.dim() == 3 else t[None] for t in found)
         made = [t for t in scales_of(by_u, v, by_v) if t is not None]
