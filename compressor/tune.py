@@ -41,7 +41,7 @@ from blr.compressor.planning.roofline import kernels
 from blr.compressor.progress import Progress
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import KroneckerSpec, Spec
-from blr.compressor.tune_float8 import Product, float8_candidates, float8_cases
+from blr.compressor.tune_float8 import Product, float8_candidates, float8_cases, layer_cases
 from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
@@ -153,6 +153,7 @@ class Tuning:
                         yield self._case(layer, spec, n, precision), spec, n
             if FLOAT8 in self.structures and precision.stored == "bfloat16":
                 yield from float8_cases(layers, self.tokens, precision, self.runner)
+                yield from layer_cases(layers, self.tokens, precision, self.runner)
 
     def run(self, case: Case, spec: Spec | Product, n: int) -> None:
         """Time one case and keep what came out right."""

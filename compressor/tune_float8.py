@@ -1,24 +1,28 @@
-"""What `blr tune` times of float8: products of layers by every tile, and by the library.
+"""What `blr tune` times of float8: products of layers by every tile, and by the library; and whole
+layers, in float8 and with their weights dequantized at every call.
 
-Outputs are in the model's dtype here; the first product of two writes float8, by the same tiles.
+Outputs of products are in the model's dtype here; the first of two writes float8, by the same tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blr.compressor.bench.float8 import LIMIT as ROUGH
+from blr.compressor.bench.float8 import dequantizing_call, rounding_call
 from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.runner import Arm, Case, Runner
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.bench.subjects import Subject, dense_kernel, gaussian
+from blr.compressor.bench.subjects import Subject, dense_kernel, gaussian, random_factors, reference_of
 from blr.compressor.bench.timing import Rotation
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
-from blr.kernels.common.tables import PRODUCT, Shape
+from blr.compressor.modeling.float8 import known_by
+from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
+from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape
 from blr.kernels.fp8.launch import Tile, product
 from blr.kernels.fp8.op import fp8_device
 from blr.kernels.fp8.reference import E4M3, even
@@ -80,6 +84,43 @@ def float8_cases(
             K, N, blocks, _ = one.shape
             title = f"float8 {K}→{N} x{blocks} n={n}"
             yield Case(title, precision, _maker(title, one.shape, n, precision, runner)), one, n
+
+
+def layer_cases(
+    layers: Sequence[Layer], tokens: Sequence[int], precision: Precision, runner: Runner
+) -> Iterator[tuple[Case, Product, int]]:
+    """Every layer with float8 weights, dense and of every structure; nothing where the device has no
+    float8."""
+    if not fp8_device(runner.device):
+        return
+    dense = [DenseSpec(layer.in_features, layer.out_features) for layer in layers]
+    for spec in dict.fromkeys([*dense, *(s for layer in layers for s in specs_for(layer, STRUCTURES))]):
+        structure, shape = known_by(spec)
+        for n in tokens:
+            title = f"float8 {structure} {spec.describe()} n={n}"
+            arms = partial(_layer_arms, title, spec, n, precision, runner)
+            yield Case(title, precision, arms), Product(FLOAT8[structure], shape), n
+
+
+def _layer_arms(title: str, spec: Spec, n: int, precision: Precision, runner: Runner) -> list[Arm]:
+    i, o, device = spec.in_features, spec.out_features, runner.device
+    structured = None if isinstance(spec, DenseSpec) else spec
+    fields = {
+        **{"case": title, "model": "", "layer": title, "structure": spec.structure, "cf": 1.0},
+        **{"spec": spec.describe(), "in_features": i, "out_features": o, "n": n},
+        **{"dtype": precision.name},
+    }
+
+    def factors() -> tuple[Tensor, ...]:
+        if structured is None:
+            return (gaussian((o, i), i, precision, device, 1),)
+        return random_factors(structured, precision, device, 1)
+
+    x = cache(lambda: gaussian((n, i), 1, precision, device, 0))
+    reference = reference_of(spec.structure)
+    subject = Subject(fields, x, factors, reference, [dense_kernel(n, i, o)], runner.l2)
+    calls = {"float8": rounding_call, DEQUANTIZED: dequantizing_call}
+    return [subject.arm(name, partial(c, subject, structured), limit=ROUGH) for name, c in calls.items()]
 
 
 def _maker(title: str, shape: Shape, n: int, precision: Precision, runner: Runner) -> Any:
@@ -150,4 +191,4 @@ def _by_library(shape: Shape, n: int, device: torch.device) -> Any:
 def float8_candidates() -> Mapping[str, tuple[str, dict[str, Any]]]:
     """Label of every arm to the variant and the arguments that a table has for it."""
     tiles = {name: ("tile", config_of(tile)) for name, tile in TILES.items()}
-    return {LIBRARY: (LIBRARY, {}), **tiles}
+    return {**{name: (name, {}) for name in (LIBRARY, "float8", DEQUANTIZED)}, **tiles}

@@ -18,6 +18,7 @@ from blr.compressor.errors import BlrError, OutputError, UsageError
 from blr.compressor.machine.dtypes import Dtype
 from blr.compressor.recipe.yaml_file import MAX_BYTES, validate
 from blr.kernels.common.names import FOLDERS
+from blr.kernels.common.tables import FLOAT8, PRODUCT
 
 Scalar = int | float | bool | str
 Bounds = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
@@ -28,7 +29,7 @@ HEADER = "# Kernel variants measured by `blr tune`; format: kernels/common/table
 if TYPE_CHECKING:
     Kind = str
 else:
-    Kind = Literal[(*FOLDERS.values(), "fp8", "token", "forward")]
+    Kind = Literal[(*FOLDERS.values(), PRODUCT, *FLOAT8.values(), "token", "forward")]
 
 
 class TunedRule(BaseModel):

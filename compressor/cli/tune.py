@@ -26,7 +26,7 @@ def tune(
         str, typer.Option(help="Models of configs/bench-shapes.yaml, comma-separated.")
     ] = "llama-7b",
     structures: Annotated[
-        str, typer.Option(help="Some of svd,monarch,blast,ks, and fp8: their products in float8.")
+        str, typer.Option(help="Some of svd,monarch,blast,ks, and fp8: layers in float8.")
     ] = "svd,monarch,blast,ks,fp8",
     dtype: Annotated[str, typer.Option(help="Some of bfloat16,float16,float32.")] = "bfloat16",
     quick: Annotated[

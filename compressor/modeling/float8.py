@@ -7,14 +7,17 @@ layers that read one input. Elsewhere weights are dequantized, which is said onc
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.settings import warn_once
+from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import is_traced, rows
+from blr.kernels.common.tables import Shape, prefers_dequantized
 from blr.kernels.fp8.op import (
     HALF,
     STRUCTURES,
@@ -47,12 +50,17 @@ class Held(NamedTuple):
 def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
 
+    Dequantized is, too, where the measured tables say that it is faster for so many tokens; not under
+    `torch.compile`, whose graphs are of any number.
+
     Args:
         layer: with `packing` in float8, `packed`, and `described`.
     """
     if (reason := hindrance(layer, x)) is not None:
         if reason:
             warn_once(f"float8 weights are dequantized at every product: {reason}")
+        return None
+    if is_slower(layer.packing, x):
         return None
     return product_of_rows(layer, x, shared_rows(layer, x), bias)
 
@@ -73,6 +81,24 @@ def structure_of(layer: Any) -> str:
 def is_float8(layer: Any) -> bool:
     """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
+
+
+def is_slower(packing: QuantizedSpec, x: Tensor) -> bool:
+    """Whether a layer so packed was measured to be faster dequantized for inputs like x."""
+    if torch.compiler.is_compiling():
+        return False
+    n = x.numel() // x.shape[-1]
+    return prefers_dequantized(*known_by(packing.of), n, x.dtype, x.device)
+
+
+@cache
+def known_by(spec: Spec) -> tuple[str, Shape]:
+    """What tables know a layer with float8 factors of `spec` by."""
+    blocks, rank = getattr(spec, "blocks", 1), 0
+    if spec.structure in FOLDERS:
+        rank = spec.shapes()["U"][-1]
+    shape = Shape(spec.in_features, spec.out_features, blocks, rank)
+    return FOLDERS.get(spec.structure, spec.structure), shape
 
 
 def prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:

@@ -1,8 +1,9 @@
 """Norms and activations that round to float8 what they make. Shipped inside every checkpoint.
 
-In a block with float8 weights, a norm, a GELU or the gate of an MLP is one kernel that writes its result
-and the result in float8: layers that read it find the rows there (`float8.leave_rows`). Under
-`torch.compile` the native module makes the result, which the compiler drops if only its rows are read.
+In a block with float8 weights a norm, a GELU or the gate of an MLP is one kernel that writes its result
+and the result in float8: layers that read it find the rows there (`float8.leave_rows`). So is the norm
+of the embeddings, which the first block reads. Under `torch.compile` the native module makes the
+result, which the compiler drops if only its rows are read.
 
 What a module computes is asked of itself, on a few numbers, and not of its name.
 """
@@ -21,9 +22,11 @@ from blr.compressor.modeling.float8 import (
     count_readers,
     hindrance,
     is_float8,
+    is_slower,
     leave_rows,
     product_of_rows,
 )
+from blr.compressor.structures.specs import QuantizedSpec
 from blr.kernels.common.registration import is_traced, rows
 from blr.kernels.fp8.op import HALF, fp8_device, fp8_rows, fp8_rows_and
 from blr.kernels.fp8.reference import MAKES
@@ -31,6 +34,7 @@ from blr.kernels.fp8.reference import MAKES
 GATED = {"swiglu": nn.functional.silu, "geglu": lambda x: nn.functional.gelu(x, approximate="tanh")}
 ACTIVATIONS = ("gelu", "gelu_tanh")
 BLOCK = re.compile(r"^.*?\.\d+(?=\.|$)")  # the module path of a layer of the model
+EMBEDDINGS = "embeddings"  # what modules are called whose norm the first block reads
 SMALL = 8  # features of what modules are asked for
 CLOSE = 1e-5
 
@@ -38,19 +42,20 @@ CLOSE = 1e-5
 class Float8Maker(Extension):
     """Mixin before a norm or an activation.
 
-    float8_make: of `reference.MAKES`. float8_eps: of a norm. float8_widths: features of the inputs that
-    layers with float8 weights in its block read.
+    float8_make: of `reference.MAKES`. float8_eps: of a norm. float8_readers: what a layer with float8
+    weights in its block is packed as, by the features of the inputs that it reads.
     """
 
     float8_make: str
     float8_eps: float
-    float8_widths: frozenset[int]
+    float8_readers: dict[int, QuantizedSpec]
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As of the module, and its rows."""
         compute: Any = super().forward  # type: ignore[misc]
         gain, shift = getattr(self, "weight", None), getattr(self, "bias", None)
-        if args or kwargs or x.shape[-1] not in self.float8_widths or not _rounds(x, gain, shift):
+        reader = self.float8_readers.get(x.shape[-1])
+        if args or kwargs or reader is None or not _rounds(x, gain, shift) or is_slower(reader, x):
             return compute(x, *args, **kwargs)
         given = (rows(x), self.float8_make, shift, gain, self.float8_eps)
         if torch.compiler.is_compiling():
@@ -74,7 +79,8 @@ class Float8Gate(Extension):
             return super().forward(x)  # type: ignore[misc]
         gate, up = self.gate_proj(x), self.up_proj(x)
         whole = type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype
-        if not whole or gate.requires_grad or up.requires_grad or hindrance(down, gate) is not None:
+        asked = gate.requires_grad or up.requires_grad
+        if not whole or asked or hindrance(down, gate) is not None or is_slower(down.packing, gate):
             return down(self.act_fn(gate) * up)
         made = fp8_rows(rows(gate), self.float8_make, rows(up))
         return product_of_rows(down, gate, made, down.bias)
@@ -84,18 +90,20 @@ def share_rows(model: nn.Module) -> None:
     """Let activations be rounded once for all layers with float8 weights that read them, by what makes
     them, if that is known."""
     count_readers(model)
-    widths: dict[str, set[int]] = {}
+    readers: dict[str, dict[int, QuantizedSpec]] = {}
     for name, layer in model.named_modules():
         if is_float8(layer) and (block := BLOCK.match(name)):
-            widths.setdefault(block[0], set()).add(layer.in_features)
+            readers.setdefault(block[0], {}).setdefault(layer.in_features, layer.packing)
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        block, gated = BLOCK.match(name), hasattr(modules[name.rpartition(".")[0]], "up_proj")
-        if block is not None and not gated and (read := widths.get(block[0])):
-            _equip(module, frozenset(read))
+        owner = name.rpartition(".")[0]
+        block, first = BLOCK.match(name), next(iter(readers), None)
+        home = block[0] if block else first if owner.endswith(EMBEDDINGS) else None
+        if home in readers and not hasattr(modules[owner], "up_proj"):
+            _equip(module, readers[home])
 
 
-def _equip(module: Any, widths: frozenset[int]) -> None:
+def _equip(module: Any, readers: dict[int, QuantizedSpec]) -> None:
     down = getattr(module, "down_proj", None)
     if down is not None and is_float8(down):
         if (make := _gate_of(module)) is not None:
@@ -104,7 +112,7 @@ def _equip(module: Any, widths: frozenset[int]) -> None:
     elif (found := _norm_of(module) or _activation_of(module)) is not None:
         extend(module, Float8Maker)
         module.float8_make, module.float8_eps = found
-        module.float8_widths = widths
+        module.float8_readers = readers
 
 
 def _rounds(x: Tensor, *others: Tensor | None) -> bool:

@@ -4,12 +4,14 @@ A table belongs to one GPU and is a list of rules, the most specific first; the 
 counts. A rule is a mapping of conditions, all optional, to a choice:
 
     structure   lowrank, monarch, blast or kronecker; fp8: one product in float8, inputs and outputs of
-                each of its blocks; token: a whole decoded token, of a model whose hidden size counts
+                each of its blocks; fp8_dense, fp8_lowrank, fp8_monarch or fp8_blast: a layer with
+                weights in float8; token: a whole decoded token, of a model whose hidden size counts
                 as inputs and outputs, n of its rows; forward: a forward pass likewise, n of its tokens
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
     variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
-                fp8 "library", or "tile" and its fields; for a token "graph" or "persistent"; for a
+                fp8 "library", or "tile" and its fields; for a layer with weights in float8 "float8",
+                or "dequantized", at every call; for a token "graph" or "persistent"; for a
                 forward pass "bounded", whose intermediates are within config's `mib` (`transient.py`)
     config      its keyword arguments, {} if left out
 
@@ -34,10 +36,14 @@ BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
 MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
 PRODUCT = "fp8"  # the structure of rules for one product in float8
+# That of rules for a layer with float8 weights, by the folder of its kernels or dense.
+FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
+DEQUANTIZED = "dequantized"
 # Forms of a structure that are products of the vendor's library alone: what ours must beat.
 PLAIN: dict[str, tuple[str, ...]] = {
     **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()},
     PRODUCT: ("library",),
+    **dict.fromkeys(FLOAT8.values(), ("float8",)),
 }
 DENSE = "dense"
 REFERENCE = "reference"
@@ -73,6 +79,14 @@ def product_choice(shape: Shape, n: int, device: torch.device) -> Choice | None:
     """What was measured for one product in float8, of n rows with `shape.inputs` numbers in each of
     `shape.blocks`: "library", or "tile" and its fields. None if nobody measured it."""
     return _product(shape, bucket(n), gpu_key(device))
+
+
+def prefers_dequantized(
+    structure: str, shape: Shape, n: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether a layer with float8 weights was measured to be faster for n tokens with its weights
+    dequantized and its inputs as they are. `structure`: a key of `FLOAT8`."""
+    return _dequantized(structure, shape, bucket(n), dtype, gpu_key(device))
 
 
 def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -132,6 +146,7 @@ def forget() -> None:
     """Read the tables again at the next choice."""
     _choose.cache_clear()
     _product.cache_clear()
+    _dequantized.cache_clear()
     tuned_rules.cache_clear()
 
 
@@ -150,6 +165,12 @@ def _choose(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) 
 def _product(shape: Shape, n: int, gpu: str) -> Choice | None:
     rule = first_match(tuned_rules(gpu), PRODUCT, shape, n, torch.bfloat16)
     return None if rule is None else (rule["variant"], dict(rule.get("config") or {}))
+
+
+@cache
+def _dequantized(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) -> bool:
+    rule = first_match(tuned_rules(gpu), FLOAT8[structure], shape, n, dtype)
+    return rule is not None and rule["variant"] == DEQUANTIZED
 
 
 def _holds(rule: Rule, structure: str, shape: Shape, n: int, dtype: torch.dtype) -> bool:

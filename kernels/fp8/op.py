@@ -15,13 +15,14 @@ from torch import Tensor
 
 from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.registration import register
+from blr.kernels.common.tables import FLOAT8
 from blr.kernels.fp8.reference import E4M3, Rows, Scales
 from blr.kernels.fp8.reference import layer as plain_layer
 from blr.kernels.fp8.reference import quantize_rows as plain_rows
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 HALF = (torch.bfloat16, torch.float16)
-STRUCTURES = ("dense", "lowrank", "monarch", "blast")
+STRUCTURES = tuple(FLOAT8)
 
 
 def fp8_device(device: torch.device) -> bool:

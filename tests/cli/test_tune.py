@@ -284,3 +284,36 @@ def test_products_in_float8_are_tuned_and_chosen(
     finally:
         monkeypatch.undo()
         dispatch.forget()
+
+
+def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float8 or dequantized: both arms check themselves, and a layer asks for its rule."""
+    monkeypatch.setattr(tune_float8, "fp8_device", lambda device: True)
+    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
+    layer = Layer("pico", "q", 256, 256, 2.0, {})
+    cases = list(tune_float8.layer_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
+    assert {(found.structure, n) for _, found, n in cases} == {
+        (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
+    }
+    for case, found, n in cases:
+        tuning.run(case, found, n)
+    assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
+    structure, shape = next((p.structure, p.shape) for p in tuning.points if p.shape.rank)
+    times = {8: (1.0, 0.5), 64: (1.0, 0.99), 256: (1.0, 2.0)}
+    points = [
+        Point(structure, shape, "bfloat16", n, {"float8": here, "dequantized": there})
+        for n, (here, there) in times.items()
+    ]
+    rules = rules_of(points, tune.known_candidates((16,)))
+    write_table(tmp_path / "cpu.yaml", table_text("cpu", "a test", rules))
+    monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
+    dispatch.forget()
+    try:
+        asked = shape, 5, torch.bfloat16, torch.device("cpu")
+        assert tables.prefers_dequantized("lowrank", *asked)
+        assert not tables.prefers_dequantized("dense", *asked)
+        found = [tables.prefers_dequantized("lowrank", shape, n, *asked[2:]) for n in (8, 64, 300)]
+        assert found == [True, False, False]  # a gain that may be noise is none
+    finally:
+        monkeypatch.undo()
+        dispatch.forget()

@@ -23,6 +23,7 @@ from transformers import (
 from blr.compressor.bench.prefilled import to_float8
 from blr.compressor.modeling import float8, float8_makers
 from blr.compressor.modeling.float8_makers import Float8Gate, Float8Maker
+from blr.kernels.common import tables
 from blr.kernels.fp8 import op
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -35,7 +36,7 @@ PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8, dtype=torch.bfloat16).view(2, 3, 8
 CASES: dict[str, tuple[Any, Any, Tensor, int, int]] = {
     "llama": (LlamaModel, LlamaConfig(**TEXT, num_key_value_heads=2), IDS, 2, 6),
     "gemma": (GemmaModel, GemmaConfig(**TEXT, num_key_value_heads=2, head_dim=8), IDS, 6, 2),
-    "bert": (BertModel, BertConfig(**TEXT), IDS, 4, 6),
+    "bert": (BertModel, BertConfig(**TEXT), IDS, 3, 7),
     "vit": (ViTModel, ViTConfig(**IMAGES), PIXELS, 3, 6),
 }
 
@@ -102,6 +103,24 @@ def test_rows_of_an_output_that_was_written_to_are_made_again(made: list[str]) -
     assert distance(layer.self_attn.q_proj(y), 2 * first) < 0.02 and made == ["rms", ""]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_rounded_where_dequantized_weights_are_faster(
+    name: str, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the measured tables: here for up to 16 tokens, in layers of every kind."""
+    rule = {"structure": "fp8_dense", "n": [1, 16], "variant": "dequantized"}
+    monkeypatch.setattr(tables, "tuned_rules", lambda gpu: [rule])
+    tables._dequantized.cache_clear()
+    plain, x = model_of(name), CASES[name][2]
+    few, many = x[:1], torch.cat([x] * 3)
+    expected, model = run(plain, few), to_float8(copy.deepcopy(plain))
+    assert distance(run(model, few), expected) < 0.1 and made == []
+    run(model, many)
+    assert sum(map(bool, made)) == CASES[name][4]
+    tables._dequantized.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_compiled_blocks_hold_only_what_is_read(name: str, made: list[str]) -> None:
     x, _, inside = CASES[name][2:]
@@ -149,6 +168,6 @@ def test_only_what_computes_so_is_taken_over() -> None:
     kinds = (Float8Maker, Float8Gate)
     models = [to_float8(model_of(name)) for name in CASES]
     found = [[m for m in model.modules() if isinstance(m, kinds)] for model in models]
-    assert [len(taken) for taken in found] == [6, 2, 6, 6]
+    assert [len(taken) for taken in found] == [6, 2, 7, 6]
     assert float8_makers._gate_of(Other()) is None
     assert {m.float8_make for m in found[1]} == {"geglu"}  # whose norm adds 1 to its gain
