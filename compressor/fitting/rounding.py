@@ -30,6 +30,7 @@ from blr.compressor.structures.base import FitOptions, relative_error, weighted_
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import from_rows, pack_factor, to_matrix, unpack_factor
+from blr.compressor.structures.pivoted import other_rows
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -38,6 +39,7 @@ from blr.compressor.structures.specs import (
     DenseSpec,
     LowRankSpec,
     MonarchSpec,
+    PivotedSpec,
     QuantizedSpec,
     Spec,
     stored_names,
@@ -200,6 +202,10 @@ def quantize_factors(
         dtype = scale_dtype or factors[name].dtype
         if name == LAST and _is_solved(spec):
             factor, stored = _solved(spec, back, product, metric, dtype)
+        elif metric is not None and isinstance(spec.of, PivotedSpec):
+            rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
+            stored, latent = _by_compensation(rows, metric.root, name, spec, dtype)
+            factor = from_rows(spec, name, latent)
         else:
             factor = exact[name]
             stored = _unsolved(spec, name, exact | back, metric, dtype)
@@ -247,8 +253,9 @@ def start_of(spec: BlastSpec) -> LowRankSpec:
 
 
 def _is_solved(spec: QuantizedSpec) -> bool:
-    """Whether U is solved for behind the other factors."""
-    return STRUCTURES[spec.structure].linear and spec.bits in SOLVED
+    """Whether U is solved for behind the other factors; of pivots always, whose errors it multiplies."""
+    known = STRUCTURES[spec.structure]
+    return known.linear and (known.pivots or spec.bits in SOLVED)
 
 
 def _turns(spec: QuantizedSpec) -> list[str]:
@@ -270,7 +277,10 @@ def _solved(
     Z = STRUCTURES[spec.structure].factorizer().right_factor(rounded, spec.of)  # [..., i, K]
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
-    left = solve_spd(normal, weight.unflatten(0, (*Z.shape[:-2], -1)) @ weighted)  # [..., o, K]
+    rows = weight.unflatten(0, (*Z.shape[:-2], -1))
+    if isinstance(spec.of, PivotedSpec):
+        rows = other_rows(weight, rounded)
+    left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
         return factor, _pack(spec, LAST, factor, dtype)
@@ -307,6 +317,8 @@ def _by_compensation(
     """What is stored of a factor that is packed as `matrix` [..., R, K], by GPTQ, and its latent
     weights; on a GPU in float32, for which there is a kernel."""
     matrix = matrix.float() if matrix.is_cuda else matrix
+    if spec.fp8:
+        return _float8(name, spec, matrix, root, dtype), matrix
     found = gptq(matrix, root.to(matrix), spec.bits, spec.group, dtype)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)

@@ -102,6 +102,16 @@ def _others(pivots: Tensor, rows: int) -> Tensor:
     return free.nonzero().flatten()
 
 
+def right_factor(tensors: dict[str, Tensor], spec: PivotedSpec) -> Tensor:
+    """Z [i, r] of ``W = P [Zᵀ; U Zᵀ]``."""
+    return tensors["V"]
+
+
+def other_rows(weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Rows [o - r, i] of `weight` [o, i] that U makes, in its order."""
+    return weight[tensors["places"].argsort()[tensors["V"].shape[-1] :]]
+
+
 def reconstruct(tensors: dict[str, Tensor], spec: PivotedSpec) -> Tensor:
     """The dense weight [o, i]."""
     rows = tensors["V"].mT

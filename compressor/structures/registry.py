@@ -64,7 +64,8 @@ class Structure:
     None where a chain of patterns takes the rank's place. `blocks` is the default number of blocks,
     None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
     can be factorized on their own. `linear`: every row of W is one of U times Zᵀ, with Z
-    ``right_factor`` of the factorizer, so that U can be solved for whatever the other factors are.
+    ``right_factor`` of the factorizer, so that U can be solved for whatever the other factors are; of
+    `pivots` every row that is none.
     `iterated` says that solvers take rounds, `pivots` that r of the outputs are those of the first
     product, which spares r² parameters, `tuned` that there are kernels to choose from.
     """
@@ -133,7 +134,15 @@ STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
         Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, linear=True, iterated=False),
-        Structure(PivotedSpec, ("closed-form",), _pivoted, iterated=False, pivots=True, tuned=False),
+        Structure(
+            PivotedSpec,
+            ("closed-form",),
+            _pivoted,
+            linear=True,
+            iterated=False,
+            pivots=True,
+            tuned=False,
+        ),
         Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, linear=True),
         Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, linear=True),
         Structure(KroneckerSpec, ("hierarchical",)),

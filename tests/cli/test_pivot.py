@@ -156,7 +156,7 @@ def test_a_calibrated_fit_is_that_of_svd_with_pivots(dense: Path, sample: Path, 
     for name, settings in {
         "svd": {},
         "pivot": {"pivot": True},
-        "packed": {"pivot": True, "refit": 4, "quantize": "int4", "group": 32},
+        "packed": {"pivot": True, "refit": 4, "quantize": "int2", "group": 32},
     }.items():
         recipe = make_recipe(**known, **settings)
         compress(dense, recipe, tmp_path / name, given, Progress(quiet=True))
