@@ -1,7 +1,8 @@
 """Low-rank layers as pairs of `nn.Linear`, everything else dense: for tools that look for linear layers.
 
 Quantizers, adapters and servers that replace `nn.Linear` take both halves of a pair. The folder needs
-two short Python files, since no model of transformers has pairs.
+two short Python files, since no model of transformers has pairs. Layers that hold pivot rows become
+pairs where both factors together are smaller than the weight.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from blr.compressor.export.options import ExportOptions
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.reload import check_fits
-from blr.compressor.export.tensors import plan_tensors
+from blr.compressor.export.tensors import plan_tensors, whole_factors
 from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
-from blr.compressor.structures.specs import LowRankSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import LowRankSpec, Spec
 
 CARD = """# {name}, in plain linear layers by blr
 
@@ -84,9 +85,10 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 
 
 def is_pair(spec: Spec) -> bool:
-    """Whether a layer is two matrices: low rank that is not in groups, packed or not."""
-    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
-    return isinstance(plain, LowRankSpec) and plain.groups == 1
+    """Whether a layer becomes two matrices: low rank that is not in groups, packed or not."""
+    whole = whole_factors(spec)
+    small = whole.parameters < whole.dense_parameters or spec.structure == LowRankSpec.structure
+    return isinstance(whole, LowRankSpec) and whole.groups == 1 and small
 
 
 def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:
@@ -100,5 +102,5 @@ def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | No
 
 def _sizes(spec: Spec) -> dict[str, int]:
     """What `modeling/plain.py` makes a pair from."""
-    (out_features, rank), (in_features, _) = spec.shapes()["U"], spec.shapes()["V"]
-    return {"in_features": in_features, "out_features": out_features, "rank": rank}
+    rank = spec.shapes()["V"][-1]
+    return {"in_features": spec.in_features, "out_features": spec.out_features, "rank": rank}

@@ -21,10 +21,12 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.quoting import quote
+from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of
 from blr.compressor.structures.specs import (
     SCALE,
     CorrectedSpec,
+    PivotedSpec,
     QuantizedSpec,
     Spec,
     Stored,
@@ -87,15 +89,17 @@ class Tensors:
         self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
     ) -> None:
         """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
-        packed one at its scale."""
+        packed one at its scale, of pivot rows with the rows of U that are theirs."""
         part = entry.name.removeprefix(f"{module}.")
-        factor = part.removesuffix(SCALE)
-        if not spec.quantized:
+        factor, whole = part.removesuffix(SCALE), whole_factors(spec)
+        if factor not in LINEAR:
+            return  # comes with its scale, or with U
+        shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
+        if not spec.quantized and whole.shapes()[factor] == spec.shapes()[factor]:
             self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
-        elif part != factor:
-            shape = tuple(spec.shapes()[factor][axis] for axis in LINEAR[factor])
-            make = partial(_unpacked, source, module, spec, factor, TORCH_NAMES[dtype])
-            self._made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
+            return
+        make = partial(_unpacked, source, module, spec, factor, TORCH_NAMES[dtype])
+        self._made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
 
     def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
         entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
@@ -251,9 +255,18 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
 
 
+def whole_factors(spec: Spec) -> Spec:
+    """The low rank in two whole factors that a pair is, as it would be stored plainly."""
+    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
+    return plain.low_rank() if isinstance(plain, PivotedSpec) else plain
+
+
 def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
     tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
-    return factors_of(spec, tensors, getattr(torch, dtype))[factor].permute(LINEAR[factor])
+    found = factors_of(spec, tensors, getattr(torch, dtype))
+    if spec.structure == PivotedSpec.structure:
+        found = to_low_rank(found)
+    return found[factor].permute(LINEAR[factor])
 
 
 def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str) -> Tensor:

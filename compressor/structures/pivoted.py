@@ -53,6 +53,13 @@ def from_low_rank(left: Tensor, right: Tensor) -> dict[str, Tensor]:
     return {"U": coefficients.to(left), "V": rows.to(left), "places": places}
 
 
+def to_low_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """U [o, r] and V [i, r] of the same function: U has rows of the identity for pivots."""
+    U, V = tensors["U"], tensors["V"]
+    one = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device)
+    return {"U": torch.cat((one, U)).index_select(0, tensors["places"]), "V": V}
+
+
 def strong_pivots(basis: Tensor, bound: float = BOUND) -> tuple[Tensor, Tensor]:
     """Rows of `basis` that all others are small multiples of, and these multiples.
 
