@@ -37,7 +37,7 @@ def sweep(
         typer.Option("--eval", help="Text file that losses are measured on; repeatable."),
     ],
     methods: Annotated[
-        str | None, typer.Option(help="Structures, as svd,blast,auto.", show_default=METHODS)
+        str | None, typer.Option(help="Structures, as svd,svd-pivot,blast,auto.", show_default=METHODS)
     ] = None,
     cf: Annotated[
         str, typer.Option(help="Compression factors of structures alone, as 1.5,2.", show_default="none")

@@ -20,15 +20,17 @@ from math import exp, gcd, log, sqrt
 
 from blr.compressor.errors import UsageError
 from blr.compressor.planning.assign import Task, nearest_blocks
+from blr.compressor.planning.budget import Item
 from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, find_gpu, layer_time
-from blr.compressor.recipe.schema import AUTO, LayerMethod, Recipe
+from blr.compressor.recipe.schema import AUTO, PIVOTED, LayerMethod, Recipe
 from blr.compressor.structures.patterns import PENALTIES, choose_patterns, predicted_log_error
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 # (method, blocks) to predicted loss over low rank's: ln(ppl/12.10), svd 277.5 | 44.4 sequential.
 # Plain: Monarch 1378 (b=4), BLAST 131.7 (b=4) and 130.2 (b=16), b=8 between. Calibrated: Monarch
-# 54.3, BLAST 100 rounds 22.06 (b=16) and 24.1 (b=8), b=4 continued from these.
+# 54.3, BLAST 100 rounds 22.06 (b=16) and 24.1 (b=8), b=4 continued from these. Pivots: 20.63 where low
+# rank with ranks by sensitivity has 25.26 (LOG, 2026-11-23).
 LOSS: dict[str, dict[tuple[LayerMethod, int], float]] = {
     "plain": {
         ("svd", 1): 1.0,
@@ -39,6 +41,7 @@ LOSS: dict[str, dict[tuple[LayerMethod, int], float]] = {
     },
     "calibrated": {
         ("svd", 1): 1.0,
+        (PIVOTED, 1): 0.73,
         ("monarch", 4): 1.16,
         ("blast", 4): 0.61,
         ("blast", 8): 0.53,
@@ -89,10 +92,11 @@ def _candidates(
     found: dict[tuple[LayerMethod, int], tuple[Spec, float]] = {}
     few = task.settings.rounds is not None and task.settings.rounds < ROUNDS
     for (method, blocks), loss in known_losses(o, i, calibrated).items():
-        if method == "blast" and few:
+        if (method == "blast" and few) or (method == PIVOTED and task.settings.heads != "whole"):
             continue
         trial = _with(task, method, blocks, "")
-        rank = int(o * i / (factor * trial.cost)) // trial.step * trial.step
+        item = Item(trial.size, trial.cost, trial.step, pivots=trial.structure.pivots)
+        rank = int(item.rank_of(o * i / factor)) // trial.step * trial.step
         if rank:
             found[method, blocks] = (trial.spec(rank), loss)
     try:

@@ -93,11 +93,11 @@ def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
 def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
     """The kernels of a structured layer for `tokens` inputs.
 
-    Low rank: two products, with pivots the second of what is no pivot. Monarch: two batched products
-    around n·b·r numbers. BLAST: two batched products and between them the mix with S, which reads and
-    writes n·b·r numbers; for one token it is the prologue of the second product. Kronecker-sparse: one
-    fused kernel a factor. Packed weights are unpacked as they are read; a correction is a layer of its
-    own.
+    Low rank: two products; with pivots the second of what is no pivot, and a gather of all outputs.
+    Monarch: two batched products around n·b·r numbers. BLAST: two batched products and between them the
+    mix with S, which reads and writes n·b·r numbers; for one token it is the prologue of the second
+    product. Kronecker-sparse: one fused kernel a factor. Packed weights are unpacked as they are read; a
+    correction is a layer of its own.
     """
     if isinstance(spec, CorrectedSpec):
         for _, part in spec.parts():
@@ -117,7 +117,8 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
     elif isinstance(spec, PivotedSpec):
         U, V = (prod(shape) for shape in spec.shapes().values())
         yield Kernel(n * i + V + n * spec.rank, n * V)
-        yield Kernel(n * spec.rank + U + n * o, n * U)
+        yield Kernel(n * spec.rank + U + n * (o - spec.rank), n * U)
+        yield Kernel(2 * n * o, 0)
     elif isinstance(spec, MonarchSpec | BlastSpec):
         inner, rank = n * spec.blocks * spec.rank, spec.rank
         mix = spec.blocks * spec.blocks * rank if isinstance(spec, BlastSpec) else 0

@@ -12,14 +12,15 @@ from blr.compressor.recipe.idle import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 
 NONE = "none"
+PIVOT = "-pivot"  # behind a method: held by pivot rows
 
 
 @dataclass(frozen=True)
 class Grid:
     """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
-    corrections by `methods` of each of `bases` in each of `ranks`; and `plain` quantization, which they
-    have to beat. All of it with each of so many minutes of healing (0: none), and with each of several
-    seeds."""
+    corrections by `methods`, but those with pivots, of each of `bases` in each of `ranks`; and `plain`
+    quantization, which they have to beat. All of it with each of so many minutes of healing (0: none),
+    and with each of several seeds."""
 
     methods: tuple[str, ...]
     cfs: tuple[float, ...]
@@ -55,12 +56,15 @@ class Point:
     @property
     def options(self) -> list[str]:
         """Of `blr compress`."""
-        found = [
-            part
-            for name, value in self.settings
-            for part in (f"--{name}", f"{value:g}" if isinstance(value, float) else str(value))
-        ]
+        found = [part for setting in self.settings for part in _option(*setting)]
         return found + ([f"--heal={self.heal:g}"] if self.heal else [])
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """A setting as it is typed."""
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
 
 
 def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
@@ -124,13 +128,19 @@ def _structured(grid: Grid) -> Iterator[Point]:
     for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
         stored = () if kind == NONE else (("quantize", kind),)
         suffix = "" if kind == NONE else f"-{kind}"
-        yield Point(
-            f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (("method", method), ("cf", cf), *stored)
-        )
+        form = _form(method)
+        yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
+
+
+def _form(method: str) -> tuple[tuple[str, Any], ...]:
+    """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
+    plain = method.removesuffix(PIVOT)
+    return (("method", plain), *((("pivot", True),) if plain != method else ()))
 
 
 def _corrected(grid: Grid) -> Iterator[Point]:
-    for base, method, rank in product(grid.bases, grid.methods, grid.ranks):
+    methods = [method for method in grid.methods if not method.endswith(PIVOT)]
+    for base, method, rank in product(grid.bases, methods, grid.ranks):
         settings = (("base", base), ("method", method), ("rank", rank))
         yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
 
