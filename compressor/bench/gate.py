@@ -48,7 +48,8 @@ def expect(
     `last` for x [i, n]."""
     x = x.mT if last else x
     rows = torch.linspace(0, len(x) - 1, min(ROWS, len(x)), device=x.device).round().long()
-    return Expected(rows, reference(x[rows].double(), *(w.double() for w in weights)), last)
+    wide = (w.double() if w.is_floating_point() else w for w in weights)
+    return Expected(rows, reference(x[rows].double(), *wide), last)
 
 
 def check(y: Tensor, expected: Expected, limit: float) -> float:

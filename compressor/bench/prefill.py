@@ -25,9 +25,10 @@ from blr.compressor.bench.timing import spread
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.progress import Progress
+from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
 DENSE, COMPILED = "dense", "compiled"
-SHAPE_ARMS = tuple(arm + kind for arm in (DENSE, *STRUCTURES) for kind in ("", f"-{FP8}"))
+SHAPE_ARMS = (DENSE, *STRUCTURES, *(f"{name}-{FP8}" for name in FLOAT8))
 FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.

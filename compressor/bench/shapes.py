@@ -14,6 +14,7 @@ from math import lcm
 from typing import Any
 
 from blr.compressor.errors import UsageError
+from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, Form
 from blr.compressor.structures.specs import (
@@ -82,7 +83,7 @@ def specs_for(
 
     Args:
         layer: shape and published ranks.
-        structures: names out of `TUNED`.
+        structures: names out of `STRUCTURES`.
         blocks: b of Monarch and BLAST; none: the published b, for BLAST also 4, 8 and 16, for
             Monarch 16 where nothing is published. Those that do not divide the layer are left out.
         cf: compression factor in place of the published one.
@@ -115,16 +116,17 @@ def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
     if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
     step, form = blocks if entry.stepped else 1, Form(i, o, blocks)
-    cost = entry.of_rank(form, step).parameters // step
+    cost = i + o if entry.pivots else entry.of_rank(form, step).parameters // step
     published = layer.published_rank(structure, blocks) if cf == layer.cf else None
-    return entry.of_rank(form, published or _rank(layer, cf, cost, step))
+    item = Item(i * o, cost, step, pivots=entry.pivots)
+    return entry.of_rank(form, published or _rank(layer, cf, item))
 
 
-def _rank(layer: Layer, cf: float, cost: int, step: int = 1) -> int:
-    """The largest rank within the budget that is a multiple of 16 and `step`, below 16 of `step`."""
-    exact = layer.in_features * layer.out_features / (cf * cost)
+def _rank(layer: Layer, cf: float, item: Item) -> int:
+    """The largest rank within the budget that is a multiple of 16 and its step, below 16 of its step."""
+    exact, step = item.rank_of(item.size / cf), item.step
     if exact < step:
-        most = layer.in_features * layer.out_features / (cost * step)
+        most = item.size / item.least
         raise UsageError(
             f"cf {cf:g} leaves no rank for {layer.title}: the smallest rank has cf {most:.4g}; "
             "give a smaller --cf or fewer --blocks"

@@ -105,11 +105,18 @@ def gaussian(
 def random_factors(
     spec: Spec, precision: Precision, device: torch.device, seed: int
 ) -> tuple[Tensor, ...]:
-    """Factors whose product keeps the size of its input, in the order of the spec's shapes."""
-    return tuple(
+    """Factors whose product keeps the size of its input, and indices of any order, as of `spec`."""
+    factors = [
         gaussian(shape, _terms(name, shape), precision, device, seed + n)
         for n, (name, shape) in enumerate(spec.shapes().items())
-    )
+    ]
+    return (*factors, *(random_order(count, device) for (count,) in spec.indices().values()))
+
+
+def random_order(count: int, device: torch.device) -> Tensor:
+    """[count] int32, each number below `count` once."""
+    random = torch.Generator().manual_seed(count)
+    return torch.randperm(count, generator=random, dtype=torch.int32).to(device)
 
 
 def _terms(name: str, shape: Sequence[int]) -> int:
@@ -141,15 +148,15 @@ def our_call(structure: str) -> Call:
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
-    but for zeros behind ranks."""
+    but for zeros behind ranks; indices as they are."""
     from blr.kernels.common.layout import relaid, spaced, with_zeros
     from blr.kernels.common.orders import order_of
 
-    named = zip(spec.shapes(), factors, strict=True)
-    orders = [(f, order_of(spec.structure, name, f.dim())) for name, f in named]
-    width = laid_rank(spec)
+    named = dict(zip((*spec.shapes(), *spec.indices()), factors, strict=True))
+    orders = [(named[name], order_of(spec.structure, name, len(s))) for name, s in spec.shapes().items()]
+    indices, width = [named[name] for name in spec.indices()], laid_rank(spec)
     if width == getattr(spec, "rank", 0):
-        return tuple(relaid(f, order) for f, order in orders)
+        return (*(relaid(f, order) for f, order in orders), *indices)
     return tuple(with_zeros(spaced(f, order, width), width) for f, order in orders)
 
 
@@ -170,7 +177,8 @@ def our_variant(
     from blr.kernels.common.available import kernel_device
     from blr.kernels.common.tables import Shape, choose
 
-    if not kernel_device(torch.empty(0, dtype=precision.dtype, device=device)):
+    here = kernel_device(torch.empty(0, dtype=precision.dtype, device=device))
+    if not here or not STRUCTURES[spec.structure].tuned:
         return "reference"
     blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
     shape = Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))

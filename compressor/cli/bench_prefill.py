@@ -32,7 +32,7 @@ def prefill(
     arms: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: dense, lowrank, monarch, blast, each also with -fp8; for a "
+            help="Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a "
             "checkpoint, own.",
             show_default="all",
         ),

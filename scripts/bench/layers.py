@@ -4,13 +4,15 @@
     python scripts/bench/layers.py rules --json FILE… --table configs/tuned/h200.yaml
     python scripts/bench/layers.py host
     python scripts/bench/layers.py prompts [--compiled] [--tokens 512,2048,8192] [--arms dense,lowrank]
+    python scripts/bench/layers.py pivots [--cf 2] [--tokens 1,8,256,2048]
 
 `variants` times every form and every tile worth trying of a layer against the dense one, as `blr tune`
 does; with --warm K/N it only compiles the Kth part of them, for N processes at
 once. `rules` are those that follow from such runs, before the rules of the table that are of other
 numbers of tokens. `host` is the time
 of a call that the GPU does not fill, eager, without gradients. `prompts` are four layers of the
-Llama-3.1-8B shape; compiled ones take the form of operators that BLR_COMPILED names.
+Llama-3.1-8B shape; compiled ones take the form of operators that BLR_COMPILED names. `pivots` times low
+rank by pivot rows beside low rank of as many numbers and of the same rank (what --as plain makes of it).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor import tune
+from blr.compressor.bench.layers import LayerBench
 from blr.compressor.bench.precision import PRECISIONS
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer, specs_for
@@ -214,6 +217,25 @@ def short(label: str) -> str:
     return label.replace(" ", "")
 
 
+def pivots(tokens: list[int], cf: float, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of layers: dense, low rank and pivots of `cf`, low rank of the pivots' rank."""
+    bench, rows = LayerBench(HALF, Runner(torch.device(DEVICE), rounds)), []
+    for i, o in LAYERS:
+        layer = Layer("", f"{i}x{o}", i, o, cf, {})
+        low, held = specs_for(layer, ["svd", "pivoted"])
+        kinds = {"low rank": low, "pivots": held, "same rank": held.low_rank()}
+        for n in tokens:
+            arms = bench.case(layer, list(kinds.values()), n).arms()
+            bench.runner.run(arms, HALF)
+            found = {(arm.row.structure, arm.row.spec): arm.row for arm in arms if arm.row.arm == "ours"}
+            times = {name: found[spec.structure, spec.describe()].ms for name, spec in kinds.items()}
+            times["dense"] = next(arm.row.ms for arm in arms if arm.row.arm == "dense")
+            listed = "  ".join(f"{name} {1e3 * (ms or float('nan')):.1f}" for name, ms in times.items())
+            print(f"{i}->{o} n={n} r={low.rank}, {held.rank}: us {listed}", flush=True)
+            rows.append({"in": i, "out": o, "n": n, "ranks": [low.rank, held.rank], "ms": times})
+    return rows
+
+
 def host() -> list[dict[str, Any]]:
     """Microseconds a call of small layers, by structure and number of tokens."""
     kinds: dict[str, nn.Module] = {"linear": nn.Linear(512, 512, bias=False)}
@@ -324,6 +346,7 @@ def main() -> None:
     given.add_argument("--arms", default="dense,lowrank,blast-b4,blast-b16,monarch-b16")
     given.add_argument("--compiled", action="store_true")
     given.add_argument("--rounds", type=int, default=5)
+    given.add_argument("--cf", type=float, default=2.0)
     given.add_argument("--seconds", type=float, default=1e9)
     given.add_argument("--json", type=Path, nargs="+", default=[])
     given.add_argument("--table", type=Path)
@@ -338,6 +361,8 @@ def main() -> None:
         rows = variants(tokens or [4, 16, 64, 256], args.warm, args.rounds, args.seconds, kept)
     elif args.part == "host":
         rows = host()
+    elif args.part == "pivots":
+        rows = pivots(tokens or [1, 8, 256, 2048], args.cf, args.rounds)
     else:
         rows = prompts(tokens or [512, 2048, 8192], args.arms.split(","), args.compiled, args.rounds)
     if kept:

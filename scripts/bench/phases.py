@@ -1,10 +1,11 @@
 """Times of the phases of a token, of a model of an 8B's layers but few of them, on one GPU.
 
     python scripts/bench/phases.py -o phases.json [--arms dense,lowrank,dense-int4] [--batches 1,4,8]
-        [--layers 4] [--old] [--seconds 60]
+        [--layers 4] [--old] [--seconds 60] [--cf 2]
 
-Logits are checked first against transformers in eager mode on the same weights. `--old` leaves skinny
-products out. "whole" is a token of 32 such layers: what the layers take, and what is left over once.
+Arms are dense, lowrank, pivoted, monarch, blast and corrected, with the bits behind. Logits are checked
+first against transformers in eager mode on the same weights. `--old` leaves skinny products out. "whole"
+is a token of 32 such layers: what the layers take, and what is left over once.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--arms", default="dense,lowrank,dense-int4,lowrank-int4,corrected-int2")
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cf", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--plain-from", type=int, help="rows from which plain weights are skinny")
@@ -70,7 +72,7 @@ def main() -> int:
     begun, rows = monotonic(), []
     subject = find_subject("8b")
     subject = type(subject)("8b", {**subject.settings, "num_hidden_layers": given.layers})
-    models = Models(subject, DEVICE, torch.bfloat16, 256)
+    models = Models(subject, DEVICE, torch.bfloat16, 256, given.cf)
     for arm in given.arms.split(","):
         for batch in map(int, given.batches.split(",")):
             if monotonic() - begun > given.seconds:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.subjects import random_order
 from blr.compressor.errors import UsageError
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.modeling.table import replace_layers
@@ -20,7 +21,7 @@ from blr.compressor.structures.specs import Spec
 from blr.kernels.common.orders import order_of
 from blr.kernels.quantized.formats import BITS
 
-STRUCTURES = {"lowrank": "svd", "monarch": "monarch", "blast": "blast"}
+STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "blast": "blast"}
 OWN = "own"  # a checkpoint as it is
 CORRECTED = "corrected"  # dense weights in few bits and a low-rank correction
 FEW_BITS = {f"int{bits}": bits for bits in BITS}
@@ -116,7 +117,7 @@ class Models:
 
         if self.subject.folder is None:
             raise UsageError(
-                f"{self.subject.name} is a shape, its arms are of dense, lowrank, monarch or blast; "
+                f"{self.subject.name} is a shape, its arms are of dense or a structure; "
                 "arms of a model's own need a checkpoint folder"
             )
         dtype = str(self.dtype).removeprefix("torch.")
@@ -165,10 +166,14 @@ def share_ends(model: Any, embedding: nn.Module, head: nn.Module) -> None:
 
 
 def fill(model: Any, device: torch.device) -> None:
-    """Allocate what is on the meta device and fill it: weights with unit gain, gains with 1."""
+    """Allocate what is on the meta device and fill it: weights with unit gain, gains with 1, indices in
+    some order."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("RotaryEmbedding"):
             continue
+        if isinstance(module, StructuredLinear):
+            for name, (count,) in module.spec.indices().items():
+                setattr(module, name, random_order(count, device))
         for name, tensor in list(module._parameters.items()):
             if tensor is not None and tensor.is_meta:
                 std = _deviation(module, name, tensor)

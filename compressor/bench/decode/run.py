@@ -158,8 +158,8 @@ class DecodeBench:
         fitting = [arm for arm in arms if (arm.structure == OWN) == (subject.folder is not None)]
         if not fitting:
             raise UsageError(
-                f"none of the arms fits {subject.name}: a shape takes dense, lowrank, monarch and "
-                "blast, a checkpoint takes hf-own and ours-own"
+                f"none of the arms fits {subject.name}: a shape takes dense and the structures, "
+                "a checkpoint takes hf-own and ours-own"
             )
         return fitting
 

@@ -32,7 +32,7 @@ from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.progress import Progress
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
-ARMS = (*PLAIN, "ours-dense-kv8")
+ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
 PICO = {"models": ["pico"], "contexts": [6], "steps": 3, "rounds": 2, "blocks": 4, "device": "cpu"}
 
 
