@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from blr.compressor.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
 
-AGAIN = "run the same command again, it resumes"
+AGAIN = "run the same command again"
 OTHERS = "another program changed the output or its partial folder, run the same command again"
 ROOTED = "a mount point or in use, which no finished folder can be renamed to; choose another --output"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,12 +39,18 @@ _OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 @contextmanager
-def storage_errors(folder: Path, needed: int | None = None, own: Path | None = None) -> Iterator[None]:
+def storage_errors(
+    folder: Path,
+    needed: int | None = None,
+    own: Path | None = None,
+    resumes: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """Turn operating-system errors while writing under `folder` into errors with a remedy.
 
     `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
-    whose path does not begin with `own` (`folder` if None) pass. The safetensors library reports
-    its own without a number: its text is searched.
+    whose path does not begin with `own` (`folder` if None) pass. `resumes` says whether the same command
+    would find work of this one. The safetensors library reports its own without a number: its text is
+    searched.
     """
     try:
         yield
@@ -54,7 +60,7 @@ def storage_errors(folder: Path, needed: int | None = None, own: Path | None = N
         code = _number(error, own or folder)
         if code is None:
             raise
-        raise _translated(code, folder, needed) from error
+        raise _translated(code, folder, needed, resumes()) from error
 
 
 def shortage(error: OSError, place: object) -> CapabilityError | None:
@@ -95,12 +101,13 @@ def _number(error: Exception, own: Path) -> int | None:
     return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
 
 
-def _translated(code: int, folder: Path, needed: int | None) -> BlrError:
+def _translated(code: int, folder: Path, needed: int | None, resumes: bool) -> BlrError:
     kind, remedy = _WRITING.get(code, _OTHER)
     if code in FULL:
         room = f"about {needed} bytes there" if needed else "more room"
         remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
-    return kind(f"{folder}: {_said(code)}; {remedy}")
+    goes_on = ", it resumes" if resumes and remedy.endswith(AGAIN) else ""
+    return kind(f"{folder}: {_said(code)}; {remedy}{goes_on}")
 
 
 def _said(code: int) -> str:

@@ -171,7 +171,7 @@ class Workspace:
         Raises StorageError before it for less room (if `check`), and for what the system then says.
         """
         parent = self.output.parent
-        with storage_errors(parent, needed, self.output):
+        with storage_errors(parent, needed, self.output, self._holds_work):
             if check:
                 check_space(parent, needed - self.used_bytes())
             yield

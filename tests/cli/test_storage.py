@@ -54,11 +54,20 @@ def test_file_limit(
     full = killer.run(*command, cwd=tmp_path, file_limit=limit)
     assert full.code == 6 and full.fits == fits
     assert re.fullmatch(r"blr: error: \S+: file too large; .* about \d{6,7} bytes .*\n", full.stderr)
+    assert ("it resumes" in full.stderr) == (fits > 1), "the first layer was not stored"
     assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("*.tmp"))
     done = killer.run(*command, cwd=tmp_path)
     assert done.code == 0 and full.fits + done.fits <= LAYERS + 1
     assert files(tmp_path / "out") == expected
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_export_that_starts_over_is_not_said_to_resume(
+    killer: Killer, dense: Path, tmp_path: Path
+) -> None:
+    full = killer.run("export", dense, "-o", "out", "-q", cwd=tmp_path, file_limit=60_000)
+    assert full.code == 6 and full.stderr.endswith("run the same command again\n"), full.stderr
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
