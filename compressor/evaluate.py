@@ -52,6 +52,17 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Te
     return torch.tensor(ids)
 
 
+def fitting_window(model: Any, most: int) -> int:
+    """`most` tokens, or as many as the model has positions for."""
+    return min(most, _context(model) or most)
+
+
+def _context(model: Any) -> int | None:
+    """Positions that the model has, if there is a limit."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    return limit
+
+
 @torch.inference_mode()
 def perplexity(
     model: Any, ids: Tensor, window: int, stride: int, batch: int, progress: Progress
@@ -62,9 +73,10 @@ def perplexity(
     has it beyond its first position, so with stride = window each window's first token is not
     scored, and with a smaller stride every token has at least `window − stride` before it.
     """
-    limit = getattr(model.config, "max_position_embeddings", None) or window
+    limit = _context(model) or window
     if window > limit:
-        raise InputError(f"window {window} is longer than the model's context of {limit}")
+        remedy = "take a shorter one, or leave --window out"
+        raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
     check_ids(model, ids)
     stride = min(stride, window)
     starts = list(range(0, max(len(ids) - window, 0) + 1, stride))

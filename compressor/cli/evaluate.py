@@ -10,8 +10,10 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
+    WINDOW,
     Checkpoint,
     Device,
+    EvalWindow,
     Format,
     FormatOption,
     Offline,
@@ -49,7 +51,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, callback=values.count, help="Documents a task at most.")
     ] = None,
-    window: Annotated[int, typer.Option(min=2, callback=values.count, help="Tokens a window.")] = 512,
+    window: EvalWindow = None,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -79,8 +81,9 @@ def evaluate(
     if not (text or tasks or sts) or (sts and (text or tasks)):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
     _refuse_idle("--tasks", tasks, tasks_path=tasks_path, shots=shots, limit=limit)
-    if stride is not None and stride > window:
-        raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {window}")
+    if stride is not None and stride > (window or WINDOW):
+        most = window or WINDOW
+        raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {most}")
     _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
@@ -106,7 +109,8 @@ def evaluate(
     texts = []
     for path in text or ():
         ids = library.read_tokens(path, tokenizer, max_tokens)
-        found = library.perplexity(model, ids, window, stride or window, batch, progress)
+        size = window or library.fitting_window(model, WINDOW)
+        found = library.perplexity(model, ids, size, stride or size, batch, progress)
         texts.append({"text": str(path), **asdict(found)})
     if len(texts) == 1:
         result = {key: value for key, value in texts[0].items() if key != "text"}

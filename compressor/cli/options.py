@@ -11,6 +11,8 @@ import typer
 from blr.compressor.cli import values
 from blr.compressor.quoting import printable
 
+WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
+
 
 class Format(StrEnum):
     """How results are printed."""
@@ -46,6 +48,15 @@ Gpus = Annotated[
         max=64,
         help="Processes to start on this host, one a GPU (on a CPU: with --device cpu).",
         show_default="1",
+    ),
+]
+EvalWindow = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        callback=values.count,
+        help="Tokens a window of the texts.",
+        show_default=f"{WINDOW}, or the model's most",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]

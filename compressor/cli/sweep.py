@@ -11,6 +11,7 @@ from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     Blocks,
     Device,
+    EvalWindow,
     Exclude,
     Format,
     FormatOption,
@@ -85,9 +86,7 @@ def sweep(
     ] = "0",
     include: Include = None,
     exclude: Exclude = None,
-    window: Annotated[
-        int, typer.Option(min=2, callback=values.count, help="Tokens a window of --eval.")
-    ] = 512,
+    window: EvalWindow = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=2, callback=values.count, help="Only the first tokens of each text."),
@@ -132,7 +131,8 @@ def sweep(
     common = {k: v for k, v in given.items() if v is not None}
     recipes = points_of(grid, common, calibration is not None)
     offline_too = ("--offline",) if offline else ()
-    tokens = () if max_tokens is None else ("--max-tokens", str(max_tokens))
+    judging = (("--window", window), ("--max-tokens", max_tokens))
+    tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
     with stop_on_signals() as running:
         running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
@@ -142,7 +142,7 @@ def sweep(
             common=common,
             calibration=calibration,
             more=offline_too,
-            evaluate=("--window", str(window), *tokens, *offline_too),
+            evaluate=(*tokens, *offline_too),
             device=device,
             jobs=jobs,
             keep=keep,
