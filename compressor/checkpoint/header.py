@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.regular import open_regular, parse_json, read_exactly, refuse
+from blr.compressor.checkpoint.regular import (
+    POINTER,
+    open_regular,
+    parse_json,
+    read_exactly,
+    refuse,
+    refuse_pointer,
+)
 from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.quoting import quote
 
@@ -130,7 +137,9 @@ def _size(file: io.FileIO, path: Path) -> int:
 def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:
     if size < 8:
         refuse(path, f"{size} bytes", "a safetensors file of at least 8 bytes")
-    length = int.from_bytes(read_exactly(file, path, 0, 8), "little")
+    start = read_exactly(file, path, 0, min(size, len(POINTER)))
+    refuse_pointer(path, start)
+    length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
         refuse(path, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES}")
     if length > size - 8:

@@ -20,6 +20,7 @@ from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
+POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
 
 def refuse(path: Path, found: str, expected: str, remedy: str = DAMAGED) -> NoReturn:
@@ -47,6 +48,12 @@ def open_regular(path: Path) -> io.FileIO:
         file.close()
         refuse(path, "a FIFO or device", "a regular file", "replace it by the file")
     return file
+
+
+def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
+    """Raises `InputError` where a file that begins with `start` is a pointer of Git LFS."""
+    if start.startswith(POINTER):
+        refuse(path, "a pointer of Git LFS", "the file itself", "fetch it by `git lfs pull`")
 
 
 def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
@@ -83,8 +90,9 @@ def read_whole(path: Path, limit: int) -> bytearray:
     Raises InputError: as `open_regular`, or a larger file.
     """
     with open_regular(path) as file:
-        size = check_size(path, file, limit)
-        return read_exactly(file, path, 0, size)
+        data = read_exactly(file, path, 0, check_size(path, file, limit))
+    refuse_pointer(path, data)
+    return data
 
 
 def read_start(path: Path, count: int = 1 << 15) -> str:

@@ -17,6 +17,7 @@ from blr.compressor.checkpoint.config import check_counts, read_config
 from blr.compressor.checkpoint.extras import MODULE_WEIGHTS, Extras, find_extras
 from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
 from blr.compressor.checkpoint.library import TRANSFORMERS, Library, kind_of, library_of
+from blr.compressor.checkpoint.mistaken import in_place_of
 from blr.compressor.checkpoint.regular import (
     inside,
     open_regular,
@@ -250,4 +251,6 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 
 def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> None:
     looked = f"config.json with {names.single}, {names.index} or {names.pickle}"
-    refuse(folder, found, f"a Hugging Face checkpoint ({looked})", "check the path")
+    instead, remedy = in_place_of(folder) or ("", "check the path")
+    found = f"{found} but {instead}" if instead else found
+    refuse(folder, found, f"a Hugging Face checkpoint ({looked})", remedy)

@@ -64,6 +64,8 @@ def resolve_model(
         if stream:
             raise UsageError(f"--stream: {model} is a local folder; leave it out")
         return Found(_model_in(folder), printable(folder.resolve().name))
+    if os.path.islink(folder):
+        raise InputError(f"{quote(model, 160)[1:-1]}: a link to nothing; expected a checkpoint folder")
     repository = short_names().get(model.lower(), model)
     if not REPOSITORY.fullmatch(repository) or model.startswith((".", "/", "~")):
         raise InputError(

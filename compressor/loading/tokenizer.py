@@ -14,7 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.regular import check_size, inside, open_regular, refuse
+from blr.compressor.checkpoint.regular import (
+    POINTER,
+    check_size,
+    inside,
+    open_regular,
+    read_exactly,
+    refuse,
+    refuse_pointer,
+)
 from blr.compressor.errors import CapabilityError
 from blr.compressor.quoting import quote
 
@@ -79,6 +87,7 @@ def check_tokenizer(folder: Path, text: str = "") -> None:
     path = inside(folder, "tokenizer.json")
     with open_regular(path) as file:
         size = check_size(path, file, MAX_BYTES)
+        refuse_pointer(path, read_exactly(file, path, 0, min(size, len(POINTER))))
     probe = (PROBE + RUNS + text[:SAMPLE]).encode("utf-8", "replace")
     done = _run(path, size, probe)
     if done.returncode == UNREADABLE and _brings_code(folder):

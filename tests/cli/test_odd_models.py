@@ -180,3 +180,25 @@ def test_hints_of_code_do_not_travel(limited: Limited, model: Path) -> None:
 def test_hints_by_key(key: str) -> None:
     kept = inert({key: HINTS[key], "a": [{key: HINTS[key]}]}, {"rope_parameters"})
     assert "evil" not in json.dumps(kept)
+
+
+# --- What is not what it seems --------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_git_lfs_left_behind(limited: Limited, model: Path) -> None:
+    (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\nsize 12345\n")
+    refused(limited.run("generate", "model", "the", cwd=model.parent), 4, "a pointer of Git LFS")
+
+
+def test_a_link_to_nothing_is_no_name_of_the_hub(limited: Limited, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "gone").symlink_to("nowhere")
+    refused(limited.run("plan", "models/gone", cwd=tmp_path), 4, "models/gone: a link to nothing")
+
+
+def test_windows_are_as_long_as_a_short_model_has_positions(limited: Limited, model: Path) -> None:
+    """Unless they are asked for."""
+    (model.parent / "t.txt").write_text(TEXT)
+    command = ("eval", "model", "--text", "t.txt", "--format", "json")
+    assert json.loads(limited.run(*command, cwd=model.parent).out)["window"] == 64
+    refused(limited.run(*command, "--window", "65", cwd=model.parent), 4, "leave --window out")
