@@ -48,7 +48,7 @@ class Twin:
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
         if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
-            factors = {name: part.parameter.detach() for name, part in self.parts.items()}
+            factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
             return round_factors(factors, self.spec, metric, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():

@@ -25,6 +25,7 @@ from blr.compressor.heal.additions import extended, product_of, raised
 from blr.compressor.heal.card import healed_card
 from blr.compressor.heal.compose import dense_weight
 from blr.compressor.heal.pair import Pair, structured_layers
+from blr.compressor.heal.reading import metric_of
 from blr.compressor.heal.run import METRICS
 from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name
@@ -43,16 +44,36 @@ KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
 
 
+Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
+
+
+def packed_layers(pair: Pair, source: Source, inputs: dict[str, Tensor]) -> Packed:
+    """Of every layer in few bits, on the CPU. `inputs`: of `read_inputs`, for those in float8."""
+    found: Packed = {}
+    for layer in pair.student.config.blr["layers"]:
+        name = module_name(pair.student, layer)
+        twin, x = pair.twins.get(name), inputs.get(name)
+        if twin is not None:
+            dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
+            widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
+            metric = None if x is None else metric_of(x, pair.device)
+            found[layer] = {n: t.cpu() for n, t in twin.stored(widest, metric).items()}
+    return found
+
+
 def store_trained(
-    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str
+    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
 ) -> dict[str, TensorEntry]:
     """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has; weights
     and factors with what was added to them.
 
+    Args:
+        packed: of `packed_layers`.
+
     Raises NumericsError for values that such a dtype does not hold.
     """
     source = checkpoint.source
-    tensors = _packed(pair, source)
+    tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     for entry in source.entries.values():
         owner, _, leaf = entry.name.rpartition(".")
         master = pair.masters.get(f"{module_name(pair.student, owner)}.{leaf}")
@@ -94,18 +115,6 @@ def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
     return found
 
 
-def _packed(pair: Pair, source: Source) -> dict[str, Tensor]:
-    """What is stored of layers in few bits, by name."""
-    found: dict[str, Tensor] = {}
-    for layer in pair.student.config.blr["layers"]:
-        twin = pair.twins.get(module_name(pair.student, layer))
-        if twin is not None:
-            dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
-            widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
-            found |= {f"{layer}.{n}": t.cpu() for n, t in twin.stored(widest).items()}
-    return found
-
-
 def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
     """The output's tensors in the order of `source`."""
     return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
@@ -121,14 +130,15 @@ def reader(source: Source, journal: Journal) -> Any:
 
 
 @torch.no_grad()
-def new_errors(pair: Pair, records: dict[str, Any]) -> dict[str, Any]:
+def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
     """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
     the teacher has a weight of that name to compare with."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, record in records.items():
         name = module_name(pair.student, stored)
-        weight, ours = getattr(theirs.get(name), "weight", None), _weight(pair, name)
+        weight = getattr(theirs.get(name), "weight", None)
+        ours = _weight(pair, name, packed.get(stored))
         if weight is not None and ours is not None and weight.numel() == ours.numel():
             weight = weight.mT if isinstance(theirs[name], Conv1D) else weight
             product = product_of(pair.masters, name)
@@ -139,24 +149,29 @@ def new_errors(pair: Pair, records: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _weight(pair: Pair, name: str) -> Tensor | None:
+def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
     """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
-    if twin := pair.twins.get(name):
-        return restored(twin.spec, twin.stored(torch.float32), torch.float32)
+    if packed is not None:
+        held = {n: t.to(pair.device) for n, t in packed.items()}
+        return restored(pair.twins[name].spec, held, torch.float32)
     layer = structured_layers(pair.student).get(name)
     return None if layer is None else dense_weight(layer)
 
 
 def small_files(
-    checkpoint: Checkpoint, pair: Pair, facts: dict[str, Any], log: list[dict[str, Any]]
+    checkpoint: Checkpoint,
+    pair: Pair,
+    packed: Packed,
+    facts: dict[str, Any],
+    log: list[dict[str, Any]],
 ) -> dict[str, bytes | Path]:
     """Everything but weights and manifest: name to contents, or file to carry over.
 
-    `facts` is what the card says of the training (`card.py`).
+    `packed` is of `packed_layers`, `facts` what the card says of the training (`card.py`).
     """
     folder = checkpoint.source.folder
     specs = new_specs(pair, checkpoint)
-    records = new_errors(pair, _json(folder / LAYERS))
+    records = new_errors(pair, _json(folder / LAYERS), packed)
     grown = {m: (s, s.parameters / checkpoint.specs[m].parameters) for m, s in specs.items()}
     records |= {m: _grown(records[m], *found) for m, found in grown.items() if m in records}
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}

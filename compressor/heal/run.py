@@ -287,14 +287,17 @@ class Job:
     def _write(self, pair: Pair, data: Data, read: str, check: Check) -> None:
         from blr.compressor.checkpoint.shards import assign_shards
         from blr.compressor.heal import output
+        from blr.compressor.heal.reading import read_inputs
         from blr.compressor.output.produce import Contents, produce
 
         workspace, source = self.workspace, self.checkpoint.source
         key = layer_key(output=[read, data.digest])
-        trained = output.store_trained(pair, self.checkpoint, workspace.journal, key)
+        inputs = {} if self.options.fsdp else read_inputs(pair, data.take(0))
+        packed = output.packed_layers(pair, source, inputs)
+        trained = output.store_trained(pair, self.checkpoint, workspace.journal, key, packed)
         shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
         assert self.state is not None
-        files = output.small_files(self.checkpoint, pair, self.facts, self.state.log)
+        files = output.small_files(self.checkpoint, pair, packed, self.facts, self.state.log)
         contents = Contents(shards, output.reader(source, workspace.journal), files)
         facts = {**self._origin(), "input_sha256": read}
         produce(workspace, contents, check, lambda: facts, self.progress)
