@@ -1,13 +1,13 @@
 """From a weight to what is stored of it in few bits: dense, structured, and dense with a correction.
 
 Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
-factors weighted by its diagonal; else each to the nearest level of scales that are searched. Factors in
-float8 are rotated (`turning.py`) and rounded behind compensation, each in the metric of what it
-multiplies. Of 4 bits
-and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight and the
-rounded Z by least squares, and rounded behind compensation too, so that one term makes good what another
-loses. A correction starts from Q and S in turn, each what the other leaves:
-LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
+factors weighted by its diagonal; else each to the nearest level of scales that are searched, and so are
+dense weights in float8, which gain nothing by compensation (scripts/LOG.md). Factors in float8 are
+rotated (`turning.py`) and rounded behind compensation, each in the metric of what it multiplies. Of 4
+bits and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight
+and the rounded Z by least squares, and rounded behind compensation too, so that one term makes good what
+another loses. A correction starts from Q and S in turn, each what the other leaves: LoftQ (arXiv
+2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
 
 Beside integers stand the numbers that were rounded (`latent_name`), from which training goes on.
 """
@@ -141,19 +141,15 @@ def round_factors(
     if not isinstance(spec.of, DenseSpec):
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
-    if metric is not None:
-        return _compensated(factors["weight"], spec, metric, dtype)
-    return quantize_dense(factors["weight"], spec, dtype).tensors
-
-
-def _compensated(
-    weight: Tensor, spec: QuantizedSpec, metric: Metric, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """A dense weight by GPTQ."""
-    if spec.fp8:
-        return _float8("weight", spec, weight, metric.root, dtype)
-    stored, latent = _by_compensation(weight, metric.root, "weight", spec, dtype)
+    if metric is None or spec.fp8:
+        return quantize_dense(factors["weight"], spec, dtype).tensors
+    stored, latent = _by_compensation(factors["weight"], metric.root, "weight", spec, dtype)
     return stored | {latent_name("weight"): latent}
+
+
+def is_rounded_behind(spec: Spec) -> bool:
+    """Whether what is stored of trained factors depends on what the layer reads."""
+    return isinstance(spec, QuantizedSpec) and spec.fp8 and not isinstance(spec.of, DenseSpec)
 
 
 def quantize_dense(

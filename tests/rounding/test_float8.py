@@ -15,7 +15,6 @@ from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
-    DenseSpec,
     LowRankSpec,
     MonarchSpec,
     QuantizedSpec,
@@ -77,12 +76,12 @@ def test_u_is_rounded_for_what_v_makes_of_the_inputs(spec: Spec) -> None:
     assert (mine - expected).norm() < TOLERANCES[torch.float64] * expected.norm()
 
 
-@pytest.mark.parametrize("of", [DenseSpec(96, 64), *PLAIN], ids=lambda s: s.structure)
+@pytest.mark.parametrize("of", PLAIN, ids=lambda s: s.structure)
 def test_statistics_of_the_inputs_take_errors_off_layers(of: Spec) -> None:
     x, weight = _inputs(), torch.randn(64, 96, dtype=torch.float64)
     gram, spec = x.mT @ x / 400, QuantizedSpec(of, 8, 0, fp8=True)
-    fitted = plain_fit(gram=gram)(weight, of) if not isinstance(of, DenseSpec) else {"weight": weight}
-    exact = restored(of, fitted, torch.float64) if not isinstance(of, DenseSpec) else weight
+    fitted = plain_fit(gram=gram)(weight, of)
+    exact = restored(of, fitted, torch.float64)
     lost = []
     for metric in (None, Metric(gram)):
         stored = round_layer(weight, spec, metric, torch.float64, lambda w, s: fitted)
@@ -90,7 +89,7 @@ def test_statistics_of_the_inputs_take_errors_off_layers(of: Spec) -> None:
     assert lost[1] < 0.9 * lost[0]
 
 
-@pytest.mark.parametrize("of", [DenseSpec(96, 64), *PLAIN], ids=lambda s: s.structure)
+@pytest.mark.parametrize("of", PLAIN, ids=lambda s: s.structure)
 def test_what_is_trained_is_rounded_for_its_inputs_too(of: Spec) -> None:
     x, spec = _inputs(), QuantizedSpec(of, 8, 0, fp8=True)
     gram = x.mT @ x / 400
