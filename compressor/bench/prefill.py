@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
 from blr.compressor.bench.prefilled import FP8, Encoders, Prefilled, find_any, known_encoders
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
-from blr.compressor.bench.stopping import Stopped, stoppable
+from blr.compressor.bench.stopping import Stopped
 from blr.compressor.bench.timing import spread
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import float_dtype, pick_device
+from blr.compressor.bench.whole import WholeModels
+from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
@@ -33,7 +33,6 @@ FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
 LIMITS = {"": 0.1, FP8: 0.6}
-CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to time
 
 
 @dataclass(frozen=True)
@@ -61,43 +60,18 @@ class PrefillOptions:
 
 
 @dataclass
-class PrefillBench:
-    """One run; `report` has the rows so far."""
+class PrefillBench(WholeModels):
+    """One run."""
 
     options: PrefillOptions
-    report: Report
-    progress: Progress
-    device: torch.device = field(init=False)
-    dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = pick_device(self.options.device)
-        self.dtype = float_dtype(self.options.dtype)
+        super().__post_init__()
         self.subjects = [(s, self._arms(s)) for s in map(find_any, self.options.models)]
-        large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
-        if self.device.type == "cpu" and large:
-            raise CapabilityError(
-                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
-                "time --models pico or a checkpoint folder here"
-            )
+        widths = [(s.name, s.settings.get("hidden_size", 0)) for s, _ in self.subjects]
+        self.refuse_large(widths, "time --models pico or a checkpoint folder")
         given = self.options.compiling
         self.compiling = self.device.type == "cuda" if given is None else given
-
-    def run(self) -> int:
-        """Time everything. Returns 0, or 128 + N if signal N ended the run early."""
-        begun = perf_counter()
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else "cpu"
-        self.report.machine = {"device": str(self.device), "name": name}
-        try:
-            with stoppable(), torch.no_grad():
-                self._run_all(begun)
-        except Stopped as stop:
-            self.report.stopped = stop.name
-            return 128 + stop.number
-        finally:
-            self.report.seconds = perf_counter() - begun
-        return 0
 
     def _arms(self, subject: Subject) -> list[str]:
         known = SHAPE_ARMS if subject.folder is None else FOLDER_ARMS
@@ -108,15 +82,13 @@ class PrefillBench:
             raise UsageError(f"none of the arms fits {subject.name}: expected {', '.join(known)}")
         return arms
 
-    def _run_all(self, begun: float) -> None:
+    def run_all(self) -> None:
         with self.progress.layers(len(self.subjects) * len(self.options.tokens), "timing") as starting:
             for subject, arms in self.subjects:
                 models = self._models(subject)
                 for tokens in self.options.tokens:
                     title = f"{subject.name} {tokens} tokens"
-                    limit = self.options.seconds
-                    if limit is not None and perf_counter() - begun > limit:
-                        self.report.stopped = f"the seconds were spent before {title}"
+                    if self.is_over(title):
                         return
                     starting(title)
                     self.report.rows += self._case(models, arms, tokens)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from time import perf_counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,10 +34,9 @@ from blr.compressor.bench.decode.models import (
     weight_bytes,
 )
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, DecodeRow, Report
-from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import float_dtype, pick_device
+from blr.compressor.bench.whole import WholeModels
+from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
 from blr.compressor.runtime.modes import MODES, OPS
 
@@ -87,22 +85,14 @@ class DecodeOptions:
     seconds: float | None = None
 
 
-CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to time
-
-
 @dataclass
-class DecodeBench:
-    """One run; `report` has the rows so far."""
+class DecodeBench(WholeModels):
+    """One run."""
 
     options: DecodeOptions
-    report: Report
-    progress: Progress
-    device: torch.device = field(init=False)
-    dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = pick_device(self.options.device)
-        self.dtype = float_dtype(self.options.dtype)
+        super().__post_init__()
         for name, value, known in (
             ("mode", self.options.mode, MODES),
             ("ops", self.options.ops, ("auto", *OPS)),
@@ -110,29 +100,11 @@ class DecodeBench:
             if value not in known:
                 raise UsageError(f"{name} {value!r}: expected one of {', '.join(known)}")
         self.subjects = [(s, self._arms(s)) for s in map(find_subject, self.options.models)]
-        large = [s.name for s, _ in self.subjects if s.settings.get("hidden_size", 0) > CPU_WIDTH]
-        if self.device.type == "cpu" and large:
-            raise CapabilityError(
-                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
-                "time --models pico or a checkpoint folder here"
-            )
+        widths = [(s.name, s.settings.get("hidden_size", 0)) for s, _ in self.subjects]
+        self.refuse_large(widths, "time --models pico or a checkpoint folder")
         self.copy_tbps: float | None = None
 
-    def run(self) -> int:
-        """Time everything. Returns 0, or 128 + N if signal N ended the run early."""
-        begun = perf_counter()
-        try:
-            with stoppable(), torch.no_grad():
-                self._measure_machine()
-                self._run_all(begun)
-        except Stopped as stop:
-            self.report.stopped = stop.name
-            return 128 + stop.number
-        finally:
-            self.report.seconds = perf_counter() - begun
-        return 0
-
-    def _run_all(self, begun: float) -> None:
+    def run_all(self) -> None:
         shapes = [(c, b) for c in self.options.contexts for b in self.options.batches]
         with self.progress.layers(len(self.subjects) * len(shapes), "timing") as starting:
             for subject, arms in self.subjects:
@@ -143,9 +115,7 @@ class DecodeBench:
                 )
                 for context, batch in shapes:
                     title = f"{subject.name} context {context} batch {batch}"
-                    limit = self.options.seconds
-                    if limit is not None and perf_counter() - begun > limit:
-                        self.report.stopped = f"the seconds were spent before {title}"
+                    if self.is_over(title):
                         return
                     starting(title)
                     self.report.rows += self._case(models, arms, context, batch)
@@ -269,11 +239,11 @@ class DecodeBench:
             if base is not None and row.ms is not None:
                 row.speedup = base / row.ms
 
-    def _measure_machine(self) -> None:
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else "cpu"
-        self.report.machine = {"device": str(self.device), "name": name, "copy_tbps": None}
-        if cuda:
+    def measure_machine(self) -> None:
+        """And how fast it copies."""
+        super().measure_machine()
+        self.report.machine["copy_tbps"] = None
+        if self.device.type == "cuda":
             from blr.compressor.bench.ceilings import measure_ceilings
 
             torch.cuda.set_device(self.device.index or 0)

@@ -17,17 +17,15 @@ from blr.compressor.bench.memory.models import Subject, dense_model, find_subjec
 from blr.compressor.bench.memory.predict import DENSE, FLASHSVD, NAIVE, OURS, predicted
 from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, MemoryRow, Report
-from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.timing import spread
+from blr.compressor.bench.whole import WholeModels
 from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
 # Relative error of our results against the unbounded ones on the same weights: both round every
 # intermediate of a dozen layers in the same places, sums may differ in their order.
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-CPU_WIDTH = 512
 MIB = 1 << 20
 
 
@@ -55,54 +53,27 @@ class MemoryOptions:
 
 
 @dataclass
-class MemoryBench:
-    """One run; `report` has the rows so far."""
+class MemoryBench(WholeModels):
+    """One run."""
 
     options: MemoryOptions
-    report: Report
-    progress: Progress
-    device: torch.device = field(init=False)
-    dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = pick_device(self.options.device)
-        self.dtype = float_dtype(self.options.dtype)
+        super().__post_init__()
         self.subjects = [find_subject(name) for name in self.options.models]
         for arm in self.options.arms:
             bound_of(arm)
-        large = [subject.name for subject in self.subjects if subject.width > CPU_WIDTH]
-        if self.device.type == "cpu" and large:
-            raise CapabilityError(
-                f"{large[0]} on the CPU would take hours: expected a CUDA GPU; "
-                "measure --models pico-bert,pico-llama here"
-            )
+        widths = [(subject.name, subject.width) for subject in self.subjects]
+        self.refuse_large(widths, "measure --models pico-bert,pico-llama")
 
-    def run(self) -> int:
-        """Measure everything. Returns 0, or 128 + N if signal N ended the run early."""
-        begun = perf_counter()
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else "cpu"
-        self.report.machine = {"device": str(self.device), "name": name}
-        try:
-            with stoppable(), torch.no_grad():
-                self._run_all(begun)
-        except Stopped as stop:
-            self.report.stopped = stop.name
-            return 128 + stop.number
-        finally:
-            self.report.seconds = perf_counter() - begun
-        return 0
-
-    def _run_all(self, begun: float) -> None:
+    def run_all(self) -> None:
         cases = [(s, keep) for s in self.subjects for keep in self.options.keeps]
         with self.progress.layers(len(cases) * len(self.options.pairs), "measuring") as starting:
             for subject, keep in cases:
                 models = Arms(subject, keep, self.options.per_head, self.device, self.dtype)
                 for batch, length in self.options.pairs:
                     title = f"{subject.name} at {keep:.0%}, {batch} x {length}"
-                    limit = self.options.seconds
-                    if limit is not None and perf_counter() - begun > limit:
-                        self.report.stopped = f"the seconds were spent before {title}"
+                    if self.is_over(title):
                         return
                     starting(title)
                     self.report.rows += self._case(models, batch, length)
