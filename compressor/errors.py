@@ -69,3 +69,9 @@ class VerifyError(BlrError):
     """An output does not match its manifest."""
 
     exit_code = 10
+
+
+def kind_of_error(code: int) -> type[BlrError]:
+    """The kind of error that another process of `blr` ended with, CapabilityError for any other code."""
+    kinds = (UsageError, InputError, OutputError, StorageError, NumericsError, HubError)
+    return next((kind for kind in kinds if kind.exit_code == code), CapabilityError)

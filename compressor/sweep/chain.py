@@ -12,7 +12,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.manifest import MANIFEST
-from blr.compressor.errors import CapabilityError
+from blr.compressor.errors import kind_of_error
 from blr.compressor.sweep.folder import Folder, read_json
 from blr.compressor.sweep.launch import Command
 
@@ -65,14 +65,14 @@ class PointChain:
     def ended(self, code: int) -> None:
         """Note the end of the command.
 
-        Raises CapabilityError where it was the dense model's: nothing can be judged.
+        Raises an error of its kind where it was the dense model's: nothing can be judged.
         """
         self.done += 1
         found = read_json(self._out)
         if code:
             self.failure = str(found.get("error") or self._last_words(code))
             if self.compress is None:
-                raise CapabilityError(f"the dense model cannot be judged: {self.failure}")
+                raise kind_of_error(code)(f"the dense model cannot be judged: {self.failure}")
         elif self.done == 2:
             self.folder.write(f"points/{self.name}.json", self._record(found))
             self.tidy()

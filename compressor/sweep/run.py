@@ -65,8 +65,8 @@ def sweep(
         JSON-ready: `points` that were made, `failed` ones with the reason, the names of the `frontier`.
 
     Raises:
-        UsageError, InputError, OutputError: before anything is made. CapabilityError, as soon as it is
-        known: the dense model cannot be evaluated, so that nothing can be judged.
+        UsageError, InputError, OutputError: before anything is made. What `blr eval` ends with, as soon
+        as it is known: the dense model cannot be evaluated, so that nothing can be judged.
     """
     check_apart(output, folder)
     source, gpu = open_source(folder), find_gpu(settings.gpu)
