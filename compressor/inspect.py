@@ -30,6 +30,8 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
     Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
     """
+    if not folder.is_dir():
+        raise InputError(f"{quote(folder, 160)[1:-1]}: no such folder; give one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
         config = _read(folder / "config.json")

@@ -106,21 +106,23 @@ def evaluate(
     if sts is not None:
         head = read_sentences(folder)
         result = asdict(library.sts_spearman(model, tokenizer, sts, batch, progress, head))
-    texts = []
-    for path in text or ():
-        ids = library.read_tokens(path, tokenizer, max_tokens)
+    if text:
         size = window or library.fitting_window(model, WINDOW)
-        found = library.perplexity(model, ids, size, stride or size, batch, progress)
-        texts.append({"text": str(path), **asdict(found)})
-    if len(texts) == 1:
-        result = {key: value for key, value in texts[0].items() if key != "text"}
-    elif texts:
-        result = {"texts": texts}
+        tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text]
+        found = [library.perplexity(model, ids, size, stride or size, batch, progress) for ids in tokens]
+        result = _of_texts(text, [asdict(each) for each in found])
     if tasks:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         asked = harness.Asked(names, tasks_path, shots, limit)
         result |= asdict(harness.run_tasks(model, tokenizer, asked, batch))
     print_result(result, _text, format)
+
+
+def _of_texts(paths: list[Path], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result on one text, or those on several."""
+    if len(found) == 1:
+        return found[0]
+    return {"texts": [{"text": str(p), **each} for p, each in zip(paths, found, strict=True)]}
 
 
 def _refuse_idle(owner: str, given: object, **options: object) -> None:

@@ -111,7 +111,7 @@ def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
         empty = empty and not line.strip()
         yield line
     if empty:
-        raise InputError(f"{name}: empty; expected calibration text")
+        raise InputError(f"{name}: empty; expected text; give a file that holds some")
 
 
 def _json_lines(name: str, lines: Iterator[str]) -> Iterator[str]:
