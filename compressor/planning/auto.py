@@ -29,11 +29,12 @@ from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 # (method, blocks) to predicted loss over low rank's: ln(ppl/12.10), svd 277.5 | 44.4 sequential.
 # Plain: Monarch 1378 (b=4), BLAST 131.7 (b=4) and 130.2 (b=16), b=8 between. Calibrated: Monarch
-# 54.3, BLAST 100 rounds 22.06 (b=16) and 24.1 (b=8), b=4 continued from these. Pivots: 20.63 where low
-# rank with ranks by sensitivity has 25.26 (LOG, 2026-11-23).
+# 54.3, BLAST 100 rounds 22.06 (b=16) and 24.1 (b=8), b=4 continued from these. Pivots | low rank:
+# plain 141.2 | 272.2 of 14.75, calibrated, ranks by sensitivity, 20.63 | 25.26 (LOG, 2026-11-23).
 LOSS: dict[str, dict[tuple[LayerMethod, int], float]] = {
     "plain": {
         ("svd", 1): 1.0,
+        (PIVOTED, 1): 0.775,
         ("monarch", 4): 1.51,
         ("blast", 4): 0.762,
         ("blast", 8): 0.76,

@@ -106,9 +106,14 @@ def test_auto_loses_no_more_than_the_best_single_method(
     assert all("predicted loss" in layer.rule for layer in plans[0].layers)
 
 
-def test_auto_takes_no_blast_that_is_hardly_fitted(tmp_path: Path) -> None:
-    plan = planned("llama-3.1-8b", make_recipe(method="auto", rounds=5), tmp_path)
-    assert {layer.spec.structure for layer in plan.layers} == {"svd"}
+@pytest.mark.parametrize(("heads", "attention"), [("whole", "pivoted"), ("per-head", "svd")])
+def test_auto_takes_no_blast_that_is_hardly_fitted(heads: str, attention: str, tmp_path: Path) -> None:
+    """But pivots, which hold whole layers."""
+    recipe = make_recipe(method="auto", rounds=5, heads=heads, cf=1.5)
+    plan = planned("llama-3.1-8b", recipe, tmp_path)
+    found = {layer.layer.type: layer.spec.structure for layer in plan.layers}
+    assert {found[name] for name in ("q_proj", "o_proj")} == {attention}
+    assert plan.cf == pytest.approx(1.5, rel=0.01)
 
 
 @pytest.mark.parametrize("sizes", [(896, 128), (384, 1000), (12, 36)])
