@@ -51,29 +51,24 @@ def serve() -> None:
 
 
 def warm_up() -> None:
-    """Import all that a command imports, one that fails included, and make the files that travel."""
+    """Do once what commands do: what is imported, read and made on first use is there in every fork."""
     import torch
-    import transformers.generation.utils
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    from exporting import compress_to, export_to
+    from pico import save_pico
 
+    import blr.compressor.architectures
     import blr.compressor.cli
     import blr.compressor.cli.compress
-    import blr.compressor.compress
     import blr.compressor.errors
     import blr.compressor.evaluate
-    import blr.compressor.export.export
-    import blr.compressor.fitting.factorize
     import blr.compressor.generate
-    import blr.compressor.loading.load
-    import blr.compressor.loading.vendor
-    import blr.compressor.modeling.exported
-    import blr.compressor.output.check
-    import blr.compressor.output.produce
-    import blr.compressor.planning.plan
 
     torch.set_num_threads(1)
     blr.compressor.cli.command()
-    blr.compressor.loading.vendor.vendored_files()
+    blr.compressor.architectures.families()
+    with tempfile.TemporaryDirectory() as folder:
+        dense = save_pico("llama-tied", Path(folder) / "dense")
+        export_to(compress_to(dense, Path(folder) / "small"), Path(folder) / "exported")
     try:
         blr.compressor.cli.compress.compress("/nowhere", output=Path("/tmp/nowhere"))
     except blr.compressor.errors.InputError:
