@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from limited import Limited
 from pico import save_pico
 from running import Run
 from safetensors.torch import load_file, save_file
@@ -32,13 +32,13 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *fragments: str) 
 
 
 @pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+def compressed(limited: Limited, tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """tiny-llama compressed by BLAST at CF 1.25."""
-    folder = tmp_path_factory.mktemp("compressed") / "out"
-    command = [Path(sys.executable).with_name("blr"), "compress", tiny, "-o", folder]
+    folder = tmp_path_factory.mktemp("compressed")
     options = ["--method", "blast", "--cf", "1.25", "--rounds", "5"]
-    subprocess.run([*map(str, command), *options], check=True, capture_output=True, timeout=PATIENCE)
-    return folder
+    done = limited.run("compress", tiny, "-o", "out", *options, cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "out"
 
 
 def test_help_and_version_load_no_torch() -> None:

@@ -8,15 +8,14 @@ import os
 import shutil
 import socketserver
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import bare
 import pytest
 from diffusers_folders import save_diffusion
 from hubs import COMMIT, Environment, online, recorded
-from patience import PATIENCE
 from pico import save_pico
 
 from blr.compressor.checkpoint.ownership import write_marker
@@ -39,10 +38,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def blr(environment: Environment, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The command with sockets forbidden."""
-    return subprocess.run(
-        [sys.executable, "-c", NO_SOCKETS, *map(str, arguments)],
-        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE},
-    )
+    return bare.run(NO_SOCKETS, *arguments, cwd=folder, env=environment)
 
 
 def put_in_cache(dense: Path, home: Path) -> None:

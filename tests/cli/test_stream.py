@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import bare
 import pytest
 from hubs import COMMIT, Environment, Hub, online, recorded
 from limited import Limited, refused
-from patience import PATIENCE
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 
@@ -100,10 +98,7 @@ main()
 def streamed(environment: Environment, folder: Path, *options: str) -> tuple[int, str]:
     """Exit code and the last line that is said."""
     asked = ("compress", "who/pico", "-o", "out", "--stream", "-q", "--no-check", *options)
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL, *asked],
-        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE},
-    )
+    done = bare.run(SMALL, *asked, cwd=folder, env=environment)
     assert done.returncode == 0 or done.stderr.splitlines()[-1].startswith("blr: error: "), done.stderr
     return done.returncode, (done.stderr.splitlines() or [""])[-1]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import bare
 import pytest
 import torch
 import transformers
 from exporting import Invoke, compress_to, export_to
-from patience import PATIENCE
 from pico import inputs_for, save_pico
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
@@ -45,8 +43,7 @@ def test_any_tool_loads_it_and_computes_the_same(sources: dict[str, Path], tmp_p
     methods = [name for name in sources if name != "dense"]
     dtype = {"dtype": "float32"}  # so that products are not rounded to the factors' dtype
     made = [export_to(sources[m], tmp_path / m, kind="dense", **dtype) for m in methods]
-    command = [sys.executable, "-c", WITHOUT_BLR, *map(str, made)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    done = bare.run(WITHOUT_BLR, *made, cwd=tmp_path)
     assert done.returncode == 0 and "custom code" not in done.stdout + done.stderr, done.stderr
     for method, line in zip(methods, done.stdout.splitlines(), strict=True):
         name, ids, logits = json.loads(line)

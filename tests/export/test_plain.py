@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import bare
 import pytest
 import torch
 from exporting import Invoke, compress_to, export_to
-from patience import PATIENCE
 from pico import save_pico
 from processes import run_split
 from tolerances import TOLERANCES
@@ -62,8 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 def test_pairs_compute_the_same_where_blr_is_missing(
     made: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", WITHOUT_BLR, *(str(plain) for _, plain in made.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    done = bare.run(WITHOUT_BLR, *(plain for _, plain in made.values()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for (name, (source, _)), line in zip(made.items(), done.stdout.splitlines(), strict=True):
         linear, results = json.loads(line)

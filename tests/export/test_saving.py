@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import bare
 import pytest
 import torch
 import transformers
 from exporting import Invoke, compress_to, export_to
-from patience import PATIENCE
 from pico import save_pico
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -97,14 +95,7 @@ def doors(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_AND_WITH_BLR, *map(str, [folder, *(saved / k for k in KINDS)])],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        timeout=PATIENCE,
-    )
+    done = bare.run(WITHOUT_AND_WITH_BLR, folder, *(saved / k for k in KINDS), env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), folder
 

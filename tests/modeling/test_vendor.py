@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bare
 import pytest
 import torch
 from patience import PATIENCE
@@ -170,7 +171,7 @@ def test_every_file_can_be_imported_from_its_folder(contents: Contents | None, t
     for name, data in vendored_files(contents).items():
         (tmp_path / "flat" / name).write_bytes(data)
     modules = [name.removesuffix(".py") for name in vendored_files(contents)]
-    done = run_python(IMPORT_ALL, "blr", str(tmp_path), *modules)
+    done = bare.run(IMPORT_ALL, "blr", tmp_path, *modules)
     assert done.returncode == 0, done.stderr
 
 

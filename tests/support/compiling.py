@@ -7,15 +7,13 @@ tests' own process interprets kernels, which turns `@triton.jit` into something 
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
+import tempfile
 from typing import Any
 
-from patience import PATIENCE
+import bare
 
-# Reads the request, pickled, from standard input, answers with one JSON object on the last line.
+# Reads the request, pickled, from a file, answers with one JSON object on the last line.
 _CHILD = """
 import importlib, json, pickle, re, subprocess, sys, tempfile
 import triton
@@ -23,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-ask = pickle.load(sys.stdin.buffer)
+ask = pickle.load(open(sys.argv[1], "rb"))
 kernel = getattr(importlib.import_module(ask["module"]), ask["kernel"])
 while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):
     kernel = kernel.fn  # a heuristics or autotune wrapper
@@ -101,13 +99,9 @@ def compile_for(
     signature = {**signature, **dict.fromkeys(constexprs, "constexpr")}
     ask = {"module": module, "kernel": kernel, "signature": signature, "constexprs": constexprs}
     ask |= {"capability": capability, "divisible": divisible, "options": options}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        input=pickle.dumps(ask),
-        capture_output=True,
-        env=environment,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-9000:].decode()}"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(pickle.dumps(ask))
+        file.flush()
+        done = bare.run(_CHILD, file.name)
+    assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-9000:]}"
     return json.loads(done.stdout.splitlines()[-1])

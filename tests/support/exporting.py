@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from patience import PATIENCE
+import bare
 
 from blr.compressor.compress import Settings, compress
 from blr.compressor.export.export import export
@@ -52,18 +50,9 @@ def tokens_without_blr(
     """What copies of exports generate after `tokens` in a process that cannot import `blr`, by name."""
     scratch.mkdir()
     copies = {n: shutil.copytree(folder, scratch / n / "here") for n, folder in folders.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_BLR, json.dumps(tokens), *map(str, copies.values())],
-        capture_output=True,
-        text=True,
-        cwd=scratch,
-        stdin=subprocess.DEVNULL,
-        timeout=PATIENCE,
-        env={
-            **{"PATH": "", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"},
-            "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
-        },
-    )
+    environment = {"PATH": "", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
+    done = bare.run(WITHOUT_BLR, json.dumps(tokens), *copies.values(), cwd=scratch, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     return {name: found[str(copy)] for name, copy in copies.items()}

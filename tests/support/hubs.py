@@ -6,12 +6,11 @@ import hashlib
 import http.server
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import parse_qs
 
-from patience import PATIENCE
+import bare
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Environment = dict[str, str]
@@ -20,11 +19,8 @@ Environment = dict[str, str]
 def online(
     environment: Environment, folder: Path, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """The command as it is."""
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("blr")), *map(str, arguments)],
-        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": PATIENCE},
-    )
+    """The command as it is, in a process that finds the hub where `environment` has it."""
+    return bare.run(bare.MAIN, *arguments, cwd=folder, env=environment)
 
 
 def recorded(output: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""One process that has imported what most commands import, and forks for each command: most of what each
-would cost in a process of its own. Tests say what a job is through `Limited` or `Killer`."""
+"""Processes that have imported much, and fork for each job: most of what each would cost in a process of
+its own. The one here has compressed and exported; tests say what a job is through `Limited` or `Killer`.
+`bare.py` starts one that has imported torch alone."""
 
 from __future__ import annotations
 
@@ -8,22 +9,27 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+Answer = Callable[[dict[str, Any], Path], dict[str, Any]]  # to a job, with a folder that is removed then
 
 
 class Warm:
-    """The warm process, from the side of the tests; a context manager."""
+    """The process of a script that calls `serve`, from the side of the tests; a context manager."""
+
+    def __init__(self, script: str = __file__, **environment: str) -> None:
+        self.command, self.environment = [sys.executable, script], {**DEFAULTS, **environment}
 
     def __enter__(self) -> Warm:
         self.server = subprocess.Popen(
-            [sys.executable, __file__],
+            self.command,
             **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
-            env={**os.environ, **DEFAULTS},
+            env={**os.environ, **self.environment},
         )
         return self
 
@@ -31,19 +37,14 @@ class Warm:
         self.server.communicate(timeout=PATIENCE)
 
     def ask(self, kind: str, **job: Any) -> dict[str, Any]:
-        """What `answer` of the module `kind` says of a job, once it has ended."""
+        """What the answer named `kind` says of a job, once it has ended."""
         self.server.stdin.write(json.dumps({"kind": kind, **job}) + "\n")
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
 
-def serve() -> None:
+def serve(answers: dict[str, Answer]) -> None:
     """Answer jobs from standard input, one JSON object a line, until it is closed."""
-    import killer
-    import limited
-
-    answers = {"killer": killer.answer, "limited": limited.answer}
-    warm_up()
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryDirectory() as scratch:
@@ -77,4 +78,8 @@ def warm_up() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    import killer
+    import limited
+
+    warm_up()
+    serve({"killer": killer.answer, "limited": limited.answer})

@@ -1,0 +1,95 @@
+"""Runs Python code in forks of a process that has imported torch, and neither blr nor transformers.
+
+What they read of their environment as they are imported (where the hub is, where code of checkpoints is
+kept) is that of each run, and `blr` can be missing. Torch, most of the time that such a process takes to
+start, is imported once; how many threads it has is settled then, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from patience import PATIENCE
+from warm import Warm, serve
+
+MAIN = "from blr.compressor.cli import main; main()"
+
+
+def run(
+    code: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As ``python -c code *arguments`` in `cwd` with the environment `env`, by default this process's
+    without TRITON_INTERPRET; standard input is empty."""
+    given = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"} if env is None else env
+    argv = [*map(str, arguments)]
+    job = {"code": code, "argv": argv, "cwd": str(cwd or Path.cwd()), "env": dict(given)}
+    return subprocess.CompletedProcess(argv, **_server().ask("bare", **job))
+
+
+@cache
+def _server() -> Warm:
+    started = Warm(__file__, TRITON_INTERPRET="0").__enter__()
+    atexit.register(started.__exit__)
+    return started
+
+
+def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """On the side of the process that forks: run the code of a job; exit code and what it wrote."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _child(job, scratch)
+        finally:
+            os._exit(99)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out, err = ((scratch / name).read_bytes().decode("utf-8", "replace") for name in ("out", "err"))
+    return {"returncode": code, "stdout": out, "stderr": err}
+
+
+def _child(job: dict[str, Any], scratch: Path) -> None:
+    """Become the process; never returns."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.alarm(PATIENCE)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.argv, sys.path[0], code = ["-c", *job["argv"]], "", 0
+    try:
+        exec(job["code"], {"__name__": "__main__"})
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        print(end.code if isinstance(end.code, str) else "", end="", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def import_torch() -> None:
+    """And what of it transformers imports."""
+    import torch
+    import torch._dynamo
+    import torch._refs
+    import torch.distributed.tensor
+
+    torch.set_num_threads(1)
+    ours = {"blr", "transformers", "huggingface_hub"}
+    assert not ours & {name.partition(".")[0] for name in sys.modules}
+
+
+if __name__ == "__main__":
+    import_torch()
+    serve({"bare": answer})
