@@ -10,6 +10,7 @@ import bare
 import pytest
 import torch
 from exporting import Invoke, compress_to, export_to
+from limited import Limited
 from pico import save_pico
 from processes import run_split
 from tolerances import TOLERANCES
@@ -87,9 +88,9 @@ def test_with_blr_it_generates_saves_and_loads_the_same(
     assert names[0] == names[1] == {"configuration_blr.py", "modeling_plain.py"}
 
 
-def test_two_processes_sum_ranks(made: dict[str, tuple[Path, Path]]) -> None:
+def test_two_processes_sum_ranks(limited: Limited, made: dict[str, tuple[Path, Path]]) -> None:
     """U is cut by outputs and V by inputs: of a pair one half is held whole."""
-    for found in run_split(made["llama"][1]):
+    for found in run_split(limited, made["llama"][1]):
         assert found["distance"] < 1e-5 and found["same tokens"]
         assert found["share"] < 0.8
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exporting import compress_to
+from limited import Limited
 from pico import save_pico
 from processes import run_split
 from transformers import AutoModelForCausalLM
@@ -30,8 +31,8 @@ ALWAYS = pytest.param("blast"), *(pytest.param(m, marks=pytest.mark.slow) for m 
 
 
 @pytest.mark.parametrize("method", ALWAYS)
-def test_two_processes_compute_what_one_does(method: str, tmp_path: Path) -> None:
-    for found in run_split(made(tmp_path, method, **METHODS[method])):
+def test_two_processes_compute_what_one_does(method: str, limited: Limited, tmp_path: Path) -> None:
+    for found in run_split(limited, made(tmp_path, method, **METHODS[method])):
         assert found["distance"] < 1e-5
         assert found["same tokens"]
         assert found["share"] < 0.8

@@ -1,13 +1,9 @@
-"""One process of those that hold a model together: what it computes, beside the whole model.
-
-python splitting.py RANK SIZE PORT FOLDER
-"""
+"""One process of those that hold a model together: what it computes, beside the whole model."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -20,13 +16,11 @@ from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.pairs import Pair
 
 
-def main(rank: str, size: str, port: str, folder: str) -> None:
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-    torch.set_num_threads(1)
+def main(folder: str) -> None:
+    """Print it as JSON; where the others are is in the environment, as torchrun has it."""
     dist.init_process_group("gloo")
     logging.disable_progress_bar()
-    split = DistributedConfig(tp_size=int(size))
+    split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split).eval()
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.arange(2, 26)[None]
@@ -47,7 +41,3 @@ def main(rank: str, size: str, port: str, folder: str) -> None:
     }
     dist.destroy_process_group()
     print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
