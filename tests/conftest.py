@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from interpreting import replace_once
 from killer import Killer
 from limited import Limited
 from patience import PATIENCE
@@ -126,6 +127,12 @@ def pytest_terminal_summary(
     if rows:
         terminalreporter.section("comparisons")
         terminalreporter.write_line("\n".join(counted(rows, "FAIL" if exitstatus else "PASS")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> None:
+    """Where kernels are interpreted, faster than Triton does it."""
+    replace_once()
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,9 @@ WITHOUT_BLR = (
     REFUSING
     + """
 import torch
+from interpreting import replace_once
 from transformers import AutoModelForCausalLM
+replace_once()
 class Logits(torch.nn.Module):
     def forward(self, ids):
         return self.model(ids, use_cache=False).logits
@@ -75,6 +77,7 @@ for name in sys.argv[3:]:
     importlib.import_module("flat." + name)
 """
 )
+SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
 EVERYTHING = Contents(frozenset(SPECS), "h200", quantized=True, generates=True)
 each_kind = pytest.mark.parametrize("contents", [None, EVERYTHING], ids=["checkpoint", "export"])
@@ -87,13 +90,14 @@ ENVIRONMENTS: dict[str, tuple[str, dict[str, str], bool]] = {
 
 
 def run_python(code: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    settings |= {"PATH": "", "PYTHONPATH": str(SUPPORT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=PATIENCE,
-        env={"PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **settings},
+        env=settings,
     )
 
 

@@ -55,6 +55,7 @@ def warm_up() -> None:
     """Do once what commands do: what is imported, read and made on first use is there in every fork."""
     import torch
     from exporting import compress_to, export_to
+    from interpreting import replace_once
     from pico import save_pico
 
     import blr.compressor.architectures
@@ -65,6 +66,7 @@ def warm_up() -> None:
     import blr.compressor.generate
 
     torch.set_num_threads(1)
+    replace_once()
     blr.compressor.cli.command()
     blr.compressor.architectures.families()
     with tempfile.TemporaryDirectory() as folder:
