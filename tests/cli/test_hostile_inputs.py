@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from limited import Limited
 from patience import PATIENCE
 
 SECONDS = 10  # of CPU, for one refusal
@@ -203,7 +204,7 @@ def test_code_in_the_source_never_runs(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("evil*"))
 
 
-def test_code_runs_only_when_trusted(tmp_path: Path) -> None:
+def test_code_runs_only_when_trusted(limited: Limited, tmp_path: Path) -> None:
     """A model that is nothing but its own code: refused without a question, run if asked to."""
     source = tmp_path / "checkpoint"
     source.mkdir()
@@ -216,7 +217,7 @@ def test_code_runs_only_when_trusted(tmp_path: Path) -> None:
     out, err = run.communicate()
     assert out == "" and err.startswith("blr: error: ") and err.count("\n") == 1
     assert not (tmp_path / "canary").exists()
-    subprocess.run([*blr, "--trust-remote-code"], cwd=tmp_path, capture_output=True, timeout=PATIENCE)
+    limited.run(*blr[1:], "--trust-remote-code", cwd=tmp_path)
     assert (tmp_path / "canary").exists()
 
 

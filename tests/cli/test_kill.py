@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from heal_models import save_dense, write_text
 from killer import Killer, Outcome
 from pico import save_pico
 from safetensors.torch import load_file
@@ -188,15 +189,16 @@ def test_pickled_source_killed(killer: Killer, dense: Path, tmp_path: Path) -> N
         assert finish(case, first, uninterrupted.files()) == ""
 
 
-def test_calibrated_run_killed(killer: Killer, tiny: Path, sample: Path, tmp_path: Path) -> None:
+def test_calibrated_run_killed(killer: Killer, tmp_path: Path) -> None:
     """Fitted to activations, with a joint refit: each step is in the journal as well."""
-    text = ("--calibration", sample, "--samples", "4", "--seq-len", "64")
+    source, words = save_dense(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    text = ("--calibration", words, "--samples", "4", "--seq-len", "64")
     options = (*text, "--refit", "1", "--finish", "1")
-    uninterrupted = Case(killer, tiny, tmp_path / "whole", *options)
+    uninterrupted = Case(killer, source, tmp_path / "whole", *options)
     events = uninterrupted.run().events
     steps = [number for number, event in enumerate(events) if event == "store"]
     for number in (steps[0], steps[len(steps) // 2], steps[-1] + 12):
-        case = Case(killer, tiny, tmp_path / str(number), *options)
+        case = Case(killer, source, tmp_path / str(number), *options)
         first = case.run(die_at=number)
         assert first.code == KILLED
         second = case.run()

@@ -38,11 +38,17 @@ def files(output: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(killer: Killer, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files of a run with room enough."""
-    folder = tmp_path_factory.mktemp("expected")
+def made(killer: Killer, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run with room enough writes."""
+    folder = tmp_path_factory.mktemp("made")
     assert killer.run("compress", dense, "-o", "out", *OPTIONS, cwd=folder).code == 0
-    return files(folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def expected(made: Path) -> dict[str, str]:
+    """Its files."""
+    return files(made)
 
 
 # What fails: the journal, written by safetensors; a shard, written by us.
@@ -257,12 +263,19 @@ def test_a_mount_point_is_refused_before_the_work(killer: Killer, dense: Path, d
     ],
 )
 def test_nothing_changes_where_the_output_cannot_go(
-    command: str, place: str, source: str, output: str, killer: Killer, dense: Path, tmp_path: Path
+    command: str,
+    place: str,
+    source: str,
+    output: str,
+    killer: Killer,
+    dense: Path,
+    made: Path,
+    tmp_path: Path,
 ) -> None:
     """The current folder, the checkpoint that is read, or what that lies in."""
     for copy in ("m", "out.blr-partial", "out/m"):
         shutil.copytree(dense, tmp_path / copy)
-    assert killer.run("compress", "m", "-o", "made", "-q", cwd=tmp_path).code == 0
+    shutil.copytree(made, tmp_path / "made")
     before = snapshot(tmp_path)
     for options in ([], ["--overwrite"], ["--overwrite", "--restart"]):
         refused = killer.run(command, source, "-o", output, "-q", *options, cwd=tmp_path / place)

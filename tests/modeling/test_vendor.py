@@ -14,7 +14,7 @@ import bare
 import pytest
 import torch
 from patience import PATIENCE
-from pico import save_pico
+from pico import MODELS, save_model, save_pico
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
@@ -108,9 +108,11 @@ def ruff(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A compressed pico model by every method."""
+    """A compressed pico model of one layer by every method."""
     folder = tmp_path_factory.mktemp("outputs")
-    source = save_pico("qwen2", folder / "dense")
+    config, settings, model = MODELS["qwen2"]
+    source = folder / "dense"
+    save_model(config, {**settings, "num_hidden_layers": 1}, model, source)
     for method in METHODS:
         recipe = make_recipe(method=method, cf=1.5, rounds=1, blocks=None if method == "ks" else 4)
         compress(source, recipe, folder / method, Settings("pico"), Progress(quiet=True))

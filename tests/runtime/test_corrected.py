@@ -68,8 +68,11 @@ def test_narrow_factors_are_those_that_are_dequantized(bits: str, tmp_path: Path
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
-def test_inputs_of_three_rows_are_made_ready_once(tmp_path: Path) -> None:
+def test_inputs_of_three_rows_are_made_ready_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In half precision, by launches before those of the products."""
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
     model = _model(tmp_path, KINDS["int3"]).half()
     ids, token = torch.tensor([[5, 9, 3], [7, 2, 8], [1, 6, 4]]), torch.tensor([4, 6, 2])
     found = []
@@ -102,6 +105,7 @@ def test_half_precision_goes_by_skinny_products(
     from blr.kernels.skinny import bound
 
     settings, launches = HALF[kind]
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 2 if rows > 1 else 1)
     model = _model(tmp_path, settings).half()
     ids, token = torch.tensor([[5, 9, 3], [7, 2, 8], [1, 6, 4]])[:rows], torch.tensor([4, 6, 2])[:rows]
     found, seen, prepare = [], [], module.prepare

@@ -88,9 +88,8 @@ def test_tokens_of_a_trained_compressed_model(
     recipe = make_recipe(method=method, cf=1.1, **METHODS[method])
     compress(tiny, recipe, tmp_path / "out", Settings("tiny"), Progress(quiet=True))
     model = load(tmp_path / "out")
-    assert decoder(model, 512).generate(text[:, :40], max_new_tokens=96) == native(
-        model, text[:, :40], 96
-    )
+    found = decoder(model, 512).generate(text[:, :40], max_new_tokens=48)
+    assert found == native(model, text[:, :40], 48)
 
 
 @pytest.mark.parametrize("lengths", [(20,), (9, 20), (1, 20, 8, 13, 2, 3, 19, 20)], ids=len)
@@ -163,11 +162,11 @@ def test_a_mixture_of_structures(ops: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kernels_give_the_logits_of_the_model(rows: int, tmp_path: Path) -> None:
     model = load(save_pico("qwen3", tmp_path))
-    ids, _ = prompts(*[12] * rows)
+    ids, _ = prompts(*[11] * rows)
     with torch.no_grad():
         truth = model(ids).logits
     ours = decoder(model, 64, batch=3, ops="triton")
-    steps = [ours.prefill(ids[:, :9])] + [ours.step(ids[:, at]) for at in (9, 10, 11)]
+    steps = [ours.prefill(ids[:, :9])] + [ours.step(ids[:, at]) for at in (9, 10)]
     error = (torch.stack(steps, 1) - truth[:, 8:]).norm() / truth.norm()
     assert float(error) < TOLERANCES[torch.float32]
 
