@@ -28,6 +28,8 @@ def refuse(*arguments):
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 main()
 """
+# Waits nowhere before it asks again
+IMPATIENT = f"import time; time.sleep = lambda seconds: None; {bare.MAIN}"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,8 @@ def test_hub_that_dies_while_it_sends(
     hub: Callable[..., None], environment: Environment, tmp_path: Path
 ) -> None:
     hub(commit=COMMIT, broken_after=1000)
-    done = online(environment, tmp_path, "compress", "who/pico", "-o", "out")
+    asked = ("compress", "who/pico", "-o", "out")
+    done = bare.run(IMPATIENT, *asked, cwd=tmp_path, env=environment)
     assert done.returncode == 8, done.stderr
     assert done.stderr.splitlines()[-1].startswith("blr: error: who/pico: ")
     assert not list(tmp_path.glob("out*"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
-from warm import Warm, serve
+from warm import Warm, redirect, serve
 
 MAIN = "from blr.compressor.cli import main; main()"
 
@@ -57,25 +57,30 @@ def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
 
 def _child(job: dict[str, Any], scratch: Path) -> None:
     """Become the process; never returns."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    redirect(scratch)
     signal.alarm(PATIENCE)
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    sys.argv, sys.path[0], code = ["-c", *job["argv"]], "", 0
-    try:
-        exec(job["code"], {"__name__": "__main__"})
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        print(end.code if isinstance(end.code, str) else "", end="", file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    sys.argv, sys.path[0] = ["-c", *job["argv"]], ""
+    code = _executed(job["code"])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _executed(code: str) -> int:
+    """Run `code` as the interpreter does; the exit code."""
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def import_torch() -> None:

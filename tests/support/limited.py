@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
-from warm import DEFAULTS, Warm
+from warm import DEFAULTS, Warm, redirect
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
 
 def _child(job: dict[str, Any], scratch: Path) -> None:
     """Become the command; never returns."""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    redirect(scratch)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(PATIENCE)
     resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))

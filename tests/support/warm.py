@@ -51,6 +51,13 @@ def serve(answers: dict[str, Answer]) -> None:
             print(json.dumps(answers[job.pop("kind")](job, Path(scratch))), flush=True)
 
 
+def redirect(scratch: Path) -> None:
+    """In a fork: what it prints goes to the files out and err there, and there is nothing to read."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
 def warm_up() -> None:
     """Do once what commands do: what is imported, read and made on first use is there in every fork."""
     import torch
