@@ -42,7 +42,7 @@ from blr.compressor.modeling.layers import prepare_layers, structured_linear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import Candidate, Tuning
 from blr.compressor.tuned_table import read_table, table_text
-from blr.kernels.common.tables import PLAIN
+from blr.kernels.common.tables import BUCKETS, PLAIN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter tries the script itself
 HALF = PRECISIONS["bfloat16" if DEVICE == "cuda" else "float32"]
@@ -177,11 +177,14 @@ def widest(shape: dict[str, int]) -> int:
 
 
 def joined(counts: list[int], chosen: list[str | None]) -> Iterator[tuple[tuple[int, int], str]]:
-    """Ranges of numbers of tokens with one choice; each count speaks for those above half of it."""
-    for label, same in groupby(zip(counts, chosen, strict=True), key=itemgetter(1)):
-        found = [n for n, _ in same]
+    """Ranges of numbers of tokens with one choice: a count speaks for those above the one before it, the
+    last one for all that follow."""
+    lows = [counts[0], *(n + 1 for n in counts)] if counts else []
+    highs = [*counts[:-1], BUCKETS[-1]]
+    for label, same in groupby(zip(lows, highs, chosen, strict=False), key=itemgetter(2)):
+        found = [*same]
         if label is not None:
-            yield (found[0] // 2 + 1, found[-1]), label
+            yield (found[0][0], found[-1][1]), label
 
 
 def least_loss(structure: str, times: list[dict[str, float]]) -> str | None:
