@@ -25,6 +25,7 @@ from blr.compressor.structures.specs import (
 SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
 MONARCH_BLOCKS = 16  # where nothing is published
 RANK_STEP = 16
+LEFT = 0.05  # of a budget
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
 
 
 def _rank(layer: Layer, cf: float, item: Item) -> int:
-    """The largest rank within the budget that is a multiple of 16 and its step, below 16 of its step."""
+    """The largest rank within the budget that is a multiple of 16 and its step, below 16 of its step; of
+    16 or 8 steps where those leave at most `LEFT` of it, as plans of models do."""
     exact, step = item.rank_of(item.size / cf), item.step
     if exact < step:
         most = item.size / item.least
@@ -131,5 +133,6 @@ def _rank(layer: Layer, cf: float, item: Item) -> int:
             f"cf {cf:g} leaves no rank for {layer.title}: the smallest rank has cf {most:.4g}; "
             "give a smaller --cf or fewer --blocks"
         )
-    unit = lcm(step, RANK_STEP) if exact >= lcm(step, RANK_STEP) else step
+    units = (unit for unit in (16 * step, 8 * step) if exact % unit <= LEFT * exact)
+    unit = next(units, lcm(step, RANK_STEP) if exact >= lcm(step, RANK_STEP) else step)
     return int(exact // unit) * unit

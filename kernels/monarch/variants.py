@@ -10,11 +10,13 @@ from torch import Tensor
 
 from blr.kernels.common.available import supports_pdl
 from blr.kernels.gemm.launch import bmm as our_bmm
-from blr.kernels.gemm.launch import library_bmm
+from blr.kernels.gemm.launch import library_bmm, run_length
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.monarch.reference import monarch_linear as reference
 from blr.kernels.narrow.layers import monarch as narrow
+
+RUN = 8  # neighbours in z from which on our product stores it, 16 bytes of half precision
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
@@ -42,10 +44,15 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
 def permuted_store(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
+    Where r' is no multiple of 8, stores are of single numbers and rows of z start anywhere: `bmm` then,
+    which is 3.6 times as fast (r' = 99, 4096→14336 on an H200).
+
     Args:
         x: [..., i]. config: of `gemm.launch.bmm`.
     """
     blocks, p, middle = V.shape
+    if run_length(middle // blocks) < RUN:
+        return bmm(x, U, V, bias)
     flat = x.reshape(-1, blocks, p)
     n, part = len(flat), middle // blocks
     z = torch.empty(blocks, n, blocks, part, dtype=x.dtype, device=x.device)  # [k, n, l, r']
