@@ -26,7 +26,8 @@ from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
-from blr.compressor.rounding.latent import Latent, Plain, Trained, collect_all, publish_all
+from blr.compressor.rounding.bank import Banks
+from blr.compressor.rounding.latent import Latent, Plain, Trained
 from blr.compressor.text.own import working_dtype
 
 SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
@@ -49,6 +50,7 @@ class Pair:
     twins: dict[str, Twin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.held = Banks(self.trained.values())  # before anybody knows the masters: it moves them
         self.masters: dict[str, Tensor] = {}
         self.shares: list[float] = []
         for name, part in self.trained.items():
@@ -96,11 +98,11 @@ class Pair:
 
     def publish(self) -> None:
         """Round the masters to the student's parameters."""
-        publish_all(self.trained.values())
+        self.held.publish()
 
     def collect(self) -> None:
         """Add the gradients of a micro-batch to those of the masters, in float32."""
-        collect_all(self.trained.values())
+        self.held.collect()
 
     def forget_fresh(self) -> None:
         """Drop the gradients that were not collected."""

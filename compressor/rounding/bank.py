@@ -3,13 +3,15 @@ step is a few kernels of a GPU, however many layers a block has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blr.compressor.rounding.latent import Latent, Plain, Trained, straight_through
+from blr.compressor.rounding.latent import Latent, Plain, Trained, add_gradient, straight_through
 from blr.kernels.quantized.reference import levels_of, values_of
+
+MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a moment
 
 
 class Bank:
@@ -36,13 +38,15 @@ class Bank:
             found.take(value.view_as(found.latent))
 
     def collect(self) -> None:
-        """Leave the gradients of all masters, of the values published last."""
+        """Add to the gradients of all masters those of the values published last."""
+        if all(found.parameter.grad is None for found in self.latents):
+            return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
         scale = self.scale.to(self.scale_dtype).float()
         found = straight_through(self.latent, scale, self.levels, rows, self.bits)
         for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
-            latent.latent.grad = gradient.view_as(latent.latent)
-            latent.scale.grad = of_scale.view_as(latent.scale)
+            add_gradient(latent.latent, gradient.view_as(latent.latent))
+            add_gradient(latent.scale, of_scale.view_as(latent.scale))
 
     def _levels(self) -> tuple[Tensor, Tensor]:
         scale = self.scale.to(self.scale_dtype).float()
@@ -53,27 +57,64 @@ class Bank:
 
 
 class Banks:
-    """All that is `trained` of a block: what is rounded in banks, the rest as it is."""
+    """All that is `trained`: what is rounded in banks, copies of masters together, the rest alone."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         kinds: dict[tuple[int, int, torch.dtype], list[Latent]] = {}
-        plain: list[Plain] = []
+        self.copies: list[Plain] = []
+        self.others: list[Trained] = []
         for part in trained:
             if isinstance(part, Latent):
                 kinds.setdefault((part.bits, part.group, part.scale_dtype), []).append(part)
+            elif type(part) is Plain and part.master is not part.parameter:
+                self.copies.append(part)
             else:
-                plain.append(part)
-        self.banks = [Bank(latents) for latents in kinds.values()]
-        self.parts: list[Bank | Plain] = [*self.banks, *plain]
+                self.others.append(part)
+        self.banks = [Bank(some) for same in kinds.values() for some in _portions(same)]
 
     @torch.no_grad()
     def publish(self) -> None:
-        """As of `Latent`."""
-        for part in self.parts:
+        """As of `Latent`, of each."""
+        if self.copies:
+            torch._foreach_copy_([p.parameter for p in self.copies], [p.master for p in self.copies])
+        for part in (*self.banks, *self.others):
             part.publish()
 
     @torch.no_grad()
     def collect(self) -> None:
-        """As of `Latent`, of parameters that all have gradients."""
-        for part in self.parts:
+        """As of `Latent`, of each."""
+        fresh = [part for part in self.copies if part.parameter.grad is not None]
+        if fresh:
+            wide = [torch.empty_like(part.master) for part in fresh]
+            torch._foreach_copy_(wide, [_taken(part.parameter) for part in fresh])
+            _add_all([part.master for part in fresh], wide)
+        for part in (*self.banks, *self.others):
             part.collect()
+
+
+def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:
+    """`latents` in order, at most `MOST` numbers at a time."""
+    portion: list[Latent] = []
+    for found in latents:
+        if portion and sum(one.latent.numel() for one in (*portion, found)) > MOST:
+            yield portion
+            portion = []
+        portion.append(found)
+    yield portion
+
+
+def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`add_gradient` of each, by a few kernels."""
+    known = [*zip(masters, gradients, strict=True)]
+    if later := [(master.grad, new) for master, new in known if master.grad is not None]:
+        torch._foreach_add_([old for old, _ in later], [new for _, new in later])
+    for master, new in known:
+        master.grad = new if master.grad is None else master.grad
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, which it has no more."""
+    found = parameter.grad
+    assert found is not None
+    parameter.grad = None
+    return found

@@ -8,7 +8,7 @@ plain model, whatever is rounded in it, and rounding costs a step, not a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +85,9 @@ class Latent:
         return self.place.back(value.flatten(-2)[..., : self.width])
 
     def given(self) -> Tensor:
-        """The parameter's gradient, shaped as the latent weights; the parameter keeps none."""
-        assert self.parameter.grad is not None
+        """The parameter's gradient, shaped as the latent weights, zeros for none; it keeps none."""
+        if self.parameter.grad is None:
+            return torch.zeros_like(self.latent)
         gradient, self.parameter.grad = self.parameter.grad, None
         return self._groups(gradient.float())
 
@@ -98,7 +99,7 @@ class Latent:
         levels, scale = self._levels()
         found = straight_through(self.latent, scale, levels, self.given(), self.bits)
         for master, gradient in zip((self.latent, self.scale), found, strict=True):
-            _add(master, gradient)
+            add_gradient(master, gradient)
 
     def rounded(self) -> tuple[Tensor, Tensor]:
         """Levels int8 [..., R, K'] of whole groups, and scales [..., R, groups] as they are stored."""
@@ -128,7 +129,8 @@ def straight_through(
     return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
 
 
-def _add(master: Tensor, gradient: Tensor) -> None:
+def add_gradient(master: Tensor, gradient: Tensor) -> None:
+    """Leave `gradient` at `master`, with what is there."""
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
@@ -160,51 +162,8 @@ class Plain:
         """As of `Latent`."""
         if self.master is self.parameter or self.parameter.grad is None:
             return
-        _add(self.master, self.parameter.grad.to(self.master.dtype))
+        add_gradient(self.master, self.parameter.grad.to(self.master.dtype))
         self.parameter.grad = None
 
 
 Trained = Plain | Latent
-
-
-@torch.no_grad()
-def publish_all(trained: Iterable[Trained]) -> None:
-    """As `publish` of each; those stored as they are together, by a few kernels of a GPU."""
-    plain, others = _copied(trained)
-    if plain:
-        torch._foreach_copy_([part.parameter for part in plain], [part.master for part in plain])
-    for part in others:
-        part.publish()
-
-
-@torch.no_grad()
-def collect_all(trained: Iterable[Trained]) -> None:
-    """As `collect` of each, by a few kernels as well."""
-    plain, others = _copied(trained)
-    fresh = [part for part in plain if part.parameter.grad is not None]
-    if fresh:
-        wide = [torch.empty_like(part.master) for part in fresh]
-        torch._foreach_copy_(wide, [_taken(part.parameter) for part in fresh])
-        known = [(part.master, new) for part, new in zip(fresh, wide, strict=True)]
-        if later := [(m.grad, new) for m, new in known if m.grad is not None]:
-            torch._foreach_add_([old for old, _ in later], [new for _, new in later])
-        for master, new in known:
-            master.grad = new if master.grad is None else master.grad
-    for part in others:
-        part.collect()
-
-
-def _taken(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, which it has no more."""
-    found = parameter.grad
-    assert found is not None
-    parameter.grad = None
-    return found
-
-
-def _copied(trained: Iterable[Trained]) -> tuple[list[Plain], list[Trained]]:
-    """Those whose masters are plain copies, and all others."""
-    parts = list(trained)
-    copies = [p for p in parts if type(p) is Plain and p.master is not p.parameter]
-    known = {id(part) for part in copies}
-    return copies, [part for part in parts if id(part) not in known]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from blr.compressor.rounding import bank
 from blr.compressor.rounding.bank import Banks
 from blr.compressor.rounding.latent import Latent, Place, Plain, Trained
 
@@ -16,14 +18,16 @@ def _trained() -> list[Trained]:
     generator = torch.Generator().manual_seed(0)
     made = [nn.Parameter(torch.randn(6, 12, generator=generator)) for _ in range(5)]
     latents = [Latent(made[0], 2, 8), Latent(made[1], 2, 8, TURNED), Latent(made[2], 3, 8)]
-    return [*latents, Latent(made[3], 4, 4, scale_dtype=torch.float32), Plain(made[4])]
+    plain = [Plain(made[4]), Plain(nn.Parameter(made[4].detach().bfloat16()), made[4].detach().clone())]
+    return [*latents, Latent(made[3], 4, 4, scale_dtype=torch.float32), *plain]
 
 
-def _step(trained: list[Trained], seed: int) -> None:
-    """A gradient to every parameter."""
+def _step(trained: list[Trained], seed: int, without: int | None = None) -> None:
+    """A gradient to every parameter but one."""
     generator = torch.Generator().manual_seed(seed)
-    for part in trained:
-        part.parameter.grad = torch.randn(part.parameter.shape, generator=generator)
+    for n, part in enumerate(trained):
+        gradient = torch.randn(part.parameter.shape, generator=generator).to(part.parameter.dtype)
+        part.parameter.grad = None if n == without else gradient
 
 
 def _moved(trained: list[Trained]) -> None:
@@ -33,21 +37,27 @@ def _moved(trained: list[Trained]) -> None:
             master.grad = None
 
 
-def test_banks_do_what_their_parts_do() -> None:
+@pytest.mark.parametrize(("most", "sizes"), [(10**6, [2, 1, 1]), (100, [1, 1, 1, 1])])
+def test_banks_do_what_their_parts_do(
+    most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of two micro-batches, in one of which a parameter has no gradient."""
+    monkeypatch.setattr(bank, "MOST", most)
     alone, together = _trained(), _trained()
     banks = Banks(together)
-    assert [len(bank.latents) for bank in banks.banks] == [2, 1, 1]
+    assert [len(found.latents) for found in banks.banks] == sizes
     for seed in range(3):
         for part in alone:
             part.publish()
         banks.publish()
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one.parameter, other.parameter)
-        _step(alone, seed)
-        _step(together, seed)
-        for part in alone:
-            part.collect()
-        banks.collect()
+        for without in (None, seed):
+            _step(alone, seed, without)
+            _step(together, seed, without)
+            for part in alone:
+                part.collect()
+            banks.collect()
         _moved(alone)
         _moved(together)
     for one, other in zip(alone, together, strict=True):
