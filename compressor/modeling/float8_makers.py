@@ -109,7 +109,7 @@ def _equip(module: Any, readers: dict[int, QuantizedSpec]) -> None:
         if (make := _gate_of(module)) is not None:
             extend(module, Float8Gate)
             module.float8_make = make
-    elif (found := _norm_of(module) or _activation_of(module)) is not None:
+    elif (found := norm_of(module) or _activation_of(module)) is not None:
         extend(module, Float8Maker)
         module.float8_make, module.float8_eps = found
         module.float8_readers = readers
@@ -146,7 +146,7 @@ def _computes(made: Any, x: Tensor, expected: Tensor) -> bool:
     return same and bool(torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE))
 
 
-def _norm_of(module: Any) -> tuple[str, float] | None:
+def norm_of(module: Any) -> tuple[str, float] | None:
     """What makes a norm of its inputs: its name in `MAKES`, and its eps."""
     gain, shift = (module._parameters.get(name) for name in ("weight", "bias"))
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
