@@ -20,14 +20,16 @@ from blr.kernels.skinny.launch import (
     fits,
     grouped,
     low_of,
+    rows_of,
     width_of,
 )
 
 Run = Callable[[], Any]
 # Rows from which plain weights are multiplied here, and inputs prepared by a launch of their own; and
-# packed weights, of which CUDA cores multiply one row faster.
+# packed weights, of which CUDA cores multiply few rows faster.
 PLAIN_FROM = 2
 PACKED_FROM = 3
+WIDE = 1 << 25  # weights of a launch in four bits from which two rows are faster here, too
 
 
 def stages(
@@ -69,11 +71,16 @@ def pair(
 
 def _taken(segments: Sequence[AnySegment], dtype: torch.dtype, ordered: bool) -> bool:
     plain = any(isinstance(s, Segment) for s in segments)
-    if len(segments[0].x) < (PLAIN_FROM if plain else PACKED_FROM):
+    if len(segments[0].x) < (PLAIN_FROM if plain or _is_wide(segments) else PACKED_FROM):
         return False
     fitting = fits(segments, dtype) and all(map(_correctable, segments))
     assert fitting or not ordered, "inputs in an order that nothing reads"
     return fitting and (ordered or _inputs_fit(segments, dtype))
+
+
+def _is_wide(segments: Sequence[AnySegment]) -> bool:
+    four = all(isinstance(s, QuantizedSegment) and s.bits == 4 for s in segments)
+    return four and sum(rows_of(s) * width_of(s) for s in segments) >= WIDE
 
 
 def _correctable(s: AnySegment) -> bool:

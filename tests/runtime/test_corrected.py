@@ -121,6 +121,33 @@ def test_half_precision_goes_by_skinny_products(
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize(
+    ("kind", "wide", "prepared"),
+    [("lowrank", 1, 9), ("lowrank", 600, 3), ("dense", 1 << 40, 1)],
+)
+def test_two_rows_of_large_launches_go_by_skinny_products(
+    kind: str, wide: int, prepared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All, some and none of the launches of one block, between what CUDA cores multiply; each, and the
+    plain head, has its inputs prepared."""
+    import blr.kernels.skinny.prepare as module
+    from blr.kernels.skinny import bound
+
+    monkeypatch.setattr(bound, "WIDE", wide)
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
+    model = _model(tmp_path, HALF[kind][0]).half()
+    found, seen, prepare = [], [], module.prepare
+    monkeypatch.setattr(module, "prepare", lambda *a, **k: (seen.append(1), prepare(*a, **k)))
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=2, context=8, ops=ops)
+        decoder.prefill(torch.tensor([[5, 9, 3], [7, 2, 8]]))
+        seen.clear()
+        found.append(decoder.step(torch.tensor([4, 6])))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
+    assert len(seen) == prepared
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize("rows", [2, 3])
 def test_packed_stages_behind_plain_ones(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
