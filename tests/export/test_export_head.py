@@ -87,6 +87,7 @@ def test_what_loads_computes_what_is_stored(
         torch.testing.assert_close(found(IDS).logits, expected.float()(IDS).logits)
 
 
+@pytest.mark.slow  # its parts one by one: above, and `test_export.py` without blr
 def test_copied_elsewhere_without_blr_and_in_the_runtime_the_tokens_are_the_same(
     sources: dict[str, Path], untied: Path, tmp_path: Path
 ) -> None:

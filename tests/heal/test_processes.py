@@ -84,10 +84,8 @@ def assert_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["torchrun", *(pytest.param(n, marks=pytest.mark.slow) for n in ("accelerate", "--gpus"))],
-)
+@pytest.mark.slow  # forks are as one in the usual suite: `tests/parallel/test_healed.py`
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_as_one(launcher: str, alone: Any, tmp_path: Path) -> None:
     command, summary, expected = alone
     done = launch(tmp_path, launcher, *command, "-o", "out")

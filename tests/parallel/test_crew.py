@@ -65,6 +65,7 @@ def _state(pid: str) -> str:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [

@@ -39,6 +39,7 @@ def _model(folder: Path, kind: dict[str, Any]) -> Any:
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_256_tokens_of_a_trained_dense_model(trained: Any, text: Tensor) -> None
     assert found == native(trained, text[:, :40], 256)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_of_a_trained_compressed_model(
     method: str, tiny: Path, tmp_path: Path, text: Tensor
