@@ -106,7 +106,7 @@ def share_rows(model: nn.Module) -> None:
 def _equip(module: Any, readers: dict[int, QuantizedSpec]) -> None:
     down = getattr(module, "down_proj", None)
     if down is not None and is_float8(down):
-        if (make := _gate_of(module)) is not None:
+        if (make := gate_of(module)) is not None:
             extend(module, Float8Gate)
             module.float8_make = make
     elif (found := norm_of(module) or _activation_of(module)) is not None:
@@ -182,7 +182,7 @@ def _activation_of(module: Any) -> tuple[str, float] | None:
     return None
 
 
-def _gate_of(module: Any) -> str | None:
+def gate_of(module: Any) -> str | None:
     """The name in `MAKES` of what an MLP puts into `down_proj`, None if it is another kind."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "act_fn")):
         return None
