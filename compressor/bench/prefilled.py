@@ -23,8 +23,7 @@ from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.errors import UsageError
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import BLOCK, share_rows
-from blr.compressor.modeling.fused_gate import fuse_gates
-from blr.compressor.modeling.fused_norm import fuse_norms
+from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
@@ -122,8 +121,7 @@ class Encoders(Prefilled):
             model = getattr(transformers, self.settings["model"])(config).to(self.dtype).eval()
             if structure in STRUCTURES:
                 replace_layers(model, self._table(model, STRUCTURES[structure]))
-                fuse_norms(model)
-                fuse_gates(model)
+                fuse(model)
         for module in model.requires_grad_(False).modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)

@@ -130,7 +130,8 @@ def _plainly_called(layer: Any) -> bool:
     return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
-def _numbers(*shape: int) -> Tensor:
+def numbers(*shape: int) -> Tensor:
+    """Numbers that modules are asked about, on the CPU."""
     generator = torch.Generator("cpu").manual_seed(0)
     return 2 * torch.randn(shape, generator=generator, device="cpu")
 
@@ -152,8 +153,8 @@ def norm_of(module: Any) -> tuple[str, float] | None:
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
     if gain is None or gain.dim() != 1 or not isinstance(eps, float) or len(module._parameters) > 2:
         return None
-    x, make = _numbers(3, SMALL), "rms" if shift is None else "layer"
-    by, plus = _numbers(2, SMALL) + 1
+    x, make = numbers(3, SMALL), "rms" if shift is None else "layer"
+    by, plus = numbers(2, SMALL) + 1
     plus = None if shift is None else plus
     small = _alike(module, {"weight": by} | ({"bias": plus} if "bias" in module._parameters else {}))
     return (make, eps) if _computes(small.forward, x, MAKES[make](x, plus, by, eps)) else None
@@ -175,7 +176,7 @@ def _activation_of(module: Any) -> tuple[str, float] | None:
     home = type(module).__module__
     if home not in ("transformers.activations", "torch.nn.modules.activation"):
         return None
-    x = _numbers(4, SMALL)
+    x = numbers(4, SMALL)
     for make in ACTIVATIONS:
         if _computes(module.forward, x, MAKES[make](x, None, None, 0.0)):
             return make, 0.0
@@ -186,10 +187,10 @@ def gate_of(module: Any) -> str | None:
     """The name in `MAKES` of what an MLP puts into `down_proj`, None if it is another kind."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "act_fn")):
         return None
-    gate, up = _numbers(2, SMALL, SMALL)
+    gate, up = numbers(2, SMALL, SMALL)
     parts = {"gate_proj": lambda x: x @ gate, "up_proj": lambda x: x @ up, "down_proj": lambda x: 3 * x}
     stub = SimpleNamespace(**parts, act_fn=module.act_fn)
-    x = _numbers(3, SMALL)
+    x = numbers(3, SMALL)
     for make, act in GATED.items():
         if _computes(lambda x: type(module).forward(stub, x), x, 3 * act(x @ gate) * (x @ up)):
             return make

@@ -17,8 +17,7 @@ from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.classes import made_class, module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.fused_gate import fuse_gates
-from blr.compressor.modeling.fused_norm import fuse_norms
+from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import defer_large, prepare_layers
 from blr.compressor.modeling.pairs import place_pairs
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -41,8 +40,7 @@ class StructuredModelMixin:
         self._place_layers()
         defer_large(self)
         bound_norms(self)
-        fuse_norms(self)
-        fuse_gates(self)
+        fuse(self)
         native.post_init()
 
     def _place_layers(self: Any) -> None:

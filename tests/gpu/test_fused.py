@@ -1,4 +1,4 @@
-"""Norms and gates of compressed models as one kernel each, on the GPU: the logits stay."""
+"""Norms, gates and rotations of compressed models as one kernel each, on the GPU: the logits stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tolerances import TOLERANCES
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blr.compressor.modeling.fused_gate import fuse_gates
-from blr.compressor.modeling.fused_norm import fuse_norms
+from blr.compressor.modeling.fused import fuse
 
 pytestmark = pytest.mark.gpu
 SIZES = {"vocab_size": 600, "hidden_size": 256, "intermediate_size": 1000, "num_hidden_layers": 2}
@@ -24,8 +23,7 @@ def test_logits_stay(on_cuda: str, dtype: torch.dtype, tokens: int) -> None:
     config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     model = LlamaForCausalLM(config).to(on_cuda, dtype).eval()
     fused = deepcopy(model)
-    fuse_norms(fused)
-    fuse_gates(fused)
+    fuse(fused)
     ids = torch.randint(600, (2, tokens), device=on_cuda)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as seen:
         found = fused(ids).logits
@@ -34,4 +32,5 @@ def test_logits_stay(on_cuda: str, dtype: torch.dtype, tokens: int) -> None:
         native = model(ids).logits
     error, usual = (float((y - exact).norm() / exact.norm()) for y in (found, native))
     assert error <= max(1.1 * usual, TOLERANCES[dtype])
-    assert sum(e.count for e in seen.key_averages() if e.key.startswith("gated_kernel")) == 2
+    counts = {e.key: e.count for e in seen.key_averages()}
+    assert counts["gated_kernel"] == counts["rotary_kernel"] == 2, "one a layer"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.subjects import random_order
 from blr.compressor.errors import UsageError
-from blr.compressor.modeling.fused_gate import fuse_gates
-from blr.compressor.modeling.fused_norm import fuse_norms
+from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
@@ -143,8 +142,7 @@ class Models:
         if structure in STRUCTURES:
             with torch.device("meta"):
                 replace_layers(model, self._table(model, STRUCTURES[structure]))
-            fuse_norms(model)
-            fuse_gates(model)
+            fuse(model)
         if self.ends is not None:
             share_ends(model, *self.ends)
         fill(model, self.device)

@@ -1,0 +1,79 @@
+"""Attention that rotates queries and keys by one kernel. Shipped inside every checkpoint.
+
+The rotation of transformers is ten kernels, most of them over features that do not lie together: a
+seventh of a long prompt's time in a compressed model in eager mode (scripts/LOG.md). It is a function of
+the model's own file, so `forward` is called with another one in its place, by one model alone. Under
+`torch.compile`, for gradients, on a CPU and in single precision the native function computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.modeling.extended import Extension, extend
+from blr.compressor.modeling.float8_makers import CLOSE, SMALL, numbers
+from blr.compressor.modeling.fused_norm import is_fused
+from blr.kernels.rotary.launch import rotated
+from blr.kernels.rotary.reference import rotate
+
+ROTATION = "apply_rotary_pos_emb"  # what the models of transformers call it
+
+
+class FusedRotary(Extension):
+    """Mixin before a class of attention whose `forward` calls `ROTATION`."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of the module."""
+        native: Any = super().forward  # type: ignore[misc]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return native(*args, **kwargs)
+        return _rotating(native.__func__)(self, *args, **kwargs)
+
+
+def fuse_rotary(model: nn.Module) -> None:
+    """Let the attention of `model` rotate by one kernel, if it does so as `reference.rotate`."""
+    for module in model.modules():
+        forward = type(module).forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if ROTATION in names and _rotates(forward.__globals__.get(ROTATION)):
+            extend(module, FusedRotary)
+
+
+@cache
+def _rotating(forward: Any) -> Any:
+    """`forward` with our rotation in place of the one of its file."""
+    native = getattr(forward, "__globals__", {}).get(ROTATION)
+    if native is None:
+        return forward  # another mixin, which calls the module's own
+
+    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or type(k) is not Tensor or not (is_fused(q, k) and is_fused(cos, q)):
+            return native(q, k, cos, sin, *args, **kwargs)
+        return rotated(q, k, cos, sin)
+
+    names = {**forward.__globals__, ROTATION: rotation}
+    made = FunctionType(forward.__code__, names, forward.__name__, None, forward.__closure__)
+    made.__kwdefaults__, made.__defaults__ = forward.__kwdefaults__, forward.__defaults__
+    return made
+
+
+@cache
+@torch.no_grad()
+def _rotates(function: Callable[..., Any] | None) -> bool:
+    """Whether a function of queries, keys, cosines and sines is the one we have a kernel for."""
+    q, k, cos, sin = numbers(2, 3, 5, SMALL), numbers(2, 1, 5, SMALL), *numbers(2, 2, 5, SMALL)
+    try:
+        found = function(q, k, cos, sin)  # type: ignore[misc]
+    except Exception:  # it is called in another way
+        return False
+    wanted = rotate(q, cos, sin), rotate(k, cos, sin)
+    return len(found) == 2 and all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=CLOSE, atol=CLOSE)
+        for x, y in zip(found, wanted, strict=True)
+    )

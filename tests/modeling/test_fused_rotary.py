@@ -1,0 +1,63 @@
+"""Fused rotations: the same numbers in whole models; the native function wherever it is to compute."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from blr.compressor.modeling import fused_rotary
+from blr.compressor.modeling.fused_rotary import FusedRotary, fuse_rotary
+from blr.kernels.rotary.reference import rotate
+
+pytestmark = pytest.mark.fast
+IDS = torch.arange(14).view(2, 7)
+SIZES = {
+    **{"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+}
+
+
+def model_of(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, pad_token_id=None, **more)
+    return getattr(transformers, f"{name}Model")(config).bfloat16().eval()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of queries that our function rotated; everything looks like a GPU's."""
+    seen: list[torch.Size] = []
+
+    def counted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(q.shape)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    monkeypatch.setattr(fused_rotary, "rotated", counted)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Phi3"])
+def test_the_same_numbers_by_the_kernel(name: str, taken: list[torch.Size]) -> None:
+    native = model_of(name)
+    fused = pickle.loads(pickle.dumps(native))
+    fuse_rotary(fused)
+    fused = pickle.loads(pickle.dumps(fused))
+    with torch.no_grad():
+        assert torch.equal(fused(IDS).last_hidden_state, native(IDS).last_hidden_state)
+        assert not native.training and len(taken) == 2, "of this model alone"
+        assert torch.equal(fused.float()(IDS)[0], native.float()(IDS)[0]) and len(taken) == 2
+    fused(IDS).last_hidden_state.sum().backward()
+    assert len(taken) == 2, "for gradients, too"
+
+
+def test_other_rotations_are_left_alone() -> None:
+    """Of pairs that lie together, of a part of the features, of none."""
+    for model in (model_of("Cohere"), transformers.GPT2Model(transformers.GPT2Config(n_layer=1))):
+        fuse_rotary(model)
+        assert not any(isinstance(module, FusedRotary) for module in model.modules())
