@@ -27,7 +27,7 @@ from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
-from blr.compressor.structures.linalg import inverse_spd, mixed_gram, solve_spd
+from blr.compressor.structures.linalg import definite, inverse_spd, mixed_gram, solve_spd
 from blr.compressor.structures.precgd import STEPS, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
@@ -58,7 +58,7 @@ def fit(
         return _named(precgd(weight, spec, steps, options.seed))
     rounds = ROUNDS if options.rounds is None else options.rounds
     if gram is not None:
-        gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+        gram = definite(gram)
     problem = BlastProblem(weight, gram, spec, options.processes, options.noise)
     theta, losses = descend(problem, problem.start(), rounds)
     if options.noise < SHRINKING:

@@ -25,6 +25,7 @@ from torch import Tensor
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.linalg import (
     balance,
+    definite,
     orthonormal,
     rough_cholesky,
     solve_factored,
@@ -60,7 +61,7 @@ def fit(
     """
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
-    gram = _normalized(gram, weight)
+    gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
     starts = [_hierarchical(weight, spec.patterns, None)]
     if gram is not None:
         starts.append(_hierarchical(weight, spec.patterns, gram))
@@ -276,15 +277,6 @@ def _conjugate_gradients(apply: Operator, solve: Operator, right: Tensor) -> Ten
 
 
 # --- Scales ---------------------------------------------------------------------------------
-
-
-def _normalized(gram: Tensor | None, weight: Tensor) -> Tensor | None:
-    """`gram` in the dtype of `weight`, symmetric, mean diagonal 1; None if it is zero."""
-    if gram is None:
-        return None
-    gram = gram.to(weight)
-    mean = gram.diagonal().mean()
-    return (gram + gram.mT) / (2 * mean) if float(mean) > 0 else None
 
 
 def _balanced(factors: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ repeated here on the CPU in float64, in a bounded way and recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +17,11 @@ from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 
-JITTER = {torch.float64: 1e-10, torch.float32: 1e-6}  # first try, relative to the mean diagonal
+# Relative to the mean diagonal, tried in turn
+JITTERS = {
+    torch.float64: [10.0**power for power in range(-10, 1)],
+    torch.float32: [10.0**power for power in range(-6, 1)],
+}
 EIGEN_SHIFTS = (1e-10, 1e-7, 1e-4)  # relative to the mean diagonal, tried when nothing else helps
 
 _fallbacks: ContextVar[list[str] | None] = ContextVar("fallbacks", default=None)
@@ -50,18 +54,37 @@ def cholesky(matrix: Tensor) -> Tensor:
     Raises:
         NumericsError: NaN, Inf or strongly negative eigenvalues.
     """
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    jitters = JITTERS[matrix.dtype]
+    _, factor, jitter = _shifted(matrix, jitters)
+    if jitter > jitters[0]:
+        record_fallback(f"Cholesky succeeded with {jitter:.0e} of the mean diagonal added")
+    return factor
+
+
+def definite(gram: Tensor) -> Tensor:
+    """`gram` [n, n] with a mean diagonal of 1, symmetric, and with no eigenvalue below zero.
+
+    Sums in single precision leave such where inputs are dependent, and a descent runs off along them.
+    They are lifted by a shift of the diagonal, the least that `cholesky` would take.
+
+    Raises:
+        NumericsError: as `cholesky`.
+    """
+    mean = gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+    return _shifted((gram + gram.mT) / (2 * mean), [0.0, *JITTERS[gram.dtype]])[0]
+
+
+def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, float]:
+    """`matrix` [..., r, r] with the first of `shifts` of its diagonal that makes it positive definite,
+    its lower Cholesky factor, and the shift. Raises NumericsError if none does."""
     tiny = torch.finfo(matrix.dtype).tiny * 1e10
-    scale = diagonal.mean(-1)[..., None, None].clamp_min(tiny)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(tiny)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    jitter = JITTER[matrix.dtype]
-    while jitter < 10:
-        factor = _cholesky(matrix + jitter * scale * identity)
+    for shift in shifts:
+        moved = matrix + shift * scale * identity if shift else matrix
+        factor = _cholesky(moved)
         if factor is not None:
-            if jitter > JITTER[matrix.dtype]:
-                record_fallback(f"Cholesky succeeded with {jitter:.0e} of the mean diagonal added")
-            return factor
-        jitter *= 10
+            return moved, factor, shift
     raise NumericsError(
         "a normal matrix has no Cholesky factor even with jitter: the weights or the calibration "
         "statistics hold huge or non-finite values; check them, or --exclude the layer"

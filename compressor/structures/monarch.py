@@ -16,6 +16,7 @@ from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import (
     balance,
+    definite,
     inverse_spd,
     solve_spd,
     top_eigenvectors,
@@ -40,7 +41,7 @@ def fit(
     if gram is None:
         left, right = truncated_svd(_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
-    gram = gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+    gram = definite(gram)
     problem = MonarchProblem(weight, gram, spec)
     rounds = ROUNDS if options.rounds is None else options.rounds
     theta, losses = descend(problem, problem.start(), rounds)

@@ -11,9 +11,21 @@ from hypothesis import strategies as st
 from blr.compressor.fitting.rounding import quantize_factors
 from blr.compressor.structures import blast, lowrank, monarch
 from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, QuantizedSpec
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    QuantizedSpec,
+    Spec,
+)
 
+FAMILIES: list[Spec] = [
+    *(LowRankSpec(64, 48, 8), MonarchSpec(64, 48, 4, 2), BlastSpec(64, 48, 4, 8)),
+    KroneckerSpec(64, 48, ((1, 12, 8, 4), (4, 8, 16, 1))),
+]
 SLACK = 1 + 1e-9  # rounding of float64 in quantities that are equal in exact arithmetic
 repeatable = settings(max_examples=15)
 problems = st.builds(
@@ -177,6 +189,22 @@ def test_vectors_are_layers_too(o: int, i: int) -> None:
     weight = torch.arange(1.0, o * i + 1, dtype=torch.float64).reshape(o, i)
     for module, spec in ((lowrank, LowRankSpec(i, o, 1)), (blast, BlastSpec(i, o, 1, 1))):
         assert error(module, weight, spec) < 1e-6
+
+
+@pytest.mark.parametrize("kinds", [1, 3])
+@pytest.mark.parametrize("spec", FAMILIES, ids=lambda spec: spec.structure)
+def test_inputs_that_repeat_leave_no_direction_to_run_off_along(spec: Spec, kinds: int) -> None:
+    """Their Gram matrix, of sums in single precision, has eigenvalues below zero."""
+    generator = torch.Generator().manual_seed(kinds)
+    x = torch.randn(kinds, 64, generator=generator).repeat(512 // kinds, 1)
+    weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
+    gram, exact = (x.mT @ x).double(), x.double().mT @ x.double()
+    assert float(torch.linalg.eigvalsh(gram)[0]) < -1e-8 * float(gram.diagonal().mean())
+    module = STRUCTURES[spec.structure].factorizer()
+    fit = module.fit(weight, spec, gram, FitOptions(noise=5e-4))
+    found = module.reconstruct(fit.tensors, spec)
+    assert relative_error(weight, found, exact) < 1e-4
+    assert float(found.norm()) < 2 * float(weight.norm())
 
 
 def test_factors_have_comparable_scales() -> None:

@@ -114,6 +114,17 @@ def test_eigenvalues_fall_and_are_not_negative() -> None:
     assert values.tolist() == pytest.approx([3, 2, 1, 0]) and float(values[-1]) >= 0
 
 
+@pytest.mark.parametrize("least", [0.5, -3e-9, -3e-6])
+def test_a_gram_matrix_has_no_eigenvalue_below_zero(least: float) -> None:
+    torch.manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    gram = 3 * turn @ torch.diag(torch.tensor([least, 1.0, 1.0, 2.0]).double()) @ turn.mT
+    found = linalg.definite(gram)
+    expected = gram / gram.diagonal().mean()
+    assert bool((torch.linalg.eigvalsh(found) > 0).all())
+    torch.testing.assert_close(found, expected, rtol=0, atol=20 * max(-least, 1e-16))
+
+
 @pytest.mark.parametrize("grams", [torch.zeros(2, 3, 3), torch.ones(3, 3)])
 def test_rough_factors_have_finite_inverses(grams: torch.Tensor) -> None:
     root = linalg.rough_cholesky(grams.double())
