@@ -343,7 +343,7 @@ def timed_prompts(made: dict[str, Any], ids: Tensor, way: str, rounds: int) -> d
 def main() -> None:
     """Run one part and keep its figures."""
     given = argparse.ArgumentParser()
-    given.add_argument("part", choices=("variants", "rules", "host", "prompts"))
+    given.add_argument("part", choices=("variants", "rules", "host", "prompts", "pivots"))
     given.add_argument("--tokens", default="")
     given.add_argument("--warm")
     given.add_argument("--arms", default="dense,lowrank,blast-b4,blast-b16,monarch-b16")

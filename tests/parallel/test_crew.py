@@ -65,7 +65,6 @@ def _state(pid: str) -> str:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("then", "code", "said"),
     [
