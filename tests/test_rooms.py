@@ -29,7 +29,6 @@ ROOMS = (
         "loading",
         "planning",
         "text",
-        "rounding",
         "fitting",
         "output",
         "runtime",

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
-from warm import Warm, redirect, serve
+from warm import Warm, in_fork, serve
 
 MAIN = "from blr.compressor.cli import main; main()"
 
@@ -44,33 +42,13 @@ def _server() -> Warm:
 
 def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """On the side of the process that forks: run the code of a job; exit code and what it wrote."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _child(job, scratch)
-        finally:
-            os._exit(99)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    out, err = ((scratch / name).read_bytes().decode("utf-8", "replace") for name in ("out", "err"))
-    return {"returncode": code, "stdout": out, "stderr": err}
+    done = in_fork(partial(_executed, job["code"], job["argv"]), job, scratch)
+    return {"returncode": done.code, "stdout": done.out, "stderr": done.err}
 
 
-def _child(job: dict[str, Any], scratch: Path) -> None:
-    """Become the process; never returns."""
-    redirect(scratch)
-    signal.alarm(PATIENCE)
-    os.chdir(job["cwd"])
-    os.environ.clear()
-    os.environ.update(job["env"])
-    sys.argv, sys.path[0] = ["-c", *job["argv"]], ""
-    code = _executed(job["code"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _executed(code: str) -> int:
+def _executed(code: str, argv: list[str]) -> int:
     """Run `code` as the interpreter does; the exit code."""
+    sys.argv, sys.path[0] = ["-c", *argv], ""
     try:
         exec(code, {"__name__": "__main__"})
     except SystemExit as end:

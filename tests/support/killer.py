@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warm import Warm
+from warm import Warm, redirect
 
 BOUNDARIES = ("fsync", "rename", "unlink", "rmdir")  # a mkdir shows at the next of these
 NOBODY = 65534
@@ -138,9 +138,7 @@ def _child(argv: list[str], cwd: str, fate: Fate, scratch: Path) -> None:
     """Become the command; never returns."""
     from blr.compressor.cli import main
 
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_APPEND), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    redirect(scratch)
     _instrument(os.open(scratch / "events", os.O_WRONLY | os.O_APPEND), fate)
     os.chdir(cwd)
     _limit(fate)

@@ -1,21 +1,20 @@
 """Runs `blr` command lines in forks of the warm process and says what each used.
 
-Time is counted in CPU seconds, so that a busy machine decides nothing. An alarm, far beyond what
-any job takes, only ends what waits for ever.
+Time is counted in CPU seconds, so that a busy machine decides nothing.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
-from warm import DEFAULTS, Warm, redirect
+from warm import DEFAULTS, Warm, in_fork
 
 
 @dataclass(frozen=True)
@@ -62,38 +61,22 @@ class Limited:
 
 def answer(job: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """On the side of the warm process: run the command of a job in a fork; what `Ended` holds."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _child(job, scratch)
-        finally:
-            os._exit(99)
-    _, status, usage = os.wait4(child, 0)
-    out, err = ((scratch / name).read_bytes().decode("utf-8", "replace") for name in ("out", "err"))
+    code, out, err, usage = in_fork(partial(_command, job), job, scratch)
     return {
-        **{"code": os.waitstatus_to_exitcode(status), "out": out, "err": err},
+        **{"code": code, "out": out, "err": err},
         **{"cpu": usage.ru_utime + usage.ru_stime, "memory": usage.ru_maxrss},
     }
 
 
-def _child(job: dict[str, Any], scratch: Path) -> None:
-    """Become the command; never returns."""
-    redirect(scratch)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(PATIENCE)
+def _command(job: dict[str, Any]) -> int:
+    """Run it; its exit code."""
     resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
-    os.chdir(os.fsencode(job["cwd"]))
-    os.environ.clear()
-    os.environ.update(job["env"])
     from blr.compressor.cli import main
 
     sys.argv = ["blr", *job["argv"]]
-    code = 0
     try:
         exec(job["patch"], {})
         main()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return end.code if isinstance(end.code, int) else 0
+    return 0

@@ -6,17 +6,28 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from patience import PATIENCE
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 Answer = Callable[[dict[str, Any], Path], dict[str, Any]]  # to a job, with a folder that is removed then
+
+
+class Forked(NamedTuple):
+    """How a fork ended: its exit code, negative for a signal, what it wrote and what it used."""
+
+    code: int
+    out: str
+    err: str
+    usage: resource.struct_rusage
 
 
 class Warm:
@@ -49,6 +60,34 @@ def serve(answers: dict[str, Answer]) -> None:
         job = json.loads(line)
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(answers[job.pop("kind")](job, Path(scratch))), flush=True)
+
+
+def in_fork(run: Callable[[], int], job: dict[str, Any], scratch: Path) -> Forked:
+    """Call `run` in a fork, in the folder `cwd` and with the environment `env` of a job; an alarm, far
+    beyond what any takes, only ends what waits for ever. What fails has the code 99."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _become(run, job, scratch)
+        finally:
+            os._exit(99)
+    _, status, usage = os.wait4(child, 0)
+    out, err = ((scratch / name).read_bytes().decode("utf-8", "replace") for name in ("out", "err"))
+    return Forked(os.waitstatus_to_exitcode(status), out, err, usage)
+
+
+def _become(run: Callable[[], int], job: dict[str, Any], scratch: Path) -> None:
+    """Never returns."""
+    redirect(scratch)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(PATIENCE)
+    os.chdir(os.fsencode(job["cwd"]))
+    os.environ.clear()
+    os.environ.update(job["env"])
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def redirect(scratch: Path) -> None:
