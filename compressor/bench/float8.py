@@ -16,8 +16,9 @@ from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.quantized import quantized_layer
 from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
+from blr.kernels.common.available import HALF
 from blr.kernels.common.names import FOLDERS
-from blr.kernels.fp8.op import HALF, STRUCTURES, fp8_device, fp8_product, fp8_rows
+from blr.kernels.fp8.op import STRUCTURES, fp8_device, fp8_product, fp8_rows
 from blr.kernels.quantized.formats import ROW
 
 TORCHAO = "torchao"

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.structures.specs import QuantizedSpec, Spec
+from blr.kernels.common.available import HALF
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import is_traced, rows
 from blr.kernels.common.tables import Shape, prefers_dequantized
 from blr.kernels.fp8.op import (
-    HALF,
     STRUCTURES,
     fp8_device,
     fp8_product,

@@ -27,8 +27,9 @@ from blr.compressor.modeling.float8 import (
     product_of_rows,
 )
 from blr.compressor.structures.specs import QuantizedSpec
+from blr.kernels.common.available import HALF
 from blr.kernels.common.registration import is_traced, rows
-from blr.kernels.fp8.op import HALF, fp8_device, fp8_rows, fp8_rows_and
+from blr.kernels.fp8.op import fp8_device, fp8_rows, fp8_rows_and
 from blr.kernels.fp8.reference import MAKES
 
 GATED = {"swiglu": nn.functional.silu, "geglu": lambda x: nn.functional.gelu(x, approximate="tanh")}

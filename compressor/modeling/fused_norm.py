@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.float8_makers import norm_of
+from blr.kernels.common.available import HALF
 from blr.kernels.common.registration import is_unwatched
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class FusedNorm(Extension):

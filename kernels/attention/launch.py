@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import interpreted
+from blr.kernels.common.available import HALF, interpreted
 
 # Splits of one head's slots at most, and slots of a split at least.
 MAX_SPLITS = 64
@@ -152,7 +152,7 @@ def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
     Tensor cores pad the group to 16 and round queries to `dtype`; with one query, or in float32,
     the CUDA cores are as fast and exact.
     """
-    dot = group > 1 and dtype in (torch.float16, torch.bfloat16)
+    dot = group > 1 and dtype in HALF
     small = max(_power(group), 16) if dot else _power(group)
     slots = 32 if dot or group * width <= 256 else 16
     return {"GP": small, "BN": slots, "DOT": dot, "num_warps": 4}

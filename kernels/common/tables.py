@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blr.kernels.common.available import gpu_key
+from blr.kernels.common.available import HALF, gpu_key
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.tuned import tuned_rules
 
@@ -47,7 +47,6 @@ PLAIN: dict[str, tuple[str, ...]] = {
 }
 DENSE = "dense"
 REFERENCE = "reference"
-_HALF = (torch.float16, torch.bfloat16)
 
 Rule = Mapping[str, Any]
 Choice = tuple[str, dict[str, Any]]
@@ -136,10 +135,10 @@ def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
         return REFERENCE, {}
     if structure == "kronecker":
         return "auto", {}
-    if n <= DECODE and dtype in (*_HALF, torch.float32):
+    if n <= DECODE and dtype in (*HALF, torch.float32):
         return "gemv", {}
     prefill = {"lowrank": "gemm", "blast": "bmm_mix"}
-    return prefill.get(structure, "permuted_store" if dtype in _HALF else "bmm"), {}
+    return prefill.get(structure, "permuted_store" if dtype in HALF else "bmm"), {}
 
 
 def forget() -> None:

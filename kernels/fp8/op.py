@@ -21,7 +21,6 @@ from blr.kernels.fp8.reference import layer as plain_layer
 from blr.kernels.fp8.reference import quantize_rows as plain_rows
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
-HALF = (torch.bfloat16, torch.float16)
 STRUCTURES = tuple(FLOAT8)
 
 

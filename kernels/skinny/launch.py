@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import interpreted, shared_limit
+from blr.kernels.common.available import HALF, interpreted, shared_limit
 from blr.kernels.gemv.launch import launch_options, power_of_two
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.quantized.formats import PLANES
@@ -21,7 +21,6 @@ Order = tuple[int, int] | None
 MOST = 64  # tokens
 PLAIN = 16  # the bits of plain weights
 PACKED = (4, 2)  # bits of the packed weights that these kernels take
-HALF = (torch.bfloat16, torch.float16)
 # Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200.
 PROGRAMS = (900, 528)
 FEW_ROWS = 8192  # of a launch that has many small programs
