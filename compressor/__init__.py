@@ -1,8 +1,13 @@
-"""`blr.compressor`: turns Hugging Face checkpoints into structured ones. Importing it loads no torch."""
+"""`blr.compressor`: turns Hugging Face checkpoints into structured ones. Importing it loads no torch,
+and next to nothing else: a signal before `__main__` has a handler would be a traceback."""
 
-from typing import Any
+from __future__ import annotations
 
 from blr.kernels.common.tuned import read_rules_with
+
+TYPE_CHECKING = False  # not from typing, which takes longer than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

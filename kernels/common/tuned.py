@@ -7,11 +7,14 @@ place of this one (`compressor/loading/vendor.py` writes it), with the same func
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
-Rules = list[dict[str, Any]]
+TYPE_CHECKING = False  # not from typing: the first import of all (`compressor/__init__.py`)
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Rules = list[dict[str, Any]]
 
 _READERS: list[Callable[[str], Rules]] = []
 

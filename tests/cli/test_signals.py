@@ -216,6 +216,15 @@ def test_stopped_before_the_command_has_begun(number: int, module: str) -> None:
     assert json.loads(done.stdout) == {"error": message, "exit_code": 128 + number}
 
 
+def test_next_to_nothing_is_imported_before_signals_have_handlers() -> None:
+    """Until then Ctrl-C is a traceback of Python's."""
+    code = "import re, sys; known = {*sys.modules}; import blr.compressor.__main__"
+    code += "; print(*sorted({*sys.modules} - known))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name for name in done.stdout.split() if not name.startswith("blr")} <= {"signal", "functools"}
+    assert len(done.stdout.split()) < 10
+
+
 def test_handlers_are_restored() -> None:
     from blr.compressor.cli.signals import stop_on_signals
 
