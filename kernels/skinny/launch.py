@@ -21,11 +21,15 @@ Order = tuple[int, int] | None
 MOST = 64  # tokens
 PLAIN = 16  # the bits of plain weights
 PACKED = (4, 2)  # bits of the packed weights that these kernels take
-# Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200.
-PROGRAMS = (900, 528)
-FEW_ROWS = 8192  # of a launch that has many small programs
+# Programs of a launch, if it can, with packed and with plain weights, and steps that one has at least:
+# the best of those timed on an H200, as are the tiles of `tile_shape` (scripts/LOG.md).
+PROGRAMS, STEPS = (1024, 528), (4, 8)
+FULL = 396  # programs, three a multiprocessor, from which rows of packed weights are not split
+SHORT = 8  # steps of packed weights that are one program's
+FEW_ROWS = 1 << 15  # of a launch that has many small programs
+SMALL = 8 << 20  # bytes of packed weights whose start is worth asking for before the inputs are there
 LEAST = 16  # units of a step: columns that a product of tensor cores sums
-DEEPEST = 16  # parts of a row at most
+DEEPEST = (16, 8)  # parts of a row at most, of packed and of plain weights
 SPARE = 8 << 10  # bytes of shared memory for what else passes through it
 
 
@@ -70,20 +74,34 @@ def _fits(s: AnySegment) -> bool:
 
 def tile_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
     """Sizes of a program and its warps. rows: of all blocks and segments of the launch."""
-    programs, least, most = PROGRAMS[bits == PLAIN], 2, DEEPEST
-    if bits != PLAIN:
-        several = max(LEAST // (group * bits // 16), 1)
-        shape = {"BR": 64, "STEP": several, "STAGES": 8 if several == 1 else 5, "AHEAD": 4}
-        shape |= {"num_warps": 2} if tokens <= 16 else {"num_warps": 4, "STAGES": 4}
-        steps = -(-K // (group * several))
-    elif tokens <= 16 and rows <= FEW_ROWS:
-        shape = {"BR": 16, "STEP": 256, "STAGES": 5, "num_warps": 1, "AHEAD": 4}
-        steps = -(-K // 256)
+    if bits == PLAIN:
+        shape = _plain_shape(rows, tokens)
+        steps, most = -(-K // shape["STEP"]), DEEPEST[1] if shape["BR"] == 16 else 4
     else:
-        shape = {"BR": 64, "STEP": 128 if tokens <= 16 else 64, "STAGES": 4, "num_warps": 4}
-        steps, most = -(-K // shape["STEP"]), 4
-    split = power_of_two(programs // max(rows // shape["BR"], 1) + 1) // 2
-    return {**shape, "SPLIT": max(min(split, most, steps // least), 1)}
+        shape = _packed_shape(bits, group, rows * K * bits // 8, tokens)
+        steps, most = -(-K // (group * shape["STEP"])), DEEPEST[0]
+    tiles, plain = -(-rows // shape["BR"]), bits == PLAIN
+    most = min(most, PROGRAMS[plain] // max(tiles, 1), steps // STEPS[plain])
+    if not plain and (tiles >= FULL or steps <= SHORT):
+        most = 1
+    return {**shape, "SPLIT": power_of_two(max(most, 1) + 1) // 2}
+
+
+def _packed_shape(bits: int, group: int, size: int, tokens: int) -> dict[str, int]:
+    """Of `size` bytes."""
+    several = max(LEAST // (group * bits // 16), 1)
+    shape = {"BR": 64, "STEP": several, "AHEAD": 4 if size < SMALL else 0}
+    if tokens > 16:
+        return {**shape, "STAGES": 4, "num_warps": 4}
+    if several > 1:
+        return {**shape, "STAGES": 5, "num_warps": 2}
+    return {**shape, "BR": 32 if bits == 4 else 64, "STAGES": 3, "num_warps": 2}
+
+
+def _plain_shape(rows: int, tokens: int) -> dict[str, int]:
+    if tokens <= 8 and rows <= FEW_ROWS:
+        return {"BR": 16, "STEP": 128, "STAGES": 5, "num_warps": 1, "AHEAD": 4}
+    return {"BR": 64, "STEP": 128 if tokens <= 16 else 64, "STAGES": 4, "num_warps": 4}
 
 
 def fitted(
