@@ -73,5 +73,6 @@ class VerifyError(BlrError):
 
 def kind_of_error(code: int) -> type[BlrError]:
     """The kind of error that another process of `blr` ended with, CapabilityError for any other code."""
-    kinds = (UsageError, InputError, OutputError, StorageError, NumericsError, HubError)
-    return next((kind for kind in kinds if kind.exit_code == code), CapabilityError)
+    kinds = (BlrError, UsageError, RecipeError, InputError, OutputError, StorageError, NumericsError)
+    known = {kind.exit_code: kind for kind in (*kinds, HubError, VerifyError)}
+    return known.get(code, CapabilityError)

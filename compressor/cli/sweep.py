@@ -23,7 +23,7 @@ from blr.compressor.cli.options import (
     Restart,
     print_result,
 )
-from blr.compressor.errors import CapabilityError
+from blr.compressor.errors import CapabilityError, kind_of_error
 
 METHODS = "svd,blast"
 
@@ -152,4 +152,7 @@ def sweep(
         result = run(found.folder, recipes, output, settings, Progress(quiet))
     print_result(result, table, format)
     if result["failed"] and not result["points"]:
-        raise CapabilityError(f"none of {len(result['failed'])} points could be made; see {output}/logs")
+        codes = {point["code"] for point in result["failed"]}
+        kind = kind_of_error(codes.pop()) if len(codes) == 1 else CapabilityError
+        none = f"none of {len(result['failed'])} points could be made"
+        raise kind(f"{none}; mend what {output}/logs say, then run the same command again")

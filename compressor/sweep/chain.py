@@ -22,7 +22,8 @@ SAID = "blr: error: "
 
 @dataclass
 class PointChain:
-    """The commands of a point, whose record the folder then has; `failure` says why it has none.
+    """The commands of a point, whose record the folder then has; `failure` says why it has none, `code`
+    is that of the command that failed.
 
     Args:
         compress: options of `blr compress` but for the output; None for the dense model itself.
@@ -36,6 +37,7 @@ class PointChain:
     evaluate: tuple[str, ...]
     keep: bool = False
     failure: str = ""
+    code: int = 0
     begun: Callable[[str], None] = lambda name: None
     began: float = 0.0
     done: int = 0
@@ -70,7 +72,7 @@ class PointChain:
         self.done += 1
         found = read_json(self._out)
         if code:
-            self.failure = str(found.get("error") or self._last_words(code))
+            self.code, self.failure = code, str(found.get("error") or self._last_words(code))
             if self.compress is None:
                 raise kind_of_error(code)(f"the dense model cannot be judged: {self.failure}")
         elif self.done == 2:

@@ -62,7 +62,7 @@ def sweep(
         folder: the model's. recipes: of every point (`points_of`).
 
     Returns:
-        JSON-ready: `points` that were made, `failed` ones with the reason, the names of the `frontier`.
+        JSON-ready: `points` that were made, `failed` ones with reason and code, names of the `frontier`.
 
     Raises:
         UsageError, InputError, OutputError: before anything is made. What `blr eval` ends with, as soon
@@ -153,7 +153,9 @@ def _result(
         record = place.record(point.name)
         line = command_line(settings.model, _options(point, settings), point.name)
         if record is None:
-            failed.append({"name": point.name, "why": chains[point.name].failure, "command": line})
+            lost = chains[point.name]
+            why = {"why": lost.failure, "code": lost.code}
+            failed.append({"name": point.name, **why, "command": line})
             continue
         losses = [math.log(p / d) for p, d in zip(record["perplexities"], base, strict=True)]
         facts = (point.name, point.kind, point.plain, point.heal, record["bits"], tuple(losses))

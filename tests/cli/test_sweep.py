@@ -62,6 +62,11 @@ def write(self, name, content):
         os.kill(os.getpid(), signal.SIGKILL)
 folder.Folder.write = write
 """
+OTHERWISE = """
+from blr.compressor.sweep.chain import PointChain
+ended = PointChain.ended
+PointChain.ended = lambda self, code: ended(self, 7 if self.name == "svd-cf600" else code)
+"""
 
 
 @pytest.fixture
@@ -100,6 +105,17 @@ def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
     assert json.loads(again.out)["points"] == found["points"]
     other = [part.replace("one.txt", "two.txt") for part in arguments]
     refused(limited.run(*other, cwd=tmp_path), 5, "differs in texts")
+
+
+@pytest.mark.parametrize(("patch", "code"), [("", 2), (OTHERWISE, 9)], ids=["one", "several"])
+def test_a_sweep_without_a_point_ends_with_the_code_that_all_have(
+    patch: str, code: int, limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    others = {"2,500": "500,600", "int4": "none", "--group": "--seed", "32": "0"}
+    hopeless = [others.get(part, part) for part in arguments]
+    ended = limited.run(*hopeless, cwd=tmp_path, patch=FORKED + patch)
+    refused(ended, code, "none of 2 points could be made; mend what out/logs say")
+    assert {point["code"] for point in _read(tmp_path)["failed"]} == ({2} if code == 2 else {2, 7})
 
 
 def test_a_dense_model_that_cannot_be_judged_ends_a_sweep_before_its_points(
