@@ -67,7 +67,8 @@ def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
         return form == "plain"
     if not isinstance(x.shape[0], int) or not kernel_device(x):
         return False  # any number of tokens; or no kernels, and a form of its own on a CPU
-    return choose(structure, shape, x.shape[0], x.dtype, x.device)[0] in (*PLAIN[structure], REFERENCE)
+    chosen, _ = choose(structure, shape, x.shape[0], x.dtype, x.device)
+    return chosen in (*PLAIN[structure][-1:], REFERENCE)
 
 
 def _decomposition(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Any:

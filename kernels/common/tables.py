@@ -39,7 +39,8 @@ PRODUCT = "fp8"  # the structure of rules for one product in float8
 # That of rules for a layer with float8 weights, by the folder of its kernels or dense.
 FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
 DEQUANTIZED = "dequantized"
-# Forms of a structure that are products of the vendor's library alone: what ours must beat.
+# Forms of a structure that are products of the vendor's library alone: what ours must beat. The last is
+# what a compiler makes of the reference.
 PLAIN: dict[str, tuple[str, ...]] = {
     **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()},
     PRODUCT: ("library",),

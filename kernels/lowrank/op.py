@@ -9,7 +9,7 @@ Backward, with g the gradient of y [n, o], h = g U and z = x V [n, r] (computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from blr.kernels.common.dispatch import Plans, Variant, dispatch, plan
+from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
 from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
@@ -38,10 +38,7 @@ def lowrank_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) 
         [..., o] in the dtype of `x`.
     """
     if is_unwatched(x):
-        kind = None if bias is None else bias.dtype
-        key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
-        run = _PLANS.get(key) or _PLANS.keep(key, _call(plan, x, U, V, bias))
-        return run(x, U, V, bias)
+        return _forward(x, U, V, bias)
     x, U, V, bias = autocast((x, U, V, bias))
     y = apply(_LINEAR, rows(x), U, V, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -101,14 +98,15 @@ def _shape(U: Tensor, V: Tensor) -> Shape:
     return Shape(V.shape[0], U.shape[0], 1, U.shape[1])
 
 
-def _call(do: Callable[..., Any], x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Any:
-    """`dispatch` or `plan` of these tensors."""
-    return do("lowrank", _shape(U, V), variants, reference, x, (U, V), bias)
-
-
 def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = _call(dispatch, x, U, V, bias)
-    return y
+    """[..., o], planned once for all tensors of these shapes and dtypes."""
+    kind = None if bias is None else bias.dtype
+    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
+    run = _PLANS.get(key)
+    if run is None:
+        made = plan("lowrank", _shape(U, V), variants, reference, x, (U, V), bias)
+        run = _PLANS.keep(key, made)
+    return run(x, U, V, bias)
 
 
 def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
