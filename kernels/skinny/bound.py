@@ -47,11 +47,35 @@ def stages(
     dtype: of the model. order: as of `launch.grouped`. ordered: whether inputs are there in the order of
     these weights. options: gain, eps and pdl, as of `grouped` of the quantized kernels.
     """
+    if any(s.mix is not None for s in segments):
+        more: dict[str, Any] = {**options, "order": order, "ordered": ordered}
+        return None if add else _mixed(segments, workspace, dtype, **more)
     if not _taken(segments, dtype, ordered):
         return None
     before, ready = _inputs(segments, dtype, ordered, **options)
     run = partial(grouped, ready, workspace, add=add, order=order, pdl=options["pdl"])
     return _in_turn(*before, run)
+
+
+def _mixed(
+    segments: Sequence[AnySegment],
+    workspace: Workspace,
+    dtype: torch.dtype,
+    *,
+    order: Order,
+    **options: Any,
+) -> Run | None:
+    """The same of BLAST's first factors, whose products are mixed behind them; none is added."""
+    from blr.kernels.skinny.mix import fits as mixable
+    from blr.kernels.skinny.mix import mix
+
+    if not mixable([s.mix for s in segments]):
+        return None
+    inner = [replace(s, y=torch.zeros(s.y.shape, device=s.y.device), mix=None) for s in segments]
+    if (run := stages(inner, workspace, dtype, add=False, **options)) is None:
+        return None
+    layers = [(z.y, s.mix, s.y) for z, s in zip(inner, segments, strict=True) if s.mix is not None]
+    return _in_turn(run, partial(mix, layers, order=order, pdl=options["pdl"]))
 
 
 def pair(

@@ -12,6 +12,7 @@ from blr.kernels.common.available import has_triton
 from blr.kernels.gemv.segments import Segment
 from blr.kernels.gemv.segments import dual as plain_dual
 from blr.kernels.quantized.segments import Correction, Narrow, dual
+from blr.kernels.skinny.bound import PACKED_FROM
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 CASES = {
@@ -95,3 +96,50 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
     grouped([replace(s, x=out)], Workspace(), config={"BR": 16, "SPLIT": 2})
     found = s.y.clone()
     close(found, s.product(gain, EPS))
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("kind", ["16", "4/32"])
+@pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
+def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int) -> None:
+    """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
+    from blr.kernels.skinny.bound import stages
+    from blr.kernels.skinny.launch import Workspace
+    from blr.kernels.skinny.segments import field_order
+
+    torch.manual_seed(0)
+    blocks, dtype, gain = 3, torch.float16, torch.rand(3 * 64)
+    x = torch.randn(tokens, blocks * 64)
+    segments = [
+        made(kind, x, rows, 64, blocks=blocks, mix=drawn(blocks, blocks, rows) / 2)
+        for rows in (32, 64, 96)
+    ]
+    for several in (segments[:1], segments):
+        options = {"gain": gain, "eps": EPS, "pdl": False}
+        run = stages(several, Workspace(), dtype, add=False, order=order, **options)
+        if kind != "16" and len(x) < PACKED_FROM:
+            assert run is None
+            continue
+        assert run is not None
+        run()
+        for s in several:
+            found = s.y
+            if order is not None:
+                places = field_order(*order)
+                groups = found.unflatten(1, (-1, order[1]))
+                found = torch.empty_like(groups).index_copy_(2, places, groups).flatten(1)
+            close(found, s.product(gain, EPS))
+
+
+def test_what_is_not_mixed_here() -> None:
+    """Layers that add, that differ in blocks, or of which one has none."""
+    from blr.kernels.skinny.bound import stages
+    from blr.kernels.skinny.launch import Workspace
+
+    x = torch.randn(3, 64)
+    two, four = (
+        made("16", x, 8, 64 // blocks, blocks=blocks, mix=drawn(blocks, blocks, 8)) for blocks in (2, 4)
+    )
+    options = {"order": None, "gain": None, "eps": 0.0, "pdl": False}
+    for several, add in (([two], True), ([two, four], False), ([two, made("16", x, 8, 64)], False)):
+        assert stages(several, Workspace(), torch.float16, add=add, **options) is None

@@ -59,3 +59,19 @@ def test_default_tiles_compile(case: str, capability: int) -> None:
     assert "mma.sync" in ptx or "wgmma" in ptx
     if capability >= 90:  # otherwise weights would pass through shared memory once more
         assert ptx.count("st.shared") <= 20
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("blocks", [16, pytest.param(4, marks=pytest.mark.slow)])
+def test_mixes_compile(blocks: int) -> None:
+    from blr.kernels.skinny.mix import HELD, Mix
+
+    types = dict.fromkeys(Mix._fields, "i32") | {"z": "*fp32", "s": "*bf16", "y": "*bf16"}
+    signature = {**dict.fromkeys(("m0", "m1", "m2"), Mix(**types)), "end0": "i32", "end1": "i32"}
+    constants = {"COUNT": 3, "B": blocks, "BR": HELD // blocks**2, "EACH": 4, "LOW": PLAIN}
+    made = compile_for(
+        *("blr.kernels.skinny.mix", "mix_kernel", {**signature, "tokens": "i32"}),
+        *({**constants, "LOW_GROUP": 0, "PDL": True}, 90),
+        num_warps=4,
+    )
+    assert made["spills"] == 0
