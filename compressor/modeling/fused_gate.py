@@ -25,10 +25,17 @@ class FusedGate(Extension):
 
     def forward(self: Any, x: Tensor) -> Any:
         """As of the module, [..., d]."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if is_fused(gate, up) and type(up) is Tensor and gate.shape == up.shape:
-            return self.down_proj(gated(gate, up, self.fused_gate))
-        return self.down_proj(self.act_fn(gate) * up)
+        if not is_fused(x, x):
+            return super().forward(x)  # type: ignore[misc]
+        return self.down_proj(_product(self, x))
+
+
+def _product(mlp: Any, x: Tensor) -> Any:
+    """What `down_proj` reads; gate and up are gone when it does."""
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    if is_fused(gate, up) and type(up) is Tensor and gate.shape == up.shape:
+        return gated(gate, up, mlp.fused_gate)
+    return mlp.act_fn(gate) * up
 
 
 def fuse_gates(model: nn.Module) -> None:
