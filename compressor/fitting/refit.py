@@ -106,6 +106,8 @@ class Refitting:
     def _move(self, optimizer: Adam, factor: float) -> None:
         self.trained.collect()
         optimizer.move([_gradient(master) for master in self.masters], factor)
+        for master in self.masters:
+            master.grad = None  # banks add to what is there
         self.trained.publish()
 
     @torch.no_grad()

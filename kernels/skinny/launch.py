@@ -21,15 +21,13 @@ Order = tuple[int, int] | None
 MOST = 64  # tokens
 PLAIN = 16  # the bits of plain weights
 PACKED = (4, 2)  # bits of the packed weights that these kernels take
-# Programs of a launch, if it can, with packed and with plain weights, and steps that one has at least:
-# the best of those timed on an H200, as are the tiles of `tile_shape` (scripts/LOG.md).
-PROGRAMS, STEPS = (1024, 528), (4, 8)
-FULL = 396  # programs, three a multiprocessor, from which rows of packed weights are not split
-SHORT = 8  # steps of packed weights that are one program's
-FEW_ROWS = 1 << 15  # of a launch that has many small programs
-SMALL = 8 << 20  # bytes of packed weights whose start is worth asking for before the inputs are there
+# Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200, as are
+# the tiles of `tile_shape`, by whole tokens (scripts/LOG.md).
+PROGRAMS = (900, 528)
+FEW_ROWS = 8192  # of a launch of plain weights that has many small programs
+MANY_ROWS = 60000  # of one of packed weights, an output head, that fills the GPU by itself
 LEAST = 16  # units of a step: columns that a product of tensor cores sums
-DEEPEST = (16, 8)  # parts of a row at most, of packed and of plain weights
+DEEPEST = 16  # parts of a row at most
 SPARE = 8 << 10  # bytes of shared memory for what else passes through it
 
 
@@ -74,34 +72,34 @@ def _fits(s: AnySegment) -> bool:
 
 def tile_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
     """Sizes of a program and its warps. rows: of all blocks and segments of the launch."""
-    if bits == PLAIN:
-        shape = _plain_shape(rows, tokens)
-        steps, most = -(-K // shape["STEP"]), DEEPEST[1] if shape["BR"] == 16 else 4
+    if bits != PLAIN:
+        return _packed_shape(bits, group, rows, K, tokens)
+    most, least = 4, 2
+    if tokens <= 8 and rows <= FEW_ROWS:
+        shape = {"BR": 16, "STEP": 256, "STAGES": 5, "num_warps": 1, "AHEAD": 4}
+        most = DEEPEST
     else:
-        shape = _packed_shape(bits, group, rows * K * bits // 8, tokens)
-        steps, most = -(-K // (group * shape["STEP"])), DEEPEST[0]
-    tiles, plain = -(-rows // shape["BR"]), bits == PLAIN
-    most = min(most, PROGRAMS[plain] // max(tiles, 1), steps // STEPS[plain])
-    if not plain and (tiles >= FULL or steps <= SHORT):
-        most = 1
-    return {**shape, "SPLIT": power_of_two(max(most, 1) + 1) // 2}
+        shape = {"BR": 64, "STEP": 128 if tokens <= 16 else 64, "STAGES": 4, "num_warps": 4}
+    steps = -(-K // shape["STEP"])
+    return {**shape, "SPLIT": max(min(_parts(rows, shape["BR"], PROGRAMS[1]), most, steps // least), 1)}
 
 
-def _packed_shape(bits: int, group: int, size: int, tokens: int) -> dict[str, int]:
-    """Of `size` bytes."""
+def _packed_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
+    """Of a few tokens: rows in as many parts as there are, with little in flight of each."""
     several = max(LEAST // (group * bits // 16), 1)
-    shape = {"BR": 64, "STEP": several, "AHEAD": 4 if size < SMALL else 0}
+    steps = -(-K // (group * several))
+    shape = {"BR": 64, "STEP": several, "AHEAD": 4, "SPLIT": min(DEEPEST, steps)}
+    if tokens <= 16 and rows <= MANY_ROWS and several == 1:
+        return {**shape, "STAGES": 2 if bits == 4 else 3, "num_warps": 4 if bits == 4 else 2}
+    shape["SPLIT"] = max(min(_parts(rows, 64, PROGRAMS[0]), DEEPEST, steps // 2), 1)
     if tokens > 16:
         return {**shape, "STAGES": 4, "num_warps": 4}
-    if several > 1:
-        return {**shape, "STAGES": 5, "num_warps": 2}
-    return {**shape, "BR": 32 if bits == 4 else 64, "STAGES": 3, "num_warps": 2}
+    return {**shape, "STAGES": 8 if several == 1 else 5, "num_warps": 2}
 
 
-def _plain_shape(rows: int, tokens: int) -> dict[str, int]:
-    if tokens <= 8 and rows <= FEW_ROWS:
-        return {"BR": 16, "STEP": 128, "STAGES": 5, "num_warps": 1, "AHEAD": 4}
-    return {"BR": 64, "STEP": 128 if tokens <= 16 else 64, "STAGES": 4, "num_warps": 4}
+def _parts(rows: int, high: int, programs: int) -> int:
+    """Into how many a row is split for so many programs of `high` rows: a power of two."""
+    return power_of_two(programs // max(rows // high, 1) + 1) // 2
 
 
 def fitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from calibrating import calibration, drift, native, run
 from pico import save_pico, save_rank_deficient
 from running import Run
+from torch import Tensor
 
 from blr.compressor.fitting import sequential
+from blr.compressor.fitting.adam import Adam
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "gemma2", "phi3", "distilbert"])
@@ -69,6 +72,27 @@ def test_a_refit_never_raises_the_error_it_minimizes(tmp_path: Path) -> None:
     for _, record in found.results.values():
         before, after = record["refit"]
         assert after <= before
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_steps_of_a_refit_have_their_own_gradients(
+    quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of the steps before: where nothing moves, a batch's are those of the epoch before."""
+    seen: list[list[Tensor]] = []
+
+    def stay(self: Adam, gradients: Sequence[Tensor], factor: float) -> None:
+        seen.append([gradient.clone() for gradient in gradients])
+        self.steps += 1
+
+    monkeypatch.setattr(Adam, "move", stay)
+    settings = {"method": "svd", "cf": 1.5, "quantize": quantize}
+    run(save_pico("llama", tmp_path / "model"), tmp_path / "journal", epochs=2, **settings)
+    assert len(seen) % 2 == 0 and seen
+    sums = [round(float(sum(g.abs().sum() for g in step)), 6) for step in seen]
+    each = len(sums) // 4  # of both blocks, both epochs
+    for block in (sums[: 2 * each], sums[2 * each :]):
+        assert sorted(block[:each]) == pytest.approx(sorted(block[each:]), rel=1e-3)
 
 
 def test_a_resumed_run_computes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
