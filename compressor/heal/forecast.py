@@ -37,7 +37,9 @@ WIDE, MIDDLE = 14, 6  # numbers of a token kept in a block: times its width, tim
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
 MOVED = 3  # times that a kept number is: the teacher writes it, the student writes and reads it
-HOST = 1e-3  # seconds of a step that the host takes besides the passes (pico, one CPU core: 2.6e-3)
+# Seconds of a step that no GPU shortens. A guess, below what was seen so that "at most" holds: 2.6e-3 of
+# pico on one CPU core, 3.8e-3 of mini-llama on an H200 (a captured step less its GPU time; LOG, four H200).
+HOST = 1e-3
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
