@@ -9,14 +9,14 @@ from torch import Tensor
 
 from blr.compressor.fitting.blocks import captured_inputs, run_block
 from blr.compressor.fitting.moments import Inputs, MomentSums
-from blr.compressor.fitting.rounding import Metric, is_rounded_behind
+from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.student import Student
 from blr.compressor.parallel.sums import rounds
 
 
 def rounds_to_float8(student: Student) -> bool:
-    """Whether the block has factors that are rounded to float8 once it is trained."""
-    return any(is_rounded_behind(twin.spec) for twin in student.twins.values())
+    """Whether the block has layers that are rounded to float8 once it is trained."""
+    return any(getattr(twin.spec, "fp8", False) for twin in student.twins.values())
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """From a weight to what is stored of it in few bits: dense, structured, and dense with a correction.
 
-Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ) and
-factors weighted by its diagonal; else each to the nearest level of scales that are searched, and so are
-dense weights in float8, which gain nothing by compensation (scripts/LOG.md). Factors in float8 are
-rotated (`turning.py`) and rounded behind compensation, each in the metric of what it multiplies. Of 4
-bits and fewer, which round coarsely, the factor U of W = U Zᵀ comes last: it is solved for the weight
-and the rounded Z by least squares, and rounded behind compensation too, so that one term makes good what
-another loses. A correction starts from Q and S in turn, each what the other leaves: LoftQ (arXiv
-2310.08659), here in the metric of the inputs, with factors rounded as they are stored.
+Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ, or
+`float8.py`) and factors in int8 weighted by its diagonal; else each to the nearest level of scales that
+are searched. Of 4 bits and fewer, in float8 and of pivots, the factor U of W = U Zᵀ comes
+last: it is solved for the weight and the rounded Z by least squares, and rounded behind compensation,
+too, so that one term makes good what another loses. Factors in float8 are rotated (`turning.py`), and V
+is rounded in the metric of what U cannot make good (`seen.py`). A correction starts from Q and S in
+turn, each what the other leaves: LoftQ (arXiv 2310.08659), here in the metric of the inputs, with
+factors rounded as they are stored.
 
 Beside integers stand the numbers that were rounded (`latent_name`), from which training goes on.
 """
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
-from blr.compressor.rounding.gptq import compensation, gptq, gptq_fp8
-from blr.compressor.rounding.seen import seen_by
+from blr.compressor.rounding.float8 import Costs, costs_of, round_fp8
+from blr.compressor.rounding.gptq import compensation, gptq
+from blr.compressor.rounding.seen import seen_by_v
 from blr.compressor.rounding.turning import turned
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
@@ -49,7 +50,7 @@ from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
 LAST = "U"  # the factor that is solved for
-SOLVED = (4, 3, 2)  # bits for which U is solved again: 8 have nothing to make good
+SOLVED = (4, 3, 2)  # bits for which U is solved again, as for float8: int8 has nothing to make good
 LATENT = "_latent"
 ROUNDS = 4  # of rounding and correcting in turn
 
@@ -80,6 +81,11 @@ class Metric:
     def root(self) -> Tensor:
         """As of `compensation`."""
         return compensation(self.gram)
+
+    @cached_property
+    def float8(self) -> Costs:
+        """As of `costs_of`."""
+        return costs_of(self.gram)
 
 
 FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
@@ -141,15 +147,10 @@ def round_factors(
     if not isinstance(spec.of, DenseSpec):
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
-    if metric is None or spec.fp8:
+    if metric is None:
         return quantize_dense(factors["weight"], spec, dtype).tensors
-    stored, latent = _by_compensation(factors["weight"], metric.root, "weight", spec, dtype)
-    return stored | {latent_name("weight"): latent}
-
-
-def is_rounded_behind(spec: Spec) -> bool:
-    """Whether what is stored of trained factors depends on what the layer reads."""
-    return isinstance(spec, QuantizedSpec) and spec.fp8 and not isinstance(spec.of, DenseSpec)
+    stored, latent = _by_compensation(factors["weight"], metric, "weight", spec, dtype)
+    return stored if spec.fp8 else stored | {latent_name("weight"): latent}
 
 
 def quantize_dense(
@@ -200,7 +201,7 @@ def quantize_factors(
             factor, stored = _solved(spec, back, product, metric, dtype)
         elif metric is not None and isinstance(spec.of, PivotedSpec):
             rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
-            stored, latent = _by_compensation(rows, metric.root, name, spec, dtype)
+            stored, latent = _by_compensation(rows, metric, name, spec, dtype)
             factor = from_rows(spec, name, latent)
         else:
             factor = exact[name]
@@ -251,12 +252,12 @@ def start_of(spec: BlastSpec) -> LowRankSpec:
 def _is_solved(spec: QuantizedSpec) -> bool:
     """Whether U is solved for behind the other factors; of pivots always, whose errors it multiplies."""
     known = STRUCTURES[spec.structure]
-    return known.linear and (known.pivots or spec.bits in SOLVED)
+    return known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
 
 
 def _turns(spec: QuantizedSpec) -> list[str]:
     """The factors as they are rounded."""
-    return sorted(spec.shapes(), key=lambda name: name == LAST and (spec.fp8 or _is_solved(spec)))
+    return sorted(spec.shapes(), key=lambda name: name == LAST and _is_solved(spec))
 
 
 def _solved(
@@ -280,42 +281,45 @@ def _solved(
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
         return factor, _pack(spec, LAST, factor, dtype)
-    stored, latent = _by_compensation(left, compensation(normal.double()), LAST, spec, dtype)
+    stored, latent = _by_compensation(left, Metric(normal.double()), LAST, spec, dtype)
     return from_rows(spec, LAST, latent), stored
 
 
 def _unsolved(
     spec: QuantizedSpec, name: str, factors: dict[str, Tensor], metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What is stored of a factor as it is; in float8 behind compensation, where it is known what the
-    factor multiplies. Of `factors` those that are rounded already have the values that are stored."""
+    """What is stored of a factor as it is; of V in float8, of which U can make good what it spans,
+    behind compensation. Of `factors` those that are rounded have the values that are stored."""
     factor, gram = factors[name], None if metric is None else metric.gram
-    seen = seen_by(name, spec.of, factors, gram) if spec.fp8 else None
+    seen = seen_by_v(spec.of, factors, gram) if spec.fp8 and name == "V" else None
     if seen is None:
         return _pack(spec, name, factor, dtype, _costs_of(spec, name, metric))
-    return _float8(name, spec, to_matrix(spec, name, factor), compensation(seen.double()), dtype)
+    return _float8(name, spec, to_matrix(spec, name, factor), costs_of(seen.double()), dtype)
 
 
 def _float8(
-    name: str, spec: QuantizedSpec, matrix: Tensor, root: Tensor, dtype: torch.dtype
+    name: str, spec: QuantizedSpec, matrix: Tensor, costs: Costs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A matrix [..., R, K] in float8, errors made good by the columns behind them."""
+    """A matrix [..., R, K] in float8, in the metric of its columns, or [..., G, K, K] of groups of its
+    rows."""
     matrix = matrix.float() if matrix.is_cuda else matrix
-    found = gptq_fp8(matrix, root.to(matrix), spec.group, dtype)
+    apart = costs.order.dim() == matrix.dim()
+    rows = matrix.unflatten(-2, (costs.order.shape[-2], -1)) if apart else matrix
+    found = [t.flatten(-3, -2) if apart else t for t in round_fp8(rows, costs, spec.group, dtype)]
     stored = dict(zip(stored_names(name), found, strict=True))
     check_scales(name, stored)
     return stored
 
 
 def _by_compensation(
-    matrix: Tensor, root: Tensor, name: str, spec: QuantizedSpec, dtype: torch.dtype
+    matrix: Tensor, metric: Metric, name: str, spec: QuantizedSpec, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What is stored of a factor that is packed as `matrix` [..., R, K], by GPTQ, and its latent
-    weights; on a GPU in float32, for which there is a kernel."""
+    """What is stored of a factor that is packed as `matrix` [..., R, K], rounded behind compensation in
+    the metric of its columns, and its latent weights; on a GPU in float32: GPTQ has a kernel for it."""
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
-        return _float8(name, spec, matrix, root, dtype), matrix
-    found = gptq(matrix, root.to(matrix), spec.bits, spec.group, dtype)
+        return _float8(name, spec, matrix, metric.float8, dtype), matrix
+    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))

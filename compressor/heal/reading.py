@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.rounding import Metric, is_rounded_behind
+from blr.compressor.fitting.rounding import Metric
 from blr.compressor.heal.embedding import PADDING
 from blr.compressor.heal.pair import Pair
 
@@ -18,12 +18,12 @@ BATCH = 4  # rows at once
 
 @torch.no_grad()
 def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
-    """Inputs [n, i], on the CPU, of the layers of the student with factors in float8, by name.
+    """Inputs [n, i], on the CPU, of the layers of the student that are stored in float8, by name.
 
     Args:
         rows: [m, w] of token ids and padding, of which the first are read.
     """
-    layers = {name: t.module for name, t in pair.twins.items() if is_rounded_behind(t.spec)}
+    layers = {name: t.module for name, t in pair.twins.items() if getattr(t.spec, "fp8", False)}
     parts: dict[str, list[Tensor]] = {name: [] for name in layers}
     if not layers:
         return {}

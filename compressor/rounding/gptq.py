@@ -19,11 +19,9 @@ from torch import Tensor
 
 from blr.compressor.structures.linalg import cholesky, inverse_spd
 from blr.kernels.common.available import kernel_device
-from blr.kernels.fp8.reference import E4M3, nearest_fp8, scale_fp8
 from blr.kernels.quantized.reference import levels_of, scales_of, values_of
 
 DAMP = 0.01  # of the mean diagonal, added to H
-COLUMNS = 128  # whose errors reach the columns behind them together, where scales are a row's
 
 Rounding = Callable[..., tuple[Tensor, ...]]
 
@@ -45,10 +43,14 @@ def compensation(gram: Tensor) -> Tensor:
     Args:
         gram: H [..., i, i], float64.
     """
+    return cholesky(inverse_spd(damped(gram))).mT.contiguous()
+
+
+def damped(gram: Tensor) -> Tensor:
+    """H [..., i, i] over its mean diagonal, with a ridge: errors that inputs hardly show cost, too."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    scale = scale[..., None, None]
-    return cholesky(inverse_spd(gram / scale + DAMP * identity)).mT.contiguous()
+    return gram / scale[..., None, None] + DAMP * identity
 
 
 def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Rounded:
@@ -103,38 +105,3 @@ def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[T
         missed[..., at] = error = (column - values_of(found, scale, bits)) / root[..., at, at]
         left[..., behind] -= error * root[..., at, behind]
     return levels, left, missed
-
-
-def gptq_fp8(
-    weight: Tensor, root: Tensor, group: int, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Round `weight` [..., o, i] to float8, column by column: numbers and scales as of
-    `reference.quantize_fp8`.
-
-    Args:
-        weight: float32 or float64. root: of `compensation` [..., i, i], in the same dtype.
-        group: columns that share a scale, per row; `ROW` for all of them.
-    """
-    left, scales, parts = weight.clone(), list[Tensor](), list[Tensor]()
-    for start in range(0, weight.shape[-1], group or COLUMNS):
-        columns = slice(start, min(start + (group or COLUMNS), weight.shape[-1]))
-        part, own = left[..., columns], root[..., columns, columns]
-        if group or not scales:
-            scales.append(scale_fp8(part if group else weight, scale_dtype))
-        found, missed = _round_fp8(part, own, scales[-1])
-        left[..., columns.stop :] -= missed @ root[..., columns, columns.stop :]
-        parts.append(found)
-    return torch.cat(parts, -1), torch.cat(scales, -1)
-
-
-def _round_fp8(part: Tensor, root: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of `part` [..., o, g] in float8, in turn; the errors over the diagonal of `root`."""
-    left, missed = part.clone(), torch.empty_like(part)
-    found = torch.empty_like(part, dtype=E4M3)
-    for j in range(part.shape[-1]):
-        column = left[..., j : j + 1]
-        found[..., j : j + 1] = now = nearest_fp8(column, scale)
-        error = (column - now.to(part) * scale.to(part)) / root[..., j : j + 1, j : j + 1]
-        missed[..., j : j + 1] = error
-        left[..., j + 1 :] -= error * root[..., j : j + 1, j + 1 :]
-    return found, missed

@@ -1,50 +1,49 @@
-"""What the factors of a layer multiply: second moments of the inputs of each, from those of the layer's.
+"""What errors in V cost where U is solved for behind it: the part of them that no U makes good.
 
-V sees x, in blocks where it has blocks. U sees z, which V makes of x, and, of BLAST, the couplings.
+Of ``W_k = U_k Z_kᵀ`` an error δ in Z_k is made good as far as it lies in the span of Z_k, in the metric
+of the inputs. To first order the rest costs ``U_k δᵀ (H − H Z_k (Z_kᵀ H Z_k)⁻¹ Z_kᵀ H) δ U_kᵀ``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from blr.compressor.structures.linalg import solve_spd
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
 
 
-def seen_by(name: str, spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) -> Tensor | None:
-    """H of the inputs of the factor `name`, [K, K] or [B, K, K] for its matrix [..., R, K]; None where
-    errors of all columns cost the same, or what the structure has no such moments for.
+def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) -> Tensor | None:
+    """H of the columns of V as it is packed: [i, i] of low rank [r, i]; of Monarch [l, k, p, p] for
+    [l, k·r', p]; of BLAST [l, p, p] for [l, r, p], the mean of its block rows by what they make of it.
+    None where a structure has no such V.
 
     Args:
-        factors: canonical, V and S as they are stored. gram: [i, i] of the layer's inputs, None for
-            white ones.
+        factors: canonical. gram: [i, i] of the layer's inputs, None for white ones.
     """
     if not isinstance(spec, LowRankSpec | MonarchSpec | BlastSpec) or getattr(spec, "groups", 1) > 1:
         return None
-    if name == "V":
-        return gram if gram is None or isinstance(spec, LowRankSpec) else _blocks(gram, spec.blocks)
-    if name != "U":
-        return None
+    right = STRUCTURES[spec.structure].factorizer().right_factor(dict(factors), spec)  # [..., i, K]
+    whole = torch.eye(spec.in_features).to(right) if gram is None else gram.to(right)
     if isinstance(spec, LowRankSpec):
-        return _moments(factors["V"], gram)
-    return torch.stack([_moments(_row(spec, factors, k), gram) for k in range(spec.blocks)])
+        return _left(whole, right, 1)[0]
+    if isinstance(spec, MonarchSpec):
+        return torch.stack([_left(whole, Z, spec.blocks) for Z in right], 1)
+    used = factors["U"].square().sum(1)[:, None] * factors["S"].square()  # [k, l, r]
+    shares = used.mean(-1)[..., None, None]
+    parts = (s * _left(whole, Z, spec.blocks) for s, Z in zip(shares, right, strict=True))
+    return reduce(torch.add, parts)
 
 
-def _blocks(gram: Tensor, blocks: int) -> Tensor:
-    """Those [b, p, p] on the diagonal."""
-    at = torch.arange(blocks, device=gram.device)
-    return gram.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))[at, :, at]
-
-
-def _row(spec: MonarchSpec | BlastSpec, factors: Mapping[str, Tensor], k: int) -> Tensor:
-    """Z_k [i, r], with ``z = Z_kᵀ x`` what the block k of U multiplies."""
-    V = factors["V"]
-    if isinstance(spec, BlastSpec):
-        return (V * factors["S"][k][:, None]).flatten(0, 1)
-    return torch.block_diag(*V.unflatten(-1, (spec.blocks, -1))[:, :, k])
-
-
-def _moments(makes: Tensor, gram: Tensor | None) -> Tensor:
-    return makes.mT @ (makes if gram is None else gram.to(makes) @ makes)
+def _left(gram: Tensor, Z: Tensor, blocks: int) -> Tensor:
+    """The blocks [b, p, p] on the diagonal of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``."""
+    weighted = gram @ Z
+    solved = solve_spd(Z.mT @ weighted, weighted)
+    own = gram.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))
+    parts = zip(weighted.chunk(blocks), solved.chunk(blocks), strict=True)
+    found = [own[n, :, n] - right @ left.mT for n, (left, right) in enumerate(parts)]
+    return torch.stack([(block + block.mT) / 2 for block in found])

@@ -34,17 +34,22 @@ def quantize_fp8(
         float8_e4m3fn [..., K], and scales [..., 1] or [..., ⌈K/group⌉] in `scale_dtype`; of numbers that
         are all zero, or too small for that dtype, the scale and what is stored are zero.
     """
-    K = w.shape[-1]
-    width = group or K
     work = w.to(torch.float64 if w.dtype == torch.float64 else torch.float32)
-    grouped = torch.nn.functional.pad(work, (0, -K % width)).unflatten(-1, (-1, width))
-    scale = scale_fp8(grouped, scale_dtype or w.dtype)
-    return nearest_fp8(grouped, scale).flatten(-2)[..., :K], scale.squeeze(-1)
+    scale = scales_fp8(work, group).to(scale_dtype or w.dtype)
+    return nearest_fp8(work, of_columns(scale.to(work), group, w.shape[-1])), scale
 
 
-def scale_fp8(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales [..., 1] in `dtype` of numbers [..., G] that share one."""
-    return (w.abs().amax(-1, keepdim=True) / LARGEST).to(dtype)
+def scales_fp8(w: Tensor, group: int = ROW) -> Tensor:
+    """The scales [..., groups] of numbers [..., K], as of `quantize_fp8`, in their dtype."""
+    if not group:
+        return w.abs().amax(-1, keepdim=True) / LARGEST
+    padded = torch.nn.functional.pad(w, (0, -w.shape[-1] % group))
+    return padded.unflatten(-1, (-1, group)).abs().amax(-1) / LARGEST
+
+
+def of_columns(scale: Tensor, group: int, K: int) -> Tensor:
+    """Scales [..., groups] for each of K columns, or [..., 1] where a row shares one."""
+    return scale.repeat_interleave(group, -1)[..., :K] if group else scale
 
 
 def nearest_fp8(w: Tensor, scale: Tensor) -> Tensor:
@@ -58,10 +63,7 @@ def nearest_fp8(w: Tensor, scale: Tensor) -> Tensor:
 def dequantize_fp8(q: Tensor, scale: Tensor, dtype: torch.dtype, group: int = ROW) -> Tensor:
     """Numbers [..., K] in `dtype`: those of `quantize_fp8` times their scales, rounded once."""
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    wide = scale.to(work)
-    if group:
-        wide = wide.repeat_interleave(group, -1)[..., : q.shape[-1]]
-    return (q.to(work) * wide).to(dtype)
+    return (q.to(work) * of_columns(scale.to(work), group, q.shape[-1])).to(dtype)
 
 
 def aligned(q: Tensor) -> Tensor:
