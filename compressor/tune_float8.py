@@ -177,13 +177,13 @@ def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, til
 
 
 def _by_library(shape: Shape, n: int, device: torch.device) -> Any:
-    from blr.kernels.fp8.library import second
+    from blr.kernels.fp8 import library
 
     scales = cache(lambda: _scales(shape, n, device))
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         by_row, by_col = scales()
-        return second(x, by_row, w[0], by_col[0], torch.bfloat16)
+        return library.product(x, by_row[:, None], w, by_col, torch.bfloat16)
 
     return call
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
+from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import is_traced, rows
-from blr.kernels.common.tables import Shape, prefers_dequantized
+from blr.kernels.common.tables import Shape, bucket, prefers_dequantized
 from blr.kernels.fp8.op import (
     STRUCTURES,
     fp8_device,
@@ -29,6 +30,7 @@ from blr.kernels.fp8.reference import Factors, Rows, Scales, aligned, even_ranks
 from blr.kernels.quantized.formats import ROW
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
+_DECIDED: Any = Plans()  # by a packing, which is kept so that no other one gets its id
 # What families of transformers call layers of one block that read the same input
 SIBLINGS = (
     {"q_proj", "k_proj", "v_proj"},
@@ -60,8 +62,6 @@ def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
         if reason:
             warn_once(f"float8 weights are dequantized at every product: {reason}")
         return None
-    if is_slower(layer.packing, x):
-        return None
     return product_of_rows(layer, x, shared_rows(layer, x), bias)
 
 
@@ -81,14 +81,6 @@ def structure_of(layer: Any) -> str:
 def is_float8(layer: Any) -> bool:
     """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
-
-
-def is_slower(packing: QuantizedSpec, x: Tensor) -> bool:
-    """Whether a layer so packed was measured to be faster dequantized for inputs like x."""
-    if torch.compiler.is_compiling():
-        return False
-    n = x.numel() // x.shape[-1]
-    return prefers_dequantized(*known_by(packing.of), n, x.dtype, x.device)
 
 
 @cache
@@ -125,7 +117,7 @@ def prepare_layer(layer: Any) -> None:
     if device.type == "cuda":
         with torch.no_grad():
             like = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
-            if hindrance(layer, like) is None:
+            if unfit(layer.packing, like) is None:
                 prepared(layer, structure_of(layer), like)
 
 
@@ -166,21 +158,47 @@ def count_readers(model: nn.Module) -> None:
 
 def hindrance(layer: Any, x: Tensor) -> str | None:
     """Why a product is not computed in float8; "" where nobody need know, None if nothing hinders."""
-    structure = structure_of(layer)
     if is_traced() or not x.numel():
         return ""
     if torch.compiler.is_compiling() and getattr(layer, "float8_prepared", None) is None:
         return ""  # a device that they were not prepared for
-    if torch.is_grad_enabled() and x.requires_grad:
+    if asks_gradient(x, layer.bias):
         return "a gradient is asked for, which torch.no_grad() does not"
+    return refusal(layer.packing, x)
+
+
+def asks_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is asked for to one of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def refusal(packing: QuantizedSpec, x: Tensor) -> str | None:
+    """The same of layers so packed and what is known of inputs like x: decided once."""
+    if torch.compiler.is_compiling():
+        return unfit(packing, x)
+    n = bucket(x.numel() // x.shape[-1])
+    key = (id(packing), n, x.dtype, x.device)
+    found = _DECIDED.get(key) or _DECIDED.keep(key, (_decided(packing, x, n), packing))
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _decided(packing: QuantizedSpec, x: Tensor, n: int) -> str | None:
+    if (reason := unfit(packing, x)) is not None:
+        return reason
+    return "" if prefers_dequantized(*known_by(packing.of), n, x.dtype, x.device) else None
+
+
+def unfit(packing: QuantizedSpec, x: Tensor) -> str | None:
+    """Why no layer so packed has products in float8 with inputs like x, None if it has."""
     if not fp8_device(x.device):
         return f"{x.device.type} has no float8 products, or no kernels for them"
     if x.dtype not in HALF:
         return f"the model computes in {x.dtype}, expected bfloat16 or float16"
-    if layer.packing.group != ROW:
-        return f"scales are a block of {layer.packing.group}, and products take those of rows"
-    if structure not in STRUCTURES or getattr(layer.packing.of, "groups", 1) > 1:
-        return f"no float8 products of {layer.packing.describe()}"
+    if packing.group != ROW:
+        return f"scales are a block of {packing.group}, and products take those of rows"
+    structure = FOLDERS.get(packing.structure, packing.structure)
+    if structure not in STRUCTURES or getattr(packing.of, "groups", 1) > 1:
+        return f"no float8 products of {packing.describe()}"
     return None
 
 

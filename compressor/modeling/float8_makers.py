@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.float8 import (
+    asks_gradient,
     count_readers,
     hindrance,
     is_float8,
-    is_slower,
     leave_rows,
     product_of_rows,
+    refusal,
 )
 from blr.compressor.structures.specs import QuantizedSpec
-from blr.kernels.common.available import HALF
 from blr.kernels.common.registration import is_traced, rows
-from blr.kernels.fp8.op import fp8_device, fp8_rows, fp8_rows_and
+from blr.kernels.fp8.op import fp8_rows, fp8_rows_and
 from blr.kernels.fp8.reference import MAKES
 
 GATED = {"swiglu": nn.functional.silu, "geglu": lambda x: nn.functional.gelu(x, approximate="tanh")}
@@ -56,7 +56,7 @@ class Float8Maker(Extension):
         compute: Any = super().forward  # type: ignore[misc]
         gain, shift = getattr(self, "weight", None), getattr(self, "bias", None)
         reader = self.float8_readers.get(x.shape[-1])
-        if args or kwargs or reader is None or not _rounds(x, gain, shift) or is_slower(reader, x):
+        if args or kwargs or reader is None or not _rounds(reader, x, gain, shift):
             return compute(x, *args, **kwargs)
         given = (rows(x), self.float8_make, shift, gain, self.float8_eps)
         if torch.compiler.is_compiling():
@@ -76,12 +76,11 @@ class Float8Gate(Extension):
     def forward(self: Any, x: Tensor) -> Any:
         """As of the module, the product with the gate in float8 alone."""
         down = self.down_proj
-        if not _plainly_called(down) or not is_float8(down) or not _rounds(x):
+        if not _plainly_called(down) or not is_float8(down) or not _rounds(down.packing, x):
             return super().forward(x)  # type: ignore[misc]
         gate, up = self.gate_proj(x), self.up_proj(x)
         whole = type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype
-        asked = gate.requires_grad or up.requires_grad
-        if not whole or asked or hindrance(down, gate) is not None or is_slower(down.packing, gate):
+        if not whole or asks_gradient(up) or hindrance(down, gate) is not None:
             return down(self.act_fn(gate) * up)
         made = fp8_rows(rows(gate), self.float8_make, rows(up))
         return product_of_rows(down, gate, made, down.bias)
@@ -116,14 +115,14 @@ def _equip(module: Any, readers: dict[int, QuantizedSpec]) -> None:
         module.float8_readers = readers
 
 
-def _rounds(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether what is made of x can be made in float8, too: nobody asks for a gradient, or traces."""
-    tensors = [t for t in (x, *others) if t is not None]
-    if type(x) is not Tensor or x.dtype not in HALF or not x.numel() or is_traced():
+def _rounds(reader: QuantizedSpec, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether what is made of x for layers packed as `reader` can be made in float8, too: nobody asks
+    for a gradient, or traces."""
+    if type(x) is not Tensor or not x.numel() or is_traced() or asks_gradient(x, *others):
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if any(t is not None and t.dtype != x.dtype for t in others):
         return False
-    return fp8_device(x.device) and all(t.dtype == x.dtype for t in tensors)
+    return refusal(reader, x) is None
 
 
 def _plainly_called(layer: Any) -> bool:

@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 
 _compiled: dict[Any, Any] = {}
-_thread = (
-    threading.local()
-)  # `noted`: where this thread's launches by `run_kernel` are noted, if they are
+_thread = threading.local()  # `noted`: where this thread's launches are noted, if they are
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """``kernel[grid](*arguments, **options)``, noted while this thread is inside `noting`."""
     made = kernel[grid](*arguments, **options)
+    _note(kernel, made, grid, arguments, options)
+
+
+def _note(*launched: Any) -> None:
     if (noted := getattr(_thread, "noted", None)) is not None:
-        noted.append((kernel, made, grid, arguments, options))
+        noted.append(launched)
 
 
 @contextmanager
 def noting() -> Iterator[list[Any]]:
-    """Lists launches of this thread by `run_kernel`: (kernel, compiled, grid, arguments, options)."""
+    """Lists launches of this thread by `run_kernel` or a `Bound`: (kernel, compiled, grid, arguments,
+    options)."""
     before = getattr(_thread, "noted", None)
     _thread.noted = found = list[Any]()
     try:
@@ -72,16 +75,18 @@ class Bound:
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: Mapping[str, Any], **options: Any):
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, options
         self.values = tuple(constants.values())
+        self.made: Any = None
         self.run: Any = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch with these tensors, descriptors and numbers."""
+        """Launch with these tensors, descriptors and numbers; noted as by `run_kernel`."""
         if self.run is not None:
             self.run(*arguments, *self.values)
-            return
-        made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
-        if _callable(self.kernel, made, len(arguments), self.constants):
-            self.run = made[(*self.grid, 1, 1)[:3]]
+        else:
+            self.made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
+            if _callable(self.kernel, self.made, len(arguments), self.constants):
+                self.run = self.made[(*self.grid, 1, 1)[:3]]
+        _note(self.kernel, self.made, self.grid, arguments, self.constants)
 
 
 def _key(kernel: Any, arguments: Sequence[Any], constants: Any, options: Any) -> Any:

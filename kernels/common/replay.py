@@ -26,10 +26,31 @@ ALIGNED = 15  # bits of an address that Triton specializes kernels by
 Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start
 
 
+class Described:
+    """A descriptor as launchers read it: an address, and what was said of it at the first call, where
+    Triton checked it. block_shape and padding: as of Triton's."""
+
+    __slots__ = ("address", "block_shape", "padding", "shape", "strides")
+
+    def __init__(self, address: int, like: Any) -> None:
+        self.address = address
+        self.shape, self.strides = like.shape, like.strides
+        self.block_shape, self.padding = like.block_shape, like.padding
+
+    @property
+    def base(self) -> Described:
+        """What is asked for its address."""
+        return self
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
 @dataclass
 class Launch:
     """A compiled kernel, its grid and its arguments in order; `places` of them are addresses, as are
-    those `inside` of arguments that are tuples."""
+    those `inside` of arguments that are tuples; those `described` are descriptors."""
 
     launcher: Callable[..., Any]
     head: tuple[Any, ...]  # of the launcher's arguments, those before the stream
@@ -37,11 +58,14 @@ class Launch:
     arguments: list[Any]
     places: list[Place]
     inside: list[tuple[int, list[Any], list[Place]]]
+    described: list[tuple[Place, Described]]
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         arguments = self.arguments.copy()
         for at, tensor, offset in self.places:
             arguments[at] = addresses[tensor] + offset
+        for (at, tensor, offset), like in self.described:
+            arguments[at] = Described(addresses[tensor] + offset, like)
         for at, fields, places in self.inside:
             held = fields.copy()
             for field_at, tensor, offset in places:
@@ -53,15 +77,15 @@ class Launch:
 @dataclass
 class Replay:
     """What one call allocated and launched: `made` are shape, dtype and device of the allocations, of
-    which number `result` is what it gave. layouts: of the arguments behind the input."""
+    which number `result` is what it gave, or numbers. layouts: of the arguments behind the input."""
 
     layouts: tuple[Any, ...]
     made: list[tuple[Any, torch.dtype, torch.device]]
-    result: int
+    result: int | tuple[int, ...]
     launches: list[Launch]
     device: int
 
-    def __call__(self, x: Tensor, *rest: Tensor | None) -> Tensor | None:
+    def __call__(self, x: Tensor, *rest: Tensor | None) -> Any:
         """The same with other tensors of the same shapes; None where it is to be done the usual way."""
         given = (x, *rest)
         addresses = [0 if t is None else t.data_ptr() for t in given]
@@ -77,10 +101,13 @@ class Replay:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
-        return tensors[self.result]
+        if isinstance(self.result, int):
+            return tensors[self.result]
+        return tuple([tensors[number] for number in self.result])
 
     def giving(self, size: tuple[int, ...]) -> Replay:
-        """The same with a result of as many numbers in another shape."""
+        """The same with a result, of one tensor, of as many numbers in another shape."""
+        assert isinstance(self.result, int)
         made = list(self.made)
         made[self.result] = size, *made[self.result][1:]
         return replace(self, made=made)
@@ -99,27 +126,49 @@ class Replayed:
         """[..., o]; `rest` are the factors and the bias."""
         if self.known is not None and (y := self.known(x, *rest)) is not None:
             return y
-        flat, (*factors, bias) = x.reshape(-1, x.shape[-1]), rest
+        flat = x.reshape(-1, x.shape[-1])
         if self.tries <= 0 or not x.is_cuda or not x.is_contiguous():
-            return self.run(flat, *factors, bias=bias).view(*x.shape[:-1], -1)
+            return self._once(flat, *rest).view(*x.shape[:-1], -1)
         self.tries -= 1  # the first call may compile, tune or fill caches
-        y, found = recorded(self.run, flat, *factors, bias)
+        y, found = recorded(self._once, flat, *rest)
         y = y.view(*x.shape[:-1], y.shape[-1])
         if found is not None:
             self.known, self.tries = found.giving(y.shape), 0
         return y
 
+    def _once(self, x: Tensor, *rest: Tensor | None) -> Tensor:
+        *factors, bias = rest
+        return self.run(x, *factors, bias=bias)
 
-def recorded(
-    run: Callable[..., Tensor], x: Tensor, *rest: Tensor | None
-) -> tuple[Tensor, Replay | None]:
-    """``run(x, *factors, bias=bias)`` and how to do it again, None if it is not launches alone.
 
-    run: launches kernels by `launching.run_kernel` and in no other way.
+@dataclass
+class Launches:
+    """``run(x, *rest)`` of launches only, by a `Replay` from the second call on: a tensor, or a tuple of
+    tensors. One object a shape of all arguments."""
+
+    run: Callable[..., Any]
+    known: Replay | None = None
+    tries: int = field(default=2)
+
+    def __call__(self, x: Tensor, *rest: Tensor | None) -> Any:
+        """What `run` gives."""
+        if self.known is not None and (found := self.known(x, *rest)) is not None:
+            return found
+        if self.tries <= 0 or not x.is_contiguous():
+            return self.run(x, *rest)
+        self.tries -= 1
+        found, self.known = recorded(self.run, x, *rest)
+        return found
+
+
+def recorded(run: Callable[..., Any], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
+    """``run(x, *rest)``, a tensor or a tuple of tensors, and how to do it again, None if it is not
+    launches alone.
+
+    run: launches kernels by `launching.run_kernel` or `launching.Bound` and in no other way.
     """
-    *factors, bias = rest
     with noting() as seen, _Allocations() as memory:
-        y = run(x, *factors, bias=bias)
+        y = run(x, *rest)
     try:
         return y, _replay((x, *rest), y, seen, memory)
     except (LookupError, TypeError, AttributeError, ValueError):
@@ -144,13 +193,13 @@ class _Allocations(TorchDispatchMode):
 
 
 def _replay(
-    given: Sequence[Tensor | None], y: Tensor, seen: Sequence[Any], memory: _Allocations
+    given: Sequence[Tensor | None], y: Any, seen: Sequence[Any], memory: _Allocations
 ) -> Replay | None:
     x, *rest = given
     assert x is not None
     tensors = (*given, *memory.made)
-    result = [n for n, t in enumerate(memory.made) if _same(t, y)]
-    if memory.foreign or not seen or not result or not _is_known() or _is_profiled():
+    result = _numbers(memory.made, y)
+    if memory.foreign or not seen or result is None or not _is_known() or _is_profiled():
         return None
     if torch._C._cuda_getDevice() != x.device.index:
         return None
@@ -158,8 +207,19 @@ def _replay(
         return None
     spans = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in tensors]
     launches = [_launch(spans, *launch) for launch in seen]
-    made = [(tuple(t.shape), t.dtype, t.device) for t in memory.made]
-    return Replay(_layouts(rest), made, result[0], launches, x.device.index)
+    shapes = [tuple(t.shape) for t in memory.made]
+    for number, tensor in zip(result, y, strict=True) if isinstance(y, tuple) else [(result, y)]:
+        shapes[number] = tuple(tensor.shape)
+    made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
+    return Replay(_layouts(rest), made, result, launches, x.device.index)
+
+
+def _numbers(made: Sequence[Tensor], y: Any) -> Any:
+    """Which allocation `y` is, or which ones its tensors are; None if one of them is none."""
+    if isinstance(y, tuple):
+        found = [_numbers(made, part) for part in y]
+        return None if None in found else tuple(found)
+    return next((number for number, tensor in enumerate(made) if _same(tensor, y)), None)
 
 
 def _launch(
@@ -167,9 +227,12 @@ def _launch(
 ) -> Launch:
     named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     arguments = [named[name] for name in kernel.arg_names]
-    inside = []
+    inside, described = [], []
     for at, value in enumerate(arguments):
-        if isinstance(value, tuple):
+        if hasattr(value, "block_shape"):
+            described.append(((at, *_within(spans, value.base.data_ptr())), Described(0, value)))
+            arguments[at] = None
+        elif isinstance(value, tuple):
             fields: list[Any] = list(value)
             if found := _addresses(spans, fields):
                 inside.append((at, fields, found))
@@ -177,7 +240,7 @@ def _launch(
     places = _addresses(spans, arguments)
     head = (*grid, *(1,) * (3 - len(grid)))
     function = (compiled.function, compiled.packed_metadata, None, None, None)
-    return Launch(compiled.run, head, function, arguments, places, inside)
+    return Launch(compiled.run, head, function, arguments, places, inside, described)
 
 
 def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Place]:

@@ -12,7 +12,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
 from blr.kernels.common.tables import Shape, product_choice
-from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows
+from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
 from blr.kernels.gemm.launch import run_length
 
 UNITS = 132  # multiprocessors of an H100 and an H200
@@ -52,14 +52,14 @@ def quantize_rows(
     assert other is not None or make not in BESIDE
     n, K = x.shape
     q = torch.empty(n, K, dtype=E4M3, device=x.device)
-    scale, unit_norm, norm = (torch.empty(n, dtype=torch.float32, device=x.device) for _ in range(3))
+    made = Rows(q, torch.empty(3, room_for(n), dtype=torch.float32, device=x.device))
     if n:
         given = tuple(t for t in (other, gain, keep) if t is not None)
         key = (make, eps, *map(_form, (x, *given)), _aligned(x, *given), OVERLAP, x.device)
         launch, numbers = _plan(key, _rows_plan, x, make, other, keep, eps)
         tensors = (x if t is None else t for t in (other, gain, keep))
-        launch(x, *tensors, q, scale, unit_norm, norm, *numbers)
-    return Rows(q, scale, unit_norm, norm)
+        launch(x, *tensors, q, made.scale, made.unit_norm, made.norm, *numbers)
+    return made
 
 
 def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, eps: float) -> Any:

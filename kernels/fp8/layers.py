@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from blr.kernels.fp8.launch import Tile, mix, product
-from blr.kernels.fp8.library import second as library_second
-from blr.kernels.fp8.library import takes as library_takes
 from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
 
-__all__ = ["LAYERS", "blast", "dense", "lengths", "lowrank", "monarch", "scales_of"]
+__all__ = ["LAYERS", "blast", "dense", "inner", "lengths", "lowrank", "monarch", "scales_of"]
 
 
 def dense(
@@ -34,17 +32,20 @@ def lowrank(
     x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
     tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> Tensor:  # fmt: skip
-    """``y = (x V) Uᵀ + bias``, [n, o]. U: float8 [1, o, r], V: float8 [1, r, i]."""
-    n, rank = len(x.q), V.shape[1]
-    z = _rows(1, n, rank, x.q)
+    """``y = (x V) Uᵀ + bias``, [n, o], by our products. U: float8 [1, o, r], V: float8 [1, r, i]."""
     assert scales.first is not None
-    product(x.q[None], V, x.unit_norm, scales.first, z, tile=tiles[0])
-    if tiles[1] is None and library_takes(z[0], U[0], dtype):
-        return library_second(z[0], x.norm, U[0], scales.second[0], dtype, bias)
-    y = torch.empty(n, U.shape[1], dtype=dtype, device=U.device)
+    z = inner(x, V, scales.first, tiles[0])
+    y = torch.empty(len(x.q), U.shape[1], dtype=dtype, device=U.device)
     bias = None if bias is None else bias[None]
-    product(z, U, x.norm, scales.second, y[None], bias, tile=tiles[1])
+    product(z[None], U, x.norm, scales.second, y[None], bias, tile=tiles[1])
     return y
+
+
+def inner(x: Rows, V: Tensor, first: Tensor, tile: Tile | None = None) -> Tensor:
+    """z [n, r] of low rank, between its products. V: float8 [1, r, i], first: float32 [1, r]."""
+    z = _rows(1, len(x.q), V.shape[1], x.q)
+    product(x.q[None], V, x.unit_norm, first, z, tile=tile)
+    return z[0]
 
 
 def monarch(

@@ -25,42 +25,56 @@ def dense(
         weight: float8 [o, i], o and i multiples of 16. scale: float32 [o]. dtype: bfloat16.
         fast: sums in fewer bits than float32 has.
     """
-    return torch._scaled_mm(
-        x.q,
-        weight.t(),
-        scale_a=x.scale[:, None],
-        scale_b=scale[None],
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-    )
+    return product(x.q, column(x, 0), weight, scale[None], dtype, bias, fast)
 
 
 def second(
     z: Tensor,
-    norm: Tensor,
+    x: Rows,
     U: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The second product of two, [n, o]: z float8 [n, r] by rows of `norm` [n], U float8 [o, r] by
-    `scale` [o], o and r multiples of 16."""
+    """The second product of two, [n, o]: z float8 [n, r] by the norms of `x`, U float8 [1, o, r] by
+    `scale` [1, o], o and r multiples of 16."""
+    return product(z, column(x, 2), U, scale, dtype, bias)
+
+
+def product(
+    a: Tensor,
+    by_row: Tensor,
+    b: Tensor,
+    by_col: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast: bool = True,
+) -> Tensor:
+    """[n, o] of a [n, k] by `by_row` [n, 1] and b [o, k] or [1, o, k] by `by_col` [1, o]."""
+    b = torch.as_strided(b, (b.shape[-1], b.shape[-2]), (1, b.stride(-2)))
     return torch._scaled_mm(
-        z,
-        U.t(),
-        scale_a=norm[:, None],
-        scale_b=scale[None],
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
+        a, b, scale_a=by_row, scale_b=by_col, bias=bias, out_dtype=dtype, use_fast_accum=fast
     )
 
 
-def takes(z: Tensor, U: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `second` can, and was measured to be the faster way: by the tables, else on an H200."""
-    if not z.is_cuda or dtype != torch.bfloat16 or any(size % 16 for size in U.shape):
+def column(x: Rows, number: int) -> Tensor:
+    """[n, 1] of the scales (0) or the norms (2) of rows, in one step."""
+    numbers = x.numbers
+    return torch.as_strided(
+        numbers, (x.q.shape[0], 1), (1, 1), numbers.storage_offset() + number * numbers.shape[1]
+    )
+
+
+def fits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the library multiplies by a weight [..., o, i], for results in `dtype`."""
+    return weight.is_cuda and dtype == torch.bfloat16 and not any(s % 16 for s in weight.shape[-2:])
+
+
+def takes(n: int, U: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `second` can, for U [1, o, r], and was measured to be the faster way: by the tables, else
+    on an H200."""
+    if not fits(U, dtype):
         return False
-    n, (outputs, rank) = z.shape[0], U.shape
-    found = product_choice(Shape(rank, outputs), n, z.device)
+    outputs, rank = U.shape[-2:]
+    found = product_choice(Shape(rank, outputs), n, U.device)
     return n * outputs >= FROM if found is None else found[0] == "library"

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import kernel_device, kernels_on
+from blr.kernels.common.available import kernels_on
+from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.registration import register
 from blr.kernels.common.tables import FLOAT8
-from blr.kernels.fp8.reference import E4M3, Rows, Scales
-from blr.kernels.fp8.reference import layer as plain_layer
-from blr.kernels.fp8.reference import quantize_rows as plain_rows
+from blr.kernels.fp8.plans import product_plan, rows_plan
+from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 STRUCTURES = tuple(FLOAT8)
+_PLANS = Plans()
 
 
 def fp8_device(device: torch.device) -> bool:
@@ -46,8 +47,8 @@ def fp8_rows_and(
     x: Tensor, make: str, other: Tensor | None, gain: Tensor | None, eps: float
 ) -> tuple[Rows, Tensor]:
     """The same and what was rounded, [n, K] in the dtype of `x`, by one kernel; not when compiled."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return Rows(*_run_rows(x, make, other, gain, eps, made)), made
+    q, numbers, made = _run_rows(x, make, other, gain, eps, True)
+    return Rows(q, numbers), made
 
 
 def fp8_product(
@@ -65,10 +66,10 @@ def fp8_product(
         weights: float8 U [B, q, r] and V [B, r, p], or the dense weight [o, i].
         scales: of `reference.scales_of`; of a dense weight `second` alone.
     """
-    made = [t for t in scales if t is not None]
-    arguments = (*rows, list(weights), made, bias, structure, dtype)
+    U, V = weights if len(weights) == 2 else (weights[0], None)
     plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    y: Tensor = (_PRODUCT.run if plain else _PRODUCT.op)(*arguments)
+    run: Any = _run_product if plain else _PRODUCT.op
+    y: Tensor = run(*rows, U, V, *scales, bias, structure, dtype)
     return y
 
 
@@ -78,49 +79,38 @@ def _run_rows(
     other: Tensor | None,
     gain: Tensor | None,
     eps: float,
-    keep: Tensor | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, ...]:
-    if not kernel_device(x):
-        return tuple(plain_rows(x, make, other, gain, eps, keep))
-    from blr.kernels.fp8.launch import quantize_rows
-
-    if other is not None and other.stride(-1) != 1:
-        other = other.contiguous()
-    return tuple(quantize_rows(x if x.stride(-1) == 1 else x.contiguous(), make, other, gain, eps, keep))
+    beside = None if other is None else other.shape
+    key = (make, x.shape, x.dtype, x.device, beside, gain is None, eps, keep)
+    run: Any = _PLANS.get(key) or _PLANS.keep(key, rows_plan(x, make, eps, keep))
+    found: tuple[Tensor, ...] = run(x, other, gain)
+    return found
 
 
 def _run_product(
     q: Tensor,
-    scale: Tensor,
-    unit_norm: Tensor,
-    norm: Tensor,
-    weights: list[Tensor],
-    scales: list[Tensor],
+    numbers: Tensor,
+    U: Tensor,
+    V: Tensor | None,
+    first: Tensor | None,
+    second: Tensor,
+    mix: Tensor | None,
     bias: Tensor | None,
     structure: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    rows = Rows(q, scale, unit_norm, norm)
-    if not kernel_device(q):
-        return plain_layer(structure, rows, weights, scales, dtype, bias)
-    from blr.kernels.fp8.layers import LAYERS, dense
-    from blr.kernels.fp8.library import dense as library_dense
-
-    if structure == "dense":
-        weight = weights[0]
-        by_library = q.is_cuda and dtype == torch.bfloat16 and not any(s % 16 for s in weight.shape)
-        run: Any = library_dense if by_library else dense
-        y: Tensor = run(rows, weight, scales[0], dtype, bias)
-        return y
-    U, V = weights
-    return LAYERS[structure](rows, U, V, Scales(*scales), dtype, bias)
+    inner, kind = None if V is None else V.shape, None if bias is None else bias.dtype
+    key = (structure, q.shape, U.shape, inner, dtype, kind, q.device)
+    run = _PLANS.get(key) or _PLANS.keep(key, product_plan(structure, len(q), U, dtype))
+    return run(q, numbers, U, V, first, second, mix, bias)
 
 
 def _fake(
-    q: Tensor, scale: Any, unit_norm: Any, norm: Any, weights: list[Tensor], scales: Any, bias: Any,
+    q: Tensor, numbers: Any, U: Tensor, V: Tensor | None, first: Any, second: Any, mix: Any, bias: Any,
     structure: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return q.new_empty(q.shape[0], outputs_of(weights), dtype=dtype)
+    return q.new_empty(q.shape[0], outputs_of([U]), dtype=dtype)
 
 
 def outputs_of(weights: Sequence[Tensor]) -> int:
@@ -129,23 +119,19 @@ def outputs_of(weights: Sequence[Tensor]) -> int:
     return first.shape[0] * (first.shape[1] if first.dim() == 3 else 1)
 
 
-def _no_gradient(*_: Any) -> Any:
-    raise RuntimeError("float8 products have no gradient: the layer dequantizes where one is asked for")
-
-
 def _fake_rows(x: Tensor, make: str, other: Any, gain: Any, eps: float) -> tuple[Tensor, ...]:
-    numbers = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
-    return x.new_empty(x.shape, dtype=E4M3), *numbers
+    numbers = x.new_empty(3, room_for(x.shape[0]), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=E4M3), numbers
 
 
 _ROWS = register(
     "fp8_rows",
-    "(Tensor x, str make, Tensor? other, Tensor? gain, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    *(_run_rows, _fake_rows, lambda ctx, inputs, output: None, _no_gradient, _run_rows),
+    "(Tensor x, str make, Tensor? other, Tensor? gain, float eps) -> (Tensor, Tensor)",
+    *(_run_rows, _fake_rows, None, None, _run_rows),
 )
 _PRODUCT = register(
     "fp8_product",
-    "(Tensor q, Tensor scale, Tensor unit_norm, Tensor norm, Tensor[] weights, Tensor[] scales, "
+    "(Tensor q, Tensor numbers, Tensor U, Tensor? V, Tensor? first, Tensor second, Tensor? mix, "
     "Tensor? bias, str structure, ScalarType dtype) -> Tensor",
-    *(_run_product, _fake, lambda ctx, inputs, output: None, _no_gradient, _run_product),
+    *(_run_product, _fake, None, None, _run_product),
 )

@@ -85,14 +85,31 @@ def is_number(tensor: Tensor) -> bool:
 class Rows(NamedTuple):
     """Activations in float8 and what products need of them.
 
-    q: float8 [n, K]. scale: float32 [n]. norm: float32 [n], a bound of the Euclidean norm of a row of
-    ``scale · q``; unit_norm: float32 [n], ``scale / norm``, zero of a row of zeros.
+    q: float8 [n, K]. numbers: float32 [3, `room_for(n)`], one allocation for what follows.
     """
 
     q: Tensor
-    scale: Tensor
-    unit_norm: Tensor
-    norm: Tensor
+    numbers: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """Float32 [n]."""
+        return self.numbers[0, : self.q.shape[0]]
+
+    @property
+    def unit_norm(self) -> Tensor:
+        """Float32 [n], ``scale / norm``, zero of a row of zeros."""
+        return self.numbers[1, : self.q.shape[0]]
+
+    @property
+    def norm(self) -> Tensor:
+        """Float32 [n], a bound of the Euclidean norm of a row of ``scale · q``."""
+        return self.numbers[2, : self.q.shape[0]]
+
+
+def room_for(n: int) -> int:
+    """Numbers in a row of `Rows.numbers`, so that each starts at a multiple of 128 bytes."""
+    return -(-n // 32) * 32
 
 
 def quantize_rows(
@@ -118,7 +135,10 @@ def quantize_rows(
     scale = v.abs().amax(-1) / LARGEST
     unit = torch.where(scale[:, None] > 0, v / scale[:, None], 0.0)
     length = SLACK * unit.square().sum(-1).sqrt()
-    return Rows(unit.to(E4M3), scale, torch.where(length > 0, 1 / length, 0.0), scale * length)
+    numbers = torch.stack([scale, torch.where(length > 0, 1 / length, 0.0), scale * length])
+    room = numbers.new_empty(3, room_for(len(x)))
+    room[:, : len(x)] = numbers
+    return Rows(unit.to(E4M3), room)
 
 
 def _rms(x: Tensor, other: Tensor | None, gain: Tensor | None, eps: float) -> Tensor:

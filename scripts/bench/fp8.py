@@ -33,7 +33,7 @@ from blr.compressor.tune_float8 import TILES
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.fp8 import launch, layers, library
 from blr.kernels.fp8.launch import Tile
-from blr.kernels.fp8.reference import E4M3
+from blr.kernels.fp8.reference import E4M3, Rows
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.monarch.op import monarch_linear
 
@@ -199,19 +199,24 @@ def lowrank_arms(o: int, i: int, x: Tensor, found: dict[str, Any]) -> Arms:
     scales = layers.scales_of(us[None], V[None], vs[None])
     tiles = best_pair(found, "low rank", o, i, n)
 
-    def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
-        rows = launch.quantize_rows(x)
+    def chosen(rows: Rows, U: Tensor, V: Tensor) -> Tensor:  # as layers do, or by the best tiles
+        if tiles[1] is None and library.takes(n, U, BF16):
+            assert scales.first is not None
+            z = layers.inner(rows, V[None], scales.first, tiles[0])
+            return library.second(z, rows, U, scales.second, BF16)
         return layers.lowrank(rows, U[None], V[None], scales, BF16, tiles=tiles)
 
+    def ours(x: Tensor, U: Tensor, V: Tensor) -> Tensor:
+        return chosen(launch.quantize_rows(x), U, V)
+
     def alone(q: Tensor, U: Tensor, V: Tensor) -> Tensor:
-        return layers.lowrank(rows_given._replace(q=q), U[None], V[None], scales, BF16, tiles=tiles)
+        return chosen(rows_given._replace(q=q), U, V)
 
     def mixed(x: Tensor, U: Tensor, V: Tensor) -> Tensor:  # ours first, the library's second
         rows = launch.quantize_rows(x)
-        z = torch.empty(1, n, r, dtype=E4M3, device="cuda")
         assert scales.first is not None
-        launch.product(rows.q[None], V[None], rows.unit_norm, scales.first, z, tile=tiles[0])
-        return library.second(z[0], rows.norm, U, scales.second[0], BF16)
+        z = layers.inner(rows, V[None], scales.first, tiles[0])
+        return library.second(z, rows, U, scales.second, BF16)
 
     rows_given = launch.quantize_rows(x)
     plain = Ud.to(BF16), Vd.to(BF16)  # V stored [r, i]

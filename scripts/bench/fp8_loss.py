@@ -24,8 +24,9 @@ from torch import Tensor
 from blr.compressor.evaluate import embed, rank_correlation, read_pairs, read_tokens
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import read_sentences
-from blr.compressor.modeling import float8, float8_makers
+from blr.compressor.modeling import float8
 from blr.compressor.progress import Progress
+from blr.kernels.common import dispatch
 
 WINDOW, BATCH = 512, 8
 DRAWS = 200  # of pairs
@@ -35,14 +36,14 @@ Judge = Callable[[Any], str]
 @contextmanager
 def rounded(everything: bool) -> Iterator[None]:
     """Inside, layers with float8 weights take their inputs in float8, too, in plain torch."""
-    modules: tuple[Any, ...] = (float8, float8_makers)
-    kept = [(m, n, getattr(m, n)) for m in modules for n in ("fp8_device", "HALF")]
+    module: Any = float8
+    kept = module.fp8_device, module.HALF
+    dispatch.forget()
     if everything:
-        for module in modules:
-            module.fp8_device, module.HALF = lambda device: True, (torch.float32,)
+        module.fp8_device, module.HALF = lambda device: True, (torch.float32,)
     yield
-    for module, name, value in kept:
-        setattr(module, name, value)
+    module.fp8_device, module.HALF = kept
+    dispatch.forget()
 
 
 def losses(model: Any, ids: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     python scripts/bench/layers.py variants [--tokens 4,16,64,256] [--warm 0/8] --json FILE
     python scripts/bench/layers.py rules --json FILE… --table configs/tuned/h200.yaml
     python scripts/bench/layers.py host
-    python scripts/bench/layers.py prompts [--compiled] [--tokens 512,2048,8192] [--arms dense,lowrank]
+    python scripts/bench/layers.py prompts [--compiled] [--tokens 64,512,2048] [--arms dense,lowrank-fp8]
     python scripts/bench/layers.py pivots [--cf 2] [--tokens 1,8,256,2048]
 
 `variants` times every form and every tile worth trying of a layer against the dense one, as `blr tune`
@@ -11,7 +11,8 @@ does; with --warm K/N it only compiles the Kth part of them, for N processes at
 once. `rules` are those that follow from such runs, before the rules of the table that are of other
 numbers of tokens. `host` is the time
 of a call that the GPU does not fill, eager, without gradients. `prompts` are four layers of the
-Llama-3.1-8B shape; compiled ones take the form of operators that BLR_COMPILED names. `pivots` times low
+Llama-3.1-8B shape; compiled ones take the form of operators that BLR_COMPILED names; few tokens are
+the host's time of a model. `pivots` times low
 rank by pivot rows beside low rank of as many numbers and of the same rank (what --as plain makes of it).
 """
 
@@ -33,16 +34,19 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor import tune
+from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.layers import LayerBench
 from blr.compressor.bench.precision import PRECISIONS
+from blr.compressor.bench.prefilled import to_float8
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import spread
-from blr.compressor.modeling.layers import prepare_layers, structured_linear
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
+from blr.compressor.modeling.layers import StructuredLinear, prepare_layers, structured_linear
+from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import Candidate, Tuning
 from blr.compressor.tuned_table import read_table, table_text
 from blr.kernels.common.tables import BUCKETS, PLAIN
+from blr.kernels.fp8.op import fp8_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter tries the script itself
 HALF = PRECISIONS["bfloat16" if DEVICE == "cuda" else "float32"]
@@ -248,6 +252,11 @@ def host() -> list[dict[str, Any]]:
         "blast": BlastSpec(512, 512, 16, 128),
     }.items():
         kinds[name] = structured_linear(spec.to_dict(), False)
+    rounded = {"dense": DenseSpec(512, 512), "lowrank": LowRankSpec(512, 512, 128)}
+    for name, spec in rounded.items() if fp8_device(torch.device(DEVICE)) else ():
+        shapes = spec.shapes().items()
+        factors = {factor: torch.randn(shape, dtype=HALF.dtype) for factor, shape in shapes}
+        kinds[f"{name}-fp8"] = float8_layer(spec, factors)
     rows = []
     for n in (1, 2, 4, 16, 64, 128, 512):
         x = torch.randn(1, n, 512, device=DEVICE, dtype=HALF.dtype)
@@ -255,7 +264,7 @@ def host() -> list[dict[str, Any]]:
         with torch.no_grad():
             for name, layer in kinds.items():
                 layer.to(DEVICE, HALF.dtype).requires_grad_(False)
-                if name != "linear":
+                if isinstance(layer, StructuredLinear):
                     layer.defers = True  # as q, k, v, gate and up do inside a model
                 found[name] = best_time(layer, x)
         ratio = "  ".join(f"{k} {v:.1f} ({v / found['linear']:.2f}x)" for k, v in found.items())
@@ -293,10 +302,13 @@ def prompts(tokens: list[int], arms: list[str], compiled: bool, rounds: int) -> 
     made, rows = {}, []
     with torch.no_grad():
         for arm in arms:
-            structure, _, blocks = arm.partition("-b")
+            structure, _, blocks = arm.removesuffix("-fp8").partition("-b")
             models = Models(
                 subject, torch.device(DEVICE), HALF.dtype, max(tokens) + 1, 2.0, int(blocks or 16)
             )
+            if arm.endswith("-fp8"):
+                made[arm] = to_float8(models.fresh(structure))
+                continue
             made[arm] = models.get(structure)
             prepare_layers(made[arm])  # as when a checkpoint is loaded
         for n in tokens:

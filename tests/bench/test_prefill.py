@@ -8,7 +8,7 @@ from blr.compressor.bench import prefill
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.summary import prefill_summary, prefill_text
 from blr.compressor.errors import UsageError
-from blr.compressor.modeling import float8, float8_makers
+from blr.compressor.modeling import float8
 from blr.compressor.progress import Progress
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -31,8 +31,7 @@ def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_encoders_are_timed_to_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (float8, float8_makers):
-        monkeypatch.setattr(module, "fp8_device", lambda device: True)
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     given = options(
         models=("pico-bert", "pico-vit"), arms=("dense", "lowrank-fp8"), tokens=(8,), batch=2
     )

@@ -321,6 +321,14 @@ def test_layers_of_one_input_share_its_rows(block: tuple[nn.Module, list[int]]) 
     assert k(torch.zeros(0, 32, dtype=torch.bfloat16)).shape == (0, 16)
 
 
+def test_a_bias_gets_its_gradient(block: tuple[nn.Module, list[int]]) -> None:
+    """Of inputs that ask for none: a layer that dequantizes has one."""
+    model, count = block
+    bias = model.get_parameter("q_proj.bias").requires_grad_()
+    model.get_submodule("q_proj")(torch.randn(3, 32, dtype=torch.bfloat16)).sum().backward()
+    assert count[0] == 0 and bias.grad is not None and bool((bias.grad == 3).all())
+
+
 def test_compiled_layers_are_one_graph_that_shares_rows(block: tuple[nn.Module, list[int]]) -> None:
     model, _ = block
     x = torch.randn(2, 7, 32, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,9 @@ class Compiled:
     def run(self, *arguments: Any) -> None:
         self.ran.append(arguments)
 
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: None  # the way of Triton
+
 
 class Kernel:
     """Launches of it give what was compiled, as Triton's do."""
@@ -168,6 +172,36 @@ def test_launches_are_done_again_at_other_addresses(compiled: Compiled) -> None:
     assert second[9:] == (first[11], (w.data_ptr() + 64, 6, end), end, 8, 32)
     assert len({x.data_ptr(), w.data_ptr(), first[11], end}) == 4
     assert found.giving((2, 2, 4))(x, w, None).shape == (2, 2, 4)
+
+
+def test_descriptors_are_told_of_other_addresses(compiled: Compiled) -> None:
+    """Of a `Bound`, in its first call and in its second; results are several."""
+
+    @dataclass
+    class Descriptor:
+        base: Tensor
+        shape: list[int]
+        strides: list[int]
+        block_shape: list[int]
+        padding: str = "zero"
+
+    kernel = Kernel(compiled)
+    bound = launching.Bound(kernel, (5,), {"n": 3, "BLOCK": 16})
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = torch.empty(1, 2, 8), torch.empty(4)
+        bound(Descriptor(x[1:], [1, 12], [12, 1], [1, 4]), z, y)
+        return y[0], z
+
+    again = replay.Launches(run)
+    for _ in range(3):
+        x, w = given()
+        y, z = again(x, w)
+        assert y.shape == (2, 8) and z.shape == (4,)
+    ((*head, told, first, second, n, block),) = compiled.ran[-1:]
+    assert head[:3] == [5, 1, 1] and (n, block) == (3, 16)
+    assert told.base.data_ptr() == x.data_ptr() + 48 and (first, second) == (z.data_ptr(), y.data_ptr())
+    assert (told.shape, told.strides, told.padding) == ([1, 12], [12, 1], "zero")
 
 
 def test_what_is_not_as_it_was_takes_the_usual_way(

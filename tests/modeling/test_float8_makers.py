@@ -60,8 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kinds.append(make)
         return plain(x, make, *rest)
 
-    for module in (float8, float8_makers):
-        monkeypatch.setattr(module, "fp8_device", lambda device: True)
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     monkeypatch.setattr(op, "_run_rows", counted)
     return kinds
 
