@@ -206,7 +206,7 @@ def quantize_factors(
         else:
             factor = exact[name]
             stored = _unsolved(spec, name, exact | back, metric, dtype)
-        back[name] = unpack_factor(spec, name, stored, factor.dtype)
+        back[name] = unpack_factor(spec, name, stored, product.dtype)
         tensors |= stored
         if not spec.fp8:
             latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded

@@ -38,7 +38,7 @@ RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
 MOVED = 3  # times that a kept number is: the teacher writes it, the student writes and reads it
 # Seconds of a step that no GPU shortens. A guess, below what was seen so that "at most" holds: 2.6e-3 of
-# pico on one CPU core, 3.8e-3 of mini-llama on an H200 (a captured step less its GPU time; LOG, four H200).
+# pico on one CPU core, 3.8e-3 of mini-llama on an H200 (a captured step less its GPU time; LOG).
 HOST = 1e-3
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
