@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,3 +120,11 @@ def test_a_command_lies_where_its_name_says() -> None:
     for command in filter(None, (word for pair in commands for word in pair)):
         if command != "blr":
             assert named.get(command, command) in {name.partition(".")[0] for name in modules()}
+
+
+def test_every_folder_of_modules_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = {name for name in settings["tool"]["setuptools"]["packages"] if name != "blr"}
+    tops = ("compressor", "kernels", "configs", "recipes")
+    folders = {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
+    assert {f"blr.{'.'.join(f.relative_to(ROOT).parts)}" for f in folders} <= listed
