@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from blr.compressor.rounding.gptq import compensation, damped
-from blr.kernels.fp8.reference import E4M3, nearest_fp8, of_columns, scales_fp8
+from blr.kernels.fp8.reference import E4M3, LARGEST, nearest_fp8, of_columns, scales_fp8
 
 COLUMNS = 128  # whose errors reach the others together
-SCALES = 8  # tried within a factor of two
+# What the largest number of a row may become: all that float8 has within a factor of two, so that
+# numbers which lie on its grid already find the scale that they have.
+TOPS = (448, 416, 384, 352, 320, 288, 256, 240)
 SWEEPS = 2  # of descent
 
 
@@ -55,7 +57,7 @@ def round_fp8(
         return of_columns(scale.to(weight), group, weight.shape[-1]).expand_as(weight).gather(-1, at)
 
     least = scales_fp8(weight, group)
-    tried = [(least * 2 ** (n / SCALES)).to(scale_dtype) for n in range(SCALES)]
+    tried = [(least * (LARGEST / top)).to(scale_dtype) for top in TOPS]
     scale = _best(ordered, gram, tried, by_column)
     by = by_column(scale)
     value = _in_turn(ordered, by, costs.root.to(weight))
