@@ -87,14 +87,14 @@ def tile_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[st
 def _packed_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
     """Of a few tokens: rows in as many parts as there are, with little in flight of each."""
     several = max(LEAST // (group * bits // 16), 1)
-    steps = -(-K // (group * several))
-    shape = {"BR": 64, "STEP": several, "AHEAD": 4, "SPLIT": min(DEEPEST, steps)}
+    steps, four = -(-K // (group * several)), bits == 4
     if tokens <= 16 and rows <= MANY_ROWS and several == 1:
-        return {**shape, "STAGES": 2 if bits == 4 else 3, "num_warps": 4 if bits == 4 else 2}
-    shape["SPLIT"] = max(min(_parts(rows, 64, PROGRAMS[0]), DEEPEST, steps // 2), 1)
-    if tokens > 16:
-        return {**shape, "STAGES": 4, "num_warps": 4}
-    return {**shape, "STAGES": 8 if several == 1 else 5, "num_warps": 2}
+        parts, flight = steps, {"STAGES": 2 if four else 3, "num_warps": 4 if four else 2}
+    else:
+        parts = min(_parts(rows, 64, PROGRAMS[0]), steps // 2)
+        few = {"STAGES": 8 if several == 1 else 5, "num_warps": 2}
+        flight = few if tokens <= 16 else {"STAGES": 4, "num_warps": 4}
+    return {"BR": 64, "STEP": several, "AHEAD": 4, "SPLIT": max(min(parts, DEEPEST), 1), **flight}
 
 
 def _parts(rows: int, high: int, programs: int) -> int:
