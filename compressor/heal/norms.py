@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from blr.compressor.modeling.float8_makers import norm_of
+from blr.compressor.modeling.probes import norm_of
 
 
 def fuse_norms(model: Any) -> int:

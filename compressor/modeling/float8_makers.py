@@ -4,14 +4,11 @@ In a block with float8 weights a norm, a GELU or the gate of an MLP is one kerne
 and the result in float8: layers that read it find the rows there (`float8.leave_rows`). So is the norm
 of the embeddings, which the first block reads. Under `torch.compile` the native module makes the
 result, which the compiler drops if only its rows are read.
-
-What a module computes is asked of itself, on a few numbers, and not of its name.
 """
 
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,17 +24,13 @@ from blr.compressor.modeling.float8 import (
     product_of_rows,
     refusal,
 )
+from blr.compressor.modeling.probes import activation_of, gate_of, norm_of
 from blr.compressor.structures.specs import QuantizedSpec
 from blr.kernels.common.registration import is_traced, rows
 from blr.kernels.fp8.op import fp8_rows, fp8_rows_and
-from blr.kernels.fp8.reference import MAKES
 
-GATED = {"swiglu": nn.functional.silu, "geglu": lambda x: nn.functional.gelu(x, approximate="tanh")}
-ACTIVATIONS = ("gelu", "gelu_tanh")
 BLOCK = re.compile(r"^.*?\.\d+(?=\.|$)")  # the module path of a layer of the model
 EMBEDDINGS = "embeddings"  # what modules are called whose norm the first block reads
-SMALL = 8  # features of what modules are asked for
-CLOSE = 1e-5
 
 
 class Float8Maker(Extension):
@@ -109,7 +102,7 @@ def _equip(module: Any, readers: dict[int, QuantizedSpec]) -> None:
         if (make := gate_of(module)) is not None:
             extend(module, Float8Gate)
             module.float8_make = make
-    elif (found := norm_of(module) or _activation_of(module)) is not None:
+    elif (found := norm_of(module) or activation_of(module)) is not None:
         extend(module, Float8Maker)
         module.float8_make, module.float8_eps = found
         module.float8_readers = readers
@@ -128,70 +121,3 @@ def _rounds(reader: QuantizedSpec, x: Tensor, *others: Tensor | None) -> bool:
 def _plainly_called(layer: Any) -> bool:
     """Whether a call is its class's forward and nothing else: no hooks, nothing put in its place."""
     return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks
-
-
-def numbers(*shape: int) -> Tensor:
-    """Numbers that modules are asked about, on the CPU."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return 2 * torch.randn(shape, generator=generator, device="cpu")
-
-
-@torch.no_grad()
-def _computes(made: Any, x: Tensor, expected: Tensor) -> bool:
-    """Whether `made`, called in its own way, gives what is expected."""
-    try:
-        found = made(x)
-    except Exception:  # it wants what a few numbers have not: another kind of module
-        return False
-    same = isinstance(found, Tensor) and found.shape == expected.shape
-    return same and bool(torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE))
-
-
-def norm_of(module: Any) -> tuple[str, float] | None:
-    """What makes a norm of its inputs: its name in `MAKES`, and its eps."""
-    gain, shift = (module._parameters.get(name) for name in ("weight", "bias"))
-    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
-    if gain is None or gain.dim() != 1 or not isinstance(eps, float) or len(module._parameters) > 2:
-        return None
-    x, make = numbers(3, SMALL), "rms" if shift is None else "layer"
-    by, plus = numbers(2, SMALL) + 1
-    plus = None if shift is None else plus
-    small = _alike(module, {"weight": by} | ({"bias": plus} if "bias" in module._parameters else {}))
-    return (make, eps) if _computes(small.forward, x, MAKES[make](x, plus, by, eps)) else None
-
-
-def _alike(module: Any, parameters: dict[str, Any]) -> Any:
-    """A module of the same class and settings with other parameters, of `SMALL` features."""
-    kind: Any = type(module)
-    made = kind.__new__(kind)
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_parameters"] = parameters
-    if "normalized_shape" in made.__dict__:
-        made.__dict__["normalized_shape"] = (SMALL,)
-    return made
-
-
-def _activation_of(module: Any) -> tuple[str, float] | None:
-    """The name in `MAKES` of an activation that has no parameters."""
-    home = type(module).__module__
-    if home not in ("transformers.activations", "torch.nn.modules.activation"):
-        return None
-    x = numbers(4, SMALL)
-    for make in ACTIVATIONS:
-        if _computes(module.forward, x, MAKES[make](x, None, None, 0.0)):
-            return make, 0.0
-    return None
-
-
-def gate_of(module: Any) -> str | None:
-    """The name in `MAKES` of what an MLP puts into `down_proj`, None if it is another kind."""
-    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "act_fn")):
-        return None
-    gate, up = numbers(2, SMALL, SMALL)
-    parts = {"gate_proj": lambda x: x @ gate, "up_proj": lambda x: x @ up, "down_proj": lambda x: 3 * x}
-    stub = SimpleNamespace(**parts, act_fn=module.act_fn)
-    x = numbers(3, SMALL)
-    for make, act in GATED.items():
-        if _computes(lambda x: type(module).forward(stub, x), x, 3 * act(x @ gate) * (x @ up)):
-            return make
-    return None

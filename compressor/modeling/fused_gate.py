@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend
-from blr.compressor.modeling.float8_makers import gate_of
 from blr.compressor.modeling.fused_norm import is_fused
+from blr.compressor.modeling.probes import gate_of
 from blr.kernels.gated.launch import gated
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension, extend
-from blr.compressor.modeling.float8_makers import norm_of
+from blr.compressor.modeling.probes import norm_of
 from blr.kernels.common.available import HALF
 from blr.kernels.common.registration import is_unwatched
 

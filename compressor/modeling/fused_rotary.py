@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend
-from blr.compressor.modeling.float8_makers import CLOSE, SMALL, numbers
 from blr.compressor.modeling.fused_norm import is_fused
+from blr.compressor.modeling.probes import CLOSE, SMALL, numbers
 from blr.kernels.rotary.launch import rotated
 from blr.kernels.rotary.reference import rotate
 

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from blr.compressor.bench.prefilled import to_float8
-from blr.compressor.modeling import float8, float8_makers
+from blr.compressor.modeling import float8
 from blr.compressor.modeling.float8_makers import Float8Gate, Float8Maker
+from blr.compressor.modeling.probes import gate_of
 from blr.kernels.common import tables
 from blr.kernels.fp8 import op
 
@@ -168,5 +169,5 @@ def test_only_what_computes_so_is_taken_over() -> None:
     models = [to_float8(model_of(name)) for name in CASES]
     found = [[m for m in model.modules() if isinstance(m, kinds)] for model in models]
     assert [len(taken) for taken in found] == [6, 2, 7, 6]
-    assert float8_makers.gate_of(Other()) is None
+    assert gate_of(Other()) is None
     assert {m.float8_make for m in found[1]} == {"geglu"}  # whose norm adds 1 to its gain
