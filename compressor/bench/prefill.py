@@ -2,7 +2,8 @@
 answer, encoders to their output.
 
 Arms of one model and number of tokens are timed in turn, a forward pass each, by the wall clock.
-Compiled ones have their decoder layers compiled, one compilation for all. No arm has a time before its
+Compiled ones have their decoder layers compiled, one compilation for all; graphs are their passes
+captured for prompts of one length, which takes the host's time away. No arm has a time before its
 logits are right: compiled ones are compared with eager ones, float8 with the same weights dequantized.
 """
 
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
-from blr.compressor.bench.prefilled import FP8, Encoders, Prefilled, find_any, known_encoders
+from blr.compressor.bench.prefilled import FP8, GRAPH, Encoders, Prefilled, find_any, known_encoders
 from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
 from blr.compressor.bench.stopping import Stopped
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.progress import Progress
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
@@ -43,7 +44,8 @@ class PrefillOptions:
         models: names of configs/bench-decode.yaml, of configs/bench-encoders.yaml or checkpoint folders.
         arms: empty for the usual ones.
         tokens: of the prompt. rounds: samples of an arm. cf, blocks: of structured layers of shapes.
-        compiling: compiled arms, too; None: on a GPU. seconds: after which no case is started.
+        compiling: compiled arms, too; None: on a GPU. graphs: these as CUDA graphs, too.
+        seconds: after which no case is started.
     """
 
     models: Sequence[str]
@@ -56,6 +58,7 @@ class PrefillOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     compiling: bool | None = None
+    graphs: bool = False
     seconds: float | None = None
 
 
@@ -70,8 +73,15 @@ class PrefillBench(WholeModels):
         self.subjects = [(s, self._arms(s)) for s in map(find_any, self.options.models)]
         widths = [(s.name, s.settings.get("hidden_size", 0)) for s, _ in self.subjects]
         self.refuse_large(widths, "time --models pico or a checkpoint folder")
-        given = self.options.compiling
-        self.compiling = self.device.type == "cuda" if given is None else given
+        self.ways = self._ways(self.device.type == "cuda")
+
+    def _ways(self, cuda: bool) -> list[str]:
+        """How every arm is run: eager, "" for short, and what the options ask for."""
+        given, graphs = self.options.compiling, self.options.graphs
+        if graphs and not cuda:
+            raise CapabilityError("--graphs on the CPU: expected a CUDA GPU; leave it out here")
+        compiling = cuda if given is None else given
+        return ["", *[COMPILED] * compiling, *[GRAPH] * graphs]
 
     def _arms(self, subject: Subject) -> list[str]:
         known = SHAPE_ARMS if subject.folder is None else FOLDER_ARMS
@@ -92,6 +102,7 @@ class PrefillBench(WholeModels):
                         return
                     starting(title)
                     self.report.rows += self._case(models, arms, tokens)
+                    models.graphs.clear()
                     torch.compiler.reset()
                 del models
                 gc.collect()
@@ -102,11 +113,10 @@ class PrefillBench(WholeModels):
 
     def _case(self, models: Prefilled, arms: Sequence[str], tokens: int) -> list[PrefillRow]:
         """All arms for one number of tokens, timed in turn."""
-        ways = ("", COMPILED) if self.compiling else ("",)
         rows = {
             (arm, way): PrefillRow(models.subject.name, arm, way, tokens, self.options.batch)
             for arm in arms
-            for way in ways
+            for way in self.ways
         }
         for (arm, way), row in rows.items():
             with _noted(row):

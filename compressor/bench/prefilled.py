@@ -21,6 +21,7 @@ from blr.compressor.bench.decode.models import (
 from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.errors import UsageError
+from blr.compressor.modeling.cuda_graphs import ForwardGraphs
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import BLOCK, share_rows
 from blr.compressor.modeling.fused import fuse
@@ -29,6 +30,7 @@ from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
 
 FP8 = "fp8"
+GRAPH = "graph"
 CHECKED = 128  # tokens of the check of float8 in decoders
 
 
@@ -44,6 +46,7 @@ class Prefilled:
     blocks: int
     batch: int
     built: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[int, ForwardGraphs] = field(default_factory=dict)  # by the id of a built model
 
     def __post_init__(self) -> None:
         self.models = Models(
@@ -79,13 +82,21 @@ class Prefilled:
         return model.get_decoder().layers
 
     def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
-        """What is compared, in float32; `way`: eager, or layers compiled."""
+        """What is compared, in float32; `way`: eager, layers compiled, or these captured in a graph."""
         for layer in self.layers(model):
             if way and not hasattr(layer, "blr_compiled"):
                 layer.compile(dynamic=False)
                 layer.blr_compiled = layer._compiled_call_impl
             layer._compiled_call_impl = layer.blr_compiled if way else None
-        return self.compute(model, x)
+        return self._replayed(model, x) if way == GRAPH else self.compute(model, x)
+
+    def _replayed(self, model: Any, x: Tensor) -> Tensor:
+        """`compute` by the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
+        graphs = self.graphs.setdefault(id(model), ForwardGraphs())
+        found: Tensor = graphs.run(lambda x: self.compute(model, x), ((x,), {}))
+        if graphs.failed:
+            raise RuntimeError("its pass cannot be captured as a CUDA graph")
+        return found
 
     def compute(self, model: Any, x: Tensor) -> Tensor:
         """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""

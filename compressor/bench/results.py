@@ -157,7 +157,7 @@ class PrefillRow:
     """One arm of `blr bench prefill` at one model and number of tokens.
 
     Attributes:
-        way: "" eager, "compiled". status: ok, wrong (no time), oom or failed; `note` says why.
+        way: "" eager, "compiled", "graph". status: ok, wrong (no time), oom or failed; `note` says why.
         ms, low, high: to the first token, median and quartiles of `rounds` samples.
         of_dense, of_dense_fp8: times as fast as these arms, run in the same way.
         rel_error: of logits, of float8 against its weights dequantized, of compiled against eager.

@@ -51,6 +51,9 @@ def prefill(
             show_default="compile on a GPU",
         ),
     ] = None,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Compiled arms as CUDA graphs of fixed lengths, too.")
+    ] = False,
     seconds: Seconds = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for results.json and results.csv.")
@@ -79,6 +82,7 @@ def prefill(
         device=device,
         dtype=dtype,
         compiling=compiling,
+        graphs=graphs,
         seconds=seconds,
     )
     report, code = run_prefill(options, Progress(quiet))

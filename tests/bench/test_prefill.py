@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from blr.compressor.bench import prefill
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
+from blr.compressor.bench.prefilled import GRAPH, Prefilled, find_any
 from blr.compressor.bench.summary import prefill_summary, prefill_text
-from blr.compressor.errors import UsageError
-from blr.compressor.modeling import float8
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.modeling import cuda_graphs, float8
 from blr.compressor.progress import Progress
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -52,3 +58,43 @@ def test_arms_that_there_are_not_are_named() -> None:
     with pytest.raises(UsageError, match="lowrank-int4"):
         run_prefill(options(arms=("lowrank-int4",)), Progress(quiet=True))
     assert set(prefill.SHAPE_ARMS) > set(ARMS)
+
+
+def run_again(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Stands for a capture in a CUDA graph: the same pass on the same buffers."""
+    run()
+    return run
+
+
+def fail_to_capture(run: Callable[[], Any]) -> Callable[[], Any]:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[Prefilled, Any]:
+    """A pico decoder whose passes `capture` captures, its layers as they are in place of compiled."""
+    monkeypatch.setattr(cuda_graphs, "_capture_cuda", capture)
+    keep = lambda module, **_: setattr(module, "_compiled_call_impl", module._call_impl)  # noqa: E731
+    monkeypatch.setattr(nn.Module, "compile", keep)
+    models = Prefilled(find_any("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
+    return models, models.get("dense")
+
+
+@torch.no_grad()
+def test_graphs_answer_the_prompt_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, model = graphed(monkeypatch, run_again)
+    first = models.inputs(model, 8)
+    for x in (first, first.flip(1)):
+        torch.testing.assert_close(models.output(model, x, GRAPH), models.output(model, x))
+
+
+@torch.no_grad()
+def test_a_pass_that_cannot_be_captured_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, model = graphed(monkeypatch, fail_to_capture)
+    for _ in range(2):  # not the second time either, when it is known
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            models.output(model, models.inputs(model, 8), GRAPH)
+
+
+def test_graphs_are_of_a_gpu() -> None:
+    with pytest.raises(CapabilityError, match="--graphs on the CPU"):
+        run_prefill(options(graphs=True), Progress(quiet=True))
