@@ -207,7 +207,7 @@ def _decoder(model: Any) -> Any:
     """The decoder that an export generates with, one for a single sequence for any other model."""
     from blr.compressor.modeling.generation import held_decoder, obstacle
     from blr.compressor.modeling.settings import export_settings
-    from blr.compressor.runtime.decoder import Decoder, prepare_prompts
+    from blr.compressor.runtime.decoder import Decoder
     from blr.compressor.runtime.phases import supports
 
     settings = export_settings(model.config)
@@ -216,7 +216,6 @@ def _decoder(model: Any) -> Any:
         raise CapabilityError(f"no fused runtime for this model: {reason}; leave --profile out")
     if settings is not None:
         return held_decoder(model, settings)
-    prepare_prompts(model)
     return Decoder(model, batch=1, context=min(limit, MAX_CONTEXT))
 
 

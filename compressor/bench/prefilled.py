@@ -26,6 +26,7 @@ from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import BLOCK, share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
+from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
 
@@ -137,6 +138,7 @@ class Encoders(Prefilled):
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, module.in_features**-0.5)
         prepare_layers(model)
+        share_siblings(model)
         return model
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.settings import warn_once
+from blr.compressor.modeling.siblings import siblings
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.dispatch import Plans
@@ -31,13 +32,6 @@ from blr.kernels.quantized.formats import ROW
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
 _DECIDED: Any = Plans()  # by a packing, which is kept so that no other one gets its id
-# What families of transformers call layers of one block that read the same input
-SIBLINGS = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"query", "key", "value"},
-    {"q_lin", "k_lin", "v_lin"},
-    {"gate_proj", "up_proj"},
-)
 
 
 class Held(NamedTuple):
@@ -146,14 +140,10 @@ def leave_rows(x: Tensor, made: Rows) -> None:
 
 def count_readers(model: nn.Module) -> None:
     """Tell the layers with float8 weights how many of them read one input."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return  # whose keys and values may be of another input than the queries
-    for parent in model.modules():
-        for names in SIBLINGS:
-            found = [child for name, child in parent.named_children() if name in names]
-            found = [child for child in found if is_float8(child)]
-            for child in found if len({child.in_features for child in found}) == 1 else []:
-                child.__dict__["float8_siblings"] = len(found)
+    for group in siblings(model):
+        found: list[Any] = [layer for layer in group if is_float8(layer)]
+        for layer in found if len({layer.in_features for layer in found}) == 1 else []:
+            layer.__dict__["float8_siblings"] = len(found)
 
 
 def hindrance(layer: Any, x: Tensor) -> str | None:

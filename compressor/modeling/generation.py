@@ -113,9 +113,8 @@ def _unsupported(model: Any) -> str | None:
 
 
 def _make_decoder(model: Any, settings: ExportSettings) -> Any:
-    from blr.compressor.runtime.decoder import Decoder, prepare_prompts
+    from blr.compressor.runtime.decoder import Decoder
 
-    prepare_prompts(model)
     assert settings.context is not None  # as every export that generates has it
     return Decoder(model, batch=settings.batch, context=settings.context, cache=settings.cache)
 

@@ -207,9 +207,14 @@ class LowRankLinear(StructuredLinear):
     shared: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.shared is not None and not self.always and (y := self.shared.take(self, x)) is not None:
+        if self.shared is not None and (y := self.shared.take(self, x)) is not None:
             return y
         return super().forward(x)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if self.shared is not None:
+            self.shared.part()
+        return super()._apply(fn, recurse)
 
     def bound(self) -> Product:
         return LowRankProduct(self.U, self.V, self.bias, self.spec.side)

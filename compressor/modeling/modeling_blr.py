@@ -22,6 +22,7 @@ from blr.compressor.modeling.layers import defer_large, prepare_layers
 from blr.compressor.modeling.pairs import place_pairs
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
 
@@ -47,6 +48,13 @@ class StructuredModelMixin:
         layers = (self.config.blr or {}).get("layers", {})
         replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
         place_pairs(self)
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        """What every move and cast goes through; layers of one input that lie on a GPU share it."""
+        native: Any = super()
+        native._apply(fn, recurse)
+        share_siblings(self)
+        return self
 
     def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
         """As of transformers, with the layers as they are: a merged adapter has raised ranks."""
@@ -94,6 +102,7 @@ class StructuredModelMixin:
         prepare_layers(model)
         freeze_parts(model)
         prepare_float8(model)
+        share_siblings(model)
         if output_loading_info:
             return model, info
         if found := misloaded(model, info):

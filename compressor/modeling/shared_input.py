@@ -1,82 +1,115 @@
-"""Low-rank layers that read the same input, computed together. Shipped in every export.
+"""Low-rank layers that read the same input, computed together. Shipped inside every checkpoint.
 
 q, k and v of an attention, gate and up of an MLP: their V factors are stored as one tensor [Σ r, i],
 so that one product takes the input through all ranks. The first of the layers that is called with
-an input computes all of them and keeps the others' results until they ask.
+an input computes all of them and leaves the others' outputs at that input until they ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from blr.compressor.modeling.layers import LowRankLinear
-from blr.kernels.lowrank.op import lowrank_group
+from blr.compressor.modeling.siblings import siblings
+from blr.kernels.common.registration import is_unwatched
+from blr.kernels.lowrank.op import packed
 
 # Tokens up to which it pays on an H200: 1.2 to 1.7 times as fast with 512 (q, k, v), even with 4096.
 MAX_TOKENS = 1024
+LEFT = "_blr_outputs"  # where an input keeps the outputs that nobody has asked for yet
+
+
+class Left(NamedTuple):
+    """Outputs by the id of their layer, of `group` and of an input as it was in `version`."""
+
+    group: SharedInput
+    version: int
+    outputs: dict[int, Tensor]
 
 
 class SharedInput:
     """Layers of one input, which it makes views of one stored V.
 
-    Moving or casting the layers separates their memory again; results stay right.
+    Whatever moves, casts or replaces a V parts them: they compute by themselves from then on.
 
     Raises:
         ValueError: as `pack_shared_input`.
     """
 
     def __init__(self, layers: Sequence[LowRankLinear]) -> None:
-        pack_shared_input(layers)
         self.layers = tuple(layers)
-        self._input: Tensor | None = None
-        self._version = 0
-        self._results: dict[int, Tensor] = {}
+        self.stored: Tensor | None = pack_shared_input(layers)
+        self.places = [layer.V.data_ptr() for layer in layers]
+        self.ranks = [layer.V.shape[1] for layer in layers]
         for layer in layers:
             layer.shared = self
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """None: the V of copied layers lie apart."""
 
     def take(self, layer: LowRankLinear, x: Tensor) -> Tensor | None:
         """The output of `layer` for `x` [..., i]; None where it is to compute it by itself.
 
-        That is with gradients, under tracing, and for more than `MAX_TOKENS` tokens. An input is the
-        same if it is the same object, unchanged since.
+        That is wherever somebody looks on (`is_unwatched`), in inference mode, where nothing tells
+        that `x` was written to, and for more than `MAX_TOKENS` tokens.
         """
-        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
-        if tracing or x.is_inference() or x.numel() > MAX_TOKENS * x.shape[-1]:
+        if not is_unwatched(x) or x.is_inference() or x.numel() > MAX_TOKENS * x.shape[-1]:
             return None
-        known = self._input is x and self._version == x._version and id(layer) in self._results
-        if not known:
-            terms = [(p.U, p.V, p.bias) for p in self.layers]
-            ys = lowrank_group(x, *map(list, zip(*terms, strict=True)))
-            self._results = {id(p): y for p, y in zip(self.layers, ys, strict=True)}
-            self._input, self._version = x, x._version
-        y = self._results.pop(id(layer))
-        if not self._results:
-            self._input = None
-        return y
+        left = getattr(x, LEFT, None)
+        if left is None or left.group is not self or left.version != x._version:
+            left = None
+        if left is None or id(layer) not in left.outputs:
+            if not self._serves(layer, x):
+                return None
+            left = Left(self, x._version, self._outputs(x))
+            setattr(x, LEFT, left)
+        return left.outputs.pop(id(layer))
+
+    def part(self) -> None:
+        """Let the layers compute by themselves; their V stay as they are."""
+        for layer in self.layers:
+            if layer.shared is self:
+                layer.shared = None
+        self.stored = None
+
+    def _serves(self, layer: LowRankLinear, x: Tensor) -> bool:
+        """Whether it can compute x: all V are where they were put, and `layer` is no replica of one."""
+        if [p.V.data_ptr() for p in self.layers] != self.places:
+            self.part()
+        stored = self.stored
+        if stored is None or stored.device != x.device or stored.dtype != x.dtype:
+            return False
+        return any(p is layer for p in self.layers)
+
+    def _outputs(self, x: Tensor) -> dict[int, Tensor]:
+        inner = linear(x, self.stored).split(self.ranks, -1)  # type: ignore[arg-type]
+        terms = zip(self.layers, inner, strict=True)
+        return {id(p): linear(z, p.U, p.bias) for p, z in terms}
 
 
-def share_inputs(groups: Iterable[Sequence[Any]]) -> int:
-    """Compute the low-rank layers of every group, which read the same input, together; how many groups.
+def share_siblings(model: nn.Module) -> int:
+    """Compute the low-rank layers on a GPU that read the same input together; how many groups do.
 
-    A group with another layer in it, or one that is shared already, stays as it is.
+    A group with another layer in it stays as it is.
     """
     found = 0
-    for layers in groups:
-        if all(map(_plain, layers)) and all(layer.shared is None for layer in layers):
-            SharedInput(layers)
+    for layers in siblings(model):
+        if all(map(_shares, layers)) and len(set(map(_kind, layers))) == 1:
+            SharedInput(layers)  # type: ignore[arg-type]
             found += 1
     return found
 
 
 def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
-    """Store the V of low-rank layers that read the same input in one tensor.
+    """Store the V of low-rank layers that read the same input in one tensor, if they are not yet.
 
-    Their parameters become views of it, so that `lowrank_group` can take one product through all
-    ranks. Moving or casting the layers afterwards separates them again.
+    Their parameters become views of it, so that one product takes an input through all ranks. Moving
+    or casting the layers afterwards separates them again.
 
     Returns:
         The stored tensor [Σ r, i].
@@ -86,11 +119,14 @@ def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
     """
     if not all(map(_plain, layers)):
         raise ValueError("only plain low-rank layers share a stored V")
-    kinds = {(layer.in_features, layer.V.dtype, layer.V.device) for layer in layers}
+    kinds = set(map(_kind, layers))
     if len(kinds) != 1:
         raise ValueError(f"found {len(kinds)} kinds of inputs, dtypes or devices; expected one")
-    stored = torch.cat([layer.V.detach().mT for layer in layers])
-    for layer, part in zip(layers, stored.split([layer.spec.rank for layer in layers]), strict=True):
+    held = [layer.V.detach() for layer in layers]
+    if (stored := packed(held)) is not None:
+        return stored
+    stored = torch.cat([V.mT for V in held])
+    for layer, part in zip(layers, stored.split([V.shape[1] for V in held]), strict=True):
         layer.keep_v(part)
     return stored
 
@@ -98,3 +134,18 @@ def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
 def _plain(layer: Any) -> bool:
     """Whether its V is a matrix that can be kept elsewhere: not in groups, not quantized."""
     return isinstance(layer, LowRankLinear) and not hasattr(layer, "bits") and layer.V.dim() == 2
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    return layer.in_features, layer.V.dtype, layer.V.device
+
+
+def _shares(layer: Any) -> bool:
+    """Whether it gains: on a GPU, whole, with no zeros behind its rank and no ranks in a cache."""
+    if not _plain(layer) or layer._hf_quantized_needs_local_tp or layer.always:
+        return False
+    return layer.wide is None and type(layer.V) is nn.Parameter and _on_gpu(layer.V)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda

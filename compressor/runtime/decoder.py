@@ -23,7 +23,7 @@ from blr.compressor.runtime.modes import CACHES, MODES, OPS
 from blr.compressor.runtime.phases import make_plan, supports
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.profile import measure
-from blr.compressor.runtime.prompt import left_padded, prefill_chunks, prepare_prompts
+from blr.compressor.runtime.prompt import left_padded, prefill_chunks
 from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
@@ -32,7 +32,7 @@ from blr.kernels.common.tables import token_mode
 if TYPE_CHECKING:
     from blr.kernels.persistent.program import Tuning
 
-__all__ = ["Decoder", "prepare_prompts", "supports"]
+__all__ = ["Decoder", "supports"]
 
 MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
@@ -43,7 +43,7 @@ class Decoder:
 
     Args:
         model: a causal language model of transformers (dense or structured layers in any mixture),
-            on one device, in evaluation mode. `prepare_prompts` before makes its prompts faster.
+            on one device, in evaluation mode.
         batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
         mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
             power of two of the context; "persistent" has all phases in one kernel, whose programs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,13 +75,6 @@ def make_plan(model: Any) -> Plan:
     _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
     plan.add(Phase("choose", "choose", source=logits))
     return plan
-
-
-def same_inputs(model: Any) -> Iterator[list[nn.Module]]:
-    """The groups of layers of `model` that read the same input."""
-    for layer in model.get_decoder().layers:
-        for owner, names in TOGETHER.items():
-            yield [getattr(getattr(layer, owner), name) for name in names]
 
 
 def _heads(attention: Any, config: Any, index: int) -> Heads:

@@ -8,23 +8,10 @@ import torch
 from torch import Tensor
 
 from blr.compressor.modeling.float8 import is_float8
-from blr.compressor.modeling.shared_input import share_inputs
 from blr.compressor.runtime.failures import BatchError
-from blr.compressor.runtime.phases import same_inputs, supports
 
 CHUNK = 512  # tokens of a row that pass through the layers together
 WIDE = 2048  # where products are in float8, which fewer tokens do not fill (scripts/LOG.md)
-
-
-def prepare_prompts(model: Any) -> int:
-    """Rewire the low-rank layers of `model` on a GPU that read the same input, so that prompts take one
-    product through all their ranks; before a decoder is made, which reads weights where they lie.
-
-    Returns how many groups there are. Results stay the same.
-    """
-    if model.device.type != "cuda" or supports(model) is not None:
-        return 0
-    return share_inputs(same_inputs(model))
 
 
 def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.runtime.decoder import Decoder, prepare_prompts
+from blr.compressor.runtime.decoder import Decoder
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterator[Row]], None]
@@ -77,7 +77,6 @@ def compare(family: str, method: str, device: str, work: Path) -> Iterator[Row]:
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device=device)
     layers = sum(isinstance(module, StructuredLinear) for module in model.modules())
     yield row((layers > 0) == (method != "dense"), name, "loads", f"{layers} structured layers")
-    prepare_prompts(model)
     decoder = Decoder(model, batch=len(LENGTHS), context=CONTEXT, ops=operations(device))
     yield from compare_batches(name, model, decoder)
     yield from compare_borders(name, model, decoder)

@@ -15,7 +15,7 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.compressor.loading.load import load_model, load_tokenizer
-from blr.compressor.runtime.decoder import Decoder, prepare_prompts
+from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import UnsupportedError
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,6 @@ class Case:
     def load(self, dtype: str, device: str | None = None) -> Any:
         place = {"dtype": dtype, "device": device or self.device}
         model = load_model(self.folder, "AutoModelForCausalLM", **place)
-        prepare_prompts(model)
         return model
 
     def decoder(self, model: Any = None, **options: Any) -> Decoder:

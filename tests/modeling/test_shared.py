@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.export.pack import quantize_layer
 from blr.compressor.modeling import shared_input as shared
+from blr.compressor.modeling.configuration_blr import config_class
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, structured_linear
-from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input
+from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input, share_siblings
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
+from blr.kernels.common.layout import ALIGNED
 from blr.kernels.lowrank.op import lowrank_group, packed
 
 pytestmark = pytest.mark.fast
@@ -37,12 +42,13 @@ def group() -> list[StructuredLinear]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The inputs that were taken through all layers at once."""
     seen: list[Tensor] = []
+    native = SharedInput._outputs
 
-    def counted(x: Tensor, *factors: list[Tensor]) -> list[Tensor]:
+    def counted(self: SharedInput, x: Tensor) -> dict[int, Tensor]:
         seen.append(x)
-        return lowrank_group(x, *factors)
+        return native(self, x)
 
-    monkeypatch.setattr(shared, "lowrank_group", counted)
+    monkeypatch.setattr(SharedInput, "_outputs", counted)
     return seen
 
 
@@ -150,13 +156,95 @@ def test_training_many_tokens_and_inference_mode_compute_alone(
     assert calls == []
 
 
-def test_moved_and_copied_layers_stay_right() -> None:
+def test_moved_and_copied_layers_stay_right(calls: list[Tensor]) -> None:
     layers, x = group(), torch.randn(5, 12)
     expected = outputs(layers, x)
     SharedInput(layers)
     moved = torch.nn.ModuleList(layers).double()
     torch.testing.assert_close([y.float() for y in outputs(list(moved), x.double())], expected)
+    SharedInput(list(moved))
     copied = copy.deepcopy(moved).float()
     assert isinstance(copied[0], LowRankLinear)
-    assert copied[0].shared is not layers[0].shared
+    assert copied[0].shared is None
     torch.testing.assert_close(outputs(list(copied), x), expected)
+    assert calls == []
+
+
+def test_a_layer_with_other_factors_parts_the_group(calls: list[Tensor]) -> None:
+    """As an adapter that is merged replaces them, or a run that keeps weights on the CPU."""
+    layers, x = group(), torch.randn(5, 12)
+    SharedInput(layers)
+    layers[1].V = torch.nn.Parameter(2 * layers[1].V.detach())
+    torch.testing.assert_close(outputs(layers, x), [(x @ p.V) @ p.U.mT + p.bias for p in layers])
+    assert calls == [] and all(layer.shared is None for layer in layers)
+
+
+def test_two_groups_of_one_input_are_right(calls: list[Tensor]) -> None:
+    """As where attention and MLP read the same norm."""
+    first, second, x = group(), group(), torch.randn(5, 12)
+    expected = outputs([*first, *second], x)
+    SharedInput(first), SharedInput(second)
+    order = [first[0], second[0], first[1], second[1], first[2], second[2]]
+    found = dict(zip(map(id, order), outputs(order, x), strict=True))
+    torch.testing.assert_close([found[id(layer)] for layer in (*first, *second)], expected)
+
+
+def test_replicas_of_a_layer_compute_alone(calls: list[Tensor]) -> None:
+    """Copies that hold the same attributes, as of torch.nn.DataParallel."""
+    layers, x = group(), torch.randn(5, 12)
+    SharedInput(layers)
+    replicas = [copy.copy(layer) for layer in layers]
+    torch.testing.assert_close(outputs(replicas, x), outputs(layers, x))
+    assert len(calls) == 1  # by the layers themselves
+
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def structured_llama(**kinds: Spec) -> Any:
+    """A model with low-rank layers of rank 16, of `kinds` those it names."""
+    native = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=64))
+    layers = {}
+    for name, module in native.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            spec = LowRankSpec(module.in_features, module.out_features, ALIGNED)
+            layers[name] = kinds.get(name.rpartition(".")[2], spec).to_dict()
+    torch.manual_seed(0)
+    table = {"format": 1, "layers": layers}
+    config = config_class("BlrLlamaConfig")(**native.config.to_dict(), blr=table)
+    return model_class("BlrLlamaForCausalLM")(config).eval()
+
+
+def test_models_on_a_gpu_share_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole models that are moved: the same logits, in the same bytes when saved."""
+    model, ids = structured_llama(), torch.arange(7)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert share_siblings(model) == 0
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr(shared, "_on_gpu", lambda tensor: True)
+    model.to("cpu")
+    own = model.model.layers[0]
+    groups = {layer.shared for layer in (own.self_attn.q_proj, own.self_attn.v_proj, own.mlp.up_proj)}
+    assert len(groups) == 2 and None not in groups
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected)
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(t.untyped_storage().nbytes() == t.nbytes for n, t in after.items() if n.endswith(".V"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [LowRankSpec(32, 32, 7), LowRankSpec(32, 32, 4, 2, "out"), BlastSpec(32, 32, 4, 8)],
+    ids=["odd rank", "groups", "structure"],
+)
+def test_other_layers_keep_a_group_apart(kind: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An odd rank has zeros behind it on a GPU, which views of one tensor have no room for."""
+    model = structured_llama(q_proj=kind)
+    monkeypatch.setattr(shared, "_on_gpu", lambda tensor: True)
+    for layer in model.modules():
+        if isinstance(layer, StructuredLinear):
+            layer.relayout_().widen_()
+    assert share_siblings(model) == 1  # gate and up
+    assert model.model.layers[0].self_attn.k_proj.shared is None

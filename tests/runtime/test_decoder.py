@@ -15,14 +15,15 @@ from torch import Tensor, nn
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.architectures import find_family
 from blr.compressor.compress import Settings, compress
-from blr.compressor.modeling.shared_input import share_inputs
+from blr.compressor.modeling import shared_input
+from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
 from blr.compressor.runtime.phases import FAMILIES as RUN
-from blr.compressor.runtime.phases import TOGETHER, make_plan, same_inputs
+from blr.compressor.runtime.phases import TOGETHER, make_plan
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.attention.reference import pack, unpack
 from blr.kernels.common.available import has_triton
@@ -364,16 +365,17 @@ def test_unsupported_models_say_why(tmp_path: Path) -> None:
     assert "dynamic" in supports(llama)
 
 
-def test_prompts_through_shared_layers_give_the_same_tokens(tmp_path: Path) -> None:
-    """Layers of one input are rewired by whoever asks for it; a decoder leaves them as they are."""
+def test_prompts_through_shared_layers_give_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one input that were rewired on a GPU; a decoder leaves them as they are."""
+    monkeypatch.setattr(shared_input, "_on_gpu", lambda tensor: True)
     model, (ids, mask) = load(save_pico("llama", tmp_path)), prompts(3, 7)
     linear = {n: m for n, m in model.model.named_modules() if type(m) is nn.Linear}
     specs = {n: LowRankSpec(m.in_features, m.out_features, 4) for n, m in linear.items()}
     replace_layers(model.model, {name: spec.to_dict() for name, spec in specs.items()})
-    groups = list(same_inputs(model))
     expected = decoder(model, 64, batch=2).generate(ids, mask, max_new_tokens=6)
-    assert all(layer.shared is None for layers in groups for layer in layers)
-    assert share_inputs(groups) == len(groups) == 2 * model.config.num_hidden_layers
+    assert share_siblings(model) == 2 * model.config.num_hidden_layers
     assert decoder(model, 64, batch=2).generate(ids, mask, max_new_tokens=6) == expected
 
 

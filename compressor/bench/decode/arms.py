@@ -117,9 +117,8 @@ class OursArm:
     def __init__(
         self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto", cache: str = WHOLE
     ) -> None:
-        from blr.compressor.runtime.decoder import Decoder, prepare_prompts
+        from blr.compressor.runtime.decoder import Decoder
 
-        prepare_prompts(model)
         self.ids = ids
         batch, context = len(ids), ids.shape[1] + steps + 1
         self.decoder = Decoder(model, batch=batch, context=context, mode=mode, ops=ops, cache=cache)

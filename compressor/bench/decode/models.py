@@ -17,6 +17,7 @@ from blr.compressor.bench.subjects import random_order
 from blr.compressor.errors import UsageError
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.orders import order_of
@@ -146,6 +147,7 @@ class Models:
         if self.ends is not None:
             share_ends(model, *self.ends)
         fill(model, self.device)
+        share_siblings(model)
         self.ends = model.get_input_embeddings(), model.get_output_embeddings()
         return model
 

@@ -1,0 +1,27 @@
+"""Which layers of a model read the same input. Shipped inside every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+# What families of transformers call layers of one block that read the same input
+SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"query", "key", "value"},
+    {"q_lin", "k_lin", "v_lin"},
+    {"gate_proj", "up_proj"},
+)
+
+
+def siblings(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules of every group, in the order of their block; none of models whose keys and values may
+    be of another input than the queries."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    for parent in model.modules():
+        for names in SIBLINGS:
+            found = [child for name, child in parent.named_children() if name in names]
+            if len(found) > 1:
+                yield found
