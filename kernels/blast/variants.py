@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blr.kernels.blast.reference import blast_linear as reference
 from blr.kernels.common.available import supports_pdl
+from blr.kernels.common.replay import at_once
 from blr.kernels.gemm.launch import library_bmm
 from blr.kernels.gemv.launch import gemv as stage
 from blr.kernels.gemv.launch import stage_tile
@@ -44,15 +45,20 @@ def gemv(
 
 
 def bmm_mix(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
+    x: Tensor,
+    U: Tensor,
+    S: Tensor,
+    V: Tensor,
+    bias: Tensor | None = None,
+    *,
+    by: Callable[..., Tensor] = at_once,
+    **config: Any,
 ) -> Tensor:
     """Library product, our mix in place, library product, on z [b, r, tokens].
 
     Args:
-        x: [..., i]. config: of `launch.mix`.
+        x: [..., i]. by: runs our mix. config: of `launch.mix`.
     """
-    from blr.kernels.blast.launch import mix
-
     blocks, p, rank = V.shape
     part = x.reshape(-1, blocks, p).permute(1, 2, 0)  # [b, p, n]
     n = part.shape[2]
@@ -61,8 +67,14 @@ def bmm_mix(
         z = torch.bmm(V.mT, part, out=z[:, :, :n])
     else:
         z = torch.bmm(V.mT, part)
-    mix(z, S, z, **config)
-    return _outputs(z.mT, U, bias, x.shape[:-1])
+    return _outputs(by(_mixed, z, S, **config).mT, U, bias, x.shape[:-1])
+
+
+def _mixed(z: Tensor, S: Tensor, **config: Any) -> Tensor:
+    """z, mixed in place."""
+    from blr.kernels.blast.launch import mix
+
+    return mix(z, S, z, **config)
 
 
 def _outputs(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.replay import Replayed
+from blr.kernels.common.replay import Again, Replayed
 from blr.kernels.common.tables import MOST, REFERENCE, Shape, bucket, choose, heuristic
 from blr.kernels.common.tables import forget as forget_tables
 from blr.kernels.common.transient import chunks, transient_bytes
@@ -22,6 +22,7 @@ WEIGHTS = ("materialize",)  # variants that have none, since they make the dense
 FEWEST = 2048  # tokens of a chunk at least
 # Variants that take x [..., i] as it is
 ANY_AXES = (REFERENCE, "gemm", "plain", "bmm", "bmm_mix", "permuted_store")
+STAGED = ("bmm_mix", "permuted_store")  # of these, those with a stage of launches only
 PLANNED = 4096  # plans of a structure that are kept
 
 Variant = Callable[..., Tensor]
@@ -85,9 +86,10 @@ def plan(
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
     name, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, plain)
     call = partial(run, **config) if config else run
+    replays = x.is_cuda and x.dtype.itemsize == 2  # others may change their precision
     if name in ANY_AXES and run is not on_cpu:
-        return call
-    if name in MOST and x.is_cuda and x.dtype.itemsize == 2:  # others may change their precision
+        return partial(call, by=Again()) if name in STAGED and replays else call
+    if name in MOST and replays:
         return Replayed(call)
     return partial(_flat, call)
 

@@ -32,8 +32,8 @@ def _note(*launched: Any) -> None:
 
 @contextmanager
 def noting() -> Iterator[list[Any]]:
-    """Lists launches of this thread by `run_kernel` or a `Bound`: (kernel, compiled, grid, arguments,
-    options)."""
+    """Lists launches of this thread by `run_kernel`, `launch` or a `Bound`: (kernel, compiled, grid,
+    arguments, options)."""
     before = getattr(_thread, "noted", None)
     _thread.noted = found = list[Any]()
     try:
@@ -49,7 +49,7 @@ def launch(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """``kernel[grid](*arguments, **constants, **options)``.
+    """``kernel[grid](*arguments, **constants, **options)``, noted as by `run_kernel`.
 
     Args:
         arguments: tensors, descriptors and numbers, in the order of the kernel. constants: those that
@@ -59,10 +59,11 @@ def launch(
     found = _compiled.get(key)
     if found is not None:
         found[(*grid, 1, 1)[:3]](*arguments, *constants.values())
-        return
-    made = kernel[grid](*arguments, **constants, **options)
-    if _callable(kernel, made, len(arguments), constants):
-        _compiled[key] = made
+    else:
+        found = kernel[grid](*arguments, **constants, **options)
+        if _callable(kernel, found, len(arguments), constants):
+            _compiled[key] = found
+    _note(kernel, found, grid, arguments, constants)
 
 
 class Bound:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -76,8 +76,9 @@ class Launch:
 
 @dataclass
 class Replay:
-    """What one call allocated and launched: `made` are shape, dtype and device of the allocations, of
-    which number `result` is what it gave, or numbers. layouts: of the arguments behind the input."""
+    """What one call allocated and launched: `made` are shape, dtype and device of the allocations.
+    `result`: which of the arguments and, behind them, the allocations it gave, or several. layouts: of
+    the arguments behind the input."""
 
     layouts: tuple[Any, ...]
     made: list[tuple[Any, torch.dtype, torch.device]]
@@ -96,8 +97,9 @@ class Replay:
             return None
         if torch._C._cuda_getDevice() != self.device or _is_profiled():
             return None
-        tensors = [torch.empty(size, dtype=dtype, device=on) for size, dtype, on in self.made]
-        addresses += [t.data_ptr() for t in tensors]
+        made = [torch.empty(size, dtype=dtype, device=on) for size, dtype, on in self.made]
+        addresses += [t.data_ptr() for t in made]
+        tensors = (*given, *made)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
@@ -108,8 +110,8 @@ class Replay:
     def giving(self, size: tuple[int, ...]) -> Replay:
         """The same with a result, of one tensor, of as many numbers in another shape."""
         assert isinstance(self.result, int)
-        made = list(self.made)
-        made[self.result] = size, *made[self.result][1:]
+        made, number = list(self.made), self.result - 1 - len(self.layouts)
+        made[number] = size, *made[number][1:]
         return replace(self, made=made)
 
 
@@ -161,11 +163,30 @@ class Launches:
         return found
 
 
+class Again:
+    """Runs the stage of a variant that is launches only, by a `Replay` from its second call on. One
+    object a shape of all arguments and a stage."""
+
+    def __init__(self) -> None:
+        self.launches: Launches | None = None
+
+    def __call__(self, stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: Any) -> Any:
+        """``stage(x, *rest, **config)``."""
+        if self.launches is None:
+            self.launches = Launches(partial(stage, **config))
+        return self.launches(x, *rest)
+
+
+def at_once(stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: Any) -> Any:
+    """The same without a replay."""
+    return stage(x, *rest, **config)
+
+
 def recorded(run: Callable[..., Any], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
     """``run(x, *rest)``, a tensor or a tuple of tensors, and how to do it again, None if it is not
     launches alone.
 
-    run: launches kernels by `launching.run_kernel` or `launching.Bound` and in no other way.
+    run: launches kernels by `launching` and in no other way.
     """
     with noting() as seen, _Allocations() as memory:
         y = run(x, *rest)
@@ -198,7 +219,7 @@ def _replay(
     x, *rest = given
     assert x is not None
     tensors = (*given, *memory.made)
-    result = _numbers(memory.made, y)
+    result = _numbers(given, memory.made, y)
     if memory.foreign or not seen or result is None or not _is_known() or _is_profiled():
         return None
     if torch._C._cuda_getDevice() != x.device.index:
@@ -209,17 +230,19 @@ def _replay(
     launches = [_launch(spans, *launch) for launch in seen]
     shapes = [tuple(t.shape) for t in memory.made]
     for number, tensor in zip(result, y, strict=True) if isinstance(y, tuple) else [(result, y)]:
-        shapes[number] = tuple(tensor.shape)
+        if number >= len(given):
+            shapes[number - len(given)] = tuple(tensor.shape)
     made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
     return Replay(_layouts(rest), made, result, launches, x.device.index)
 
 
-def _numbers(made: Sequence[Tensor], y: Any) -> Any:
-    """Which allocation `y` is, or which ones its tensors are; None if one of them is none."""
+def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> Any:
+    """Which argument or allocation `y` is, or which its tensors are; None if one of them is none."""
     if isinstance(y, tuple):
-        found = [_numbers(made, part) for part in y]
+        found = [_numbers(given, made, part) for part in y]
         return None if None in found else tuple(found)
-    return next((number for number, tensor in enumerate(made) if _same(tensor, y)), None)
+    same = [tensor is y for tensor in given] + [_same(tensor, y) for tensor in made]
+    return same.index(True) if True in same else None
 
 
 def _launch(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import supports_pdl
+from blr.kernels.common.replay import at_once
 from blr.kernels.gemm.launch import bmm as our_bmm
 from blr.kernels.gemm.launch import library_bmm, run_length
 from blr.kernels.gemv.launch import gemv as stage
@@ -41,23 +42,36 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
     )
 
 
-def permuted_store(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+def permuted_store(
+    x: Tensor,
+    U: Tensor,
+    V: Tensor,
+    bias: Tensor | None = None,
+    *,
+    by: Callable[..., Tensor] = at_once,
+    **config: Any,
+) -> Tensor:
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
     Where r' is no multiple of 8, stores are of single numbers and rows of z start anywhere: `bmm` then,
     which is 3.6 times as fast (r' = 99, 4096→14336 on an H200).
 
     Args:
-        x: [..., i]. config: of `gemm.launch.bmm`.
+        x: [..., i]. by: runs our product. config: of `gemm.launch.bmm`.
     """
-    blocks, p, middle = V.shape
-    if run_length(middle // blocks) < RUN:
+    if run_length(V.shape[2] // V.shape[0]) < RUN:
         return bmm(x, U, V, bias)
+    return _second(by(_stored, x, V, **config), U, bias, x.shape[:-1])
+
+
+def _stored(x: Tensor, V: Tensor, **config: Any) -> Tensor:
+    """z [b, n, r] in the order of the second product."""
+    blocks, p, middle = V.shape
     flat = x.reshape(-1, blocks, p)
     n, part = len(flat), middle // blocks
     z = torch.empty(blocks, n, blocks, part, dtype=x.dtype, device=x.device)  # [k, n, l, r']
     our_bmm(flat.transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part, **config)
-    return _second(z.view(blocks, n, middle), U, bias, x.shape[:-1])
+    return z.view(blocks, n, middle)
 
 
 def bmm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:

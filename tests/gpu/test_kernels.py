@@ -227,6 +227,23 @@ def test_graph(structure: str, index: int, on_cuda: str, judge: Judge) -> None:
     judge(attempt(group, f"{spec.describe()} n={n}", limit, partial(run, n)) for n in (1, 17, 129))
 
 
+@pytest.mark.parametrize(("structure", "index"), [shape for shape in SHAPES if shape[1] in (1, 3)])
+def test_calls_of_one_shape(structure: str, index: int, device: str, judge: Judge) -> None:
+    """From the second on what can be replayed is: other inputs at other addresses, other weights."""
+    spec = SPECS[structure][index]
+
+    def rows() -> Iterator[Row]:
+        for n in (1, 17, 129, 1000):
+            layers = [layer_of(spec, torch.bfloat16, device, bias=True) for _ in range(2)]
+            for turn, layer in enumerate(layers * 2):
+                x = (turn - 1.5) * input_of(spec, n, torch.bfloat16, device)
+                pair = lambda layer=layer, x=x: (layer(x), exact(spec, layer, x))  # noqa: E731
+                with torch.no_grad():
+                    yield attempt(f"{structure} again", f"n={n} {turn}", limit_of("bfloat16"), pair)
+
+    judge(rows())
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32", "tf32"])
 @pytest.mark.parametrize("structure", SPECS)
 def test_gradients(structure: str, precision: str, device: str, judge: Judge) -> None:

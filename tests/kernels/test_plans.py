@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import threading
 import weakref
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from blr.compressor import tune
 from blr.compressor.tune import Candidate, Point, rules_of
+from blr.kernels.blast import variants as blast
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.common import dispatch, inlining, launching, replay, tables
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.common.tables import Shape
 from blr.kernels.lowrank import op as lowrank_op
+from blr.kernels.monarch import variants as monarch
 from blr.kernels.monarch.op import monarch_linear
 
 pytestmark = pytest.mark.fast
@@ -300,10 +303,76 @@ def test_a_thread_notes_its_own_launches_and_keeps_nothing(compiled: Compiled) -
     assert [t() for t in tensors] == [None, None]
 
 
+def test_what_a_launch_wrote_to_may_be_its_result(compiled: Compiled) -> None:
+    kernel = Kernel(compiled)
+
+    def in_place(x: Tensor, w: Tensor) -> Tensor:
+        run_kernel(kernel, (1,), x, (w, 2), x, 7, BLOCK=16)
+        return x
+
+    again = replay.Launches(in_place)
+    for _ in range(3):
+        x, w = given()
+        assert again(x, w) is x
+    assert len(compiled.ran) == 2
+    assert compiled.ran[-1][9:] == (x.data_ptr(), (w.data_ptr(), 2), x.data_ptr(), 7, 16)
+
+
+class Jitted(Kernel):
+    """With the arguments of a kernel of ours; `seen` is what launches were given, by name."""
+
+    def __init__(self, compiled: Compiled, names: list[str]) -> None:
+        super().__init__(compiled)
+        self.arg_names, self.seen = names, list[dict[str, Any]]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launched(*arguments: Any, **options: Any) -> Compiled:
+            self.seen.append(dict(zip(self.arg_names, arguments, strict=False)) | options)
+            return self.compiled
+
+        return launched
+
+
+STAGES = {
+    "monarch": (monarch.permuted_store, "gemm.triton.bmm_kernel", ((3, 5, 24), (3, 4, 24))),
+    "blast": (blast.bmm_mix, "blast.triton.mix_fma_kernel", ((4, 5, 8), (4, 4, 8), (4, 3, 8))),
+    "blast, many blocks": (
+        blast.bmm_mix,
+        "blast.triton.mix_dot_kernel",
+        ((3, 5, 8), (3, 3, 8), (3, 4, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_is_done_again_with_what_it_was_given(
+    name: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's products around it run every time."""
+    variant, path, shapes = STAGES[name]
+    native = importlib.import_module("blr.kernels." + path.rpartition(".")[0])
+    attribute = path.rpartition(".")[2]
+    kernel = Jitted(compiled, list(getattr(native, attribute).arg_names))
+    monkeypatch.setattr(native, attribute, kernel)
+    monkeypatch.setattr(launching, "_compiled", {})
+    again, factors = replay.Again(), [torch.randn(*shape).bfloat16() for shape in shapes]
+    inputs = factors[-1].shape[0] * factors[-1].shape[1]
+    for _ in range(3):
+        x = torch.randn(2, 8, inputs).bfloat16()
+        assert variant(x, *factors, by=again).shape == (2, 8, shapes[0][0] * shapes[0][1])
+    (seen,), ran = kernel.seen, dict(zip(kernel.arg_names, compiled.ran[-1][9:], strict=True))
+    assert len(compiled.ran) == 2
+    for argument, usual in seen.items():
+        assert isinstance(usual, Tensor) or argument not in ran or usual == ran[argument], argument
+    read = {"a": x, "b": factors[1]} if name == "monarch" else {"s": factors[1]}
+    assert {argument: ran[argument] for argument in read} == {a: t.data_ptr() for a, t in read.items()}
+
+
 def test_variants_that_are_replayed_launch_in_one_way() -> None:
-    """By `launching.run_kernel`, which recordings see, and by no operator that would record itself."""
+    """By `launching`, which recordings see, and by no operator that would record itself."""
     kernels = Path(launching.__file__).parents[1]
-    files = [*kernels.glob("gemv/*.py"), *kernels.glob("narrow/*.py")]
+    files = [f for folder in ("gemv", "narrow", "gemm") for f in kernels.glob(f"{folder}/*.py")]
+    files.append(kernels / "blast" / "launch.py")
     assert tables.MOST.keys() == {"gemv", "narrow"} and len(files) > 6
     for path in files:
         tree = ast.parse(path.read_text("utf-8"))
