@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import InputError, NumericsError
 from blr.compressor.loading.sentences import Sentences
@@ -54,13 +55,7 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Te
 
 def fitting_window(model: Any, most: int) -> int:
     """`most` tokens, or as many as the model has positions for."""
-    return min(most, _context(model) or most)
-
-
-def _context(model: Any) -> int | None:
-    """Positions that the model has, if there is a limit."""
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
-    return limit
+    return min(most, context_of(model.config.to_dict()))
 
 
 @torch.inference_mode()
@@ -73,7 +68,7 @@ def perplexity(
     has it beyond its first position, so with stride = window each window's first token is not
     scored, and with a smaller stride every token has at least `window − stride` before it.
     """
-    limit = _context(model) or window
+    limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
         raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
@@ -196,8 +191,7 @@ def embed(
 
 
 def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
-    limit = model.config.max_position_embeddings - 2  # RoBERTa's positions start at 2
-    limit = min(limit, head.length or tokenizer.model_max_length)
+    limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
     sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
     tokens = tokenizer(
         sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
-from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.config import context_of, read_config
 from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageError
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.device import pick_device
@@ -58,10 +58,10 @@ def generate(
     """
     inputs = tokenizer(_text(prompt), return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = context_of(model.config.to_dict())
     if length == 0:
         raise UsageError("the prompt has no tokens; give some text to continue")
-    if context is not None and length + sampling.max_new_tokens > context:
+    if length + sampling.max_new_tokens > context:
         raise CapabilityError(
             f"{length} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's context "
             f"of {context}; shorten the prompt or lower --max-new-tokens"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.checkpoint.config import UNLIMITED, context_of
 from blr.compressor.errors import CapabilityError
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
@@ -47,10 +48,8 @@ def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     batch, tokens = EXAMPLE
     rows, config = torch.export.Dim("batch", min=1), model.config
     if model.main_input_name == "input_ids":
-        limit = getattr(config, "max_position_embeddings", None) or 512
-        # RoBERTa's positions begin behind the padding id
-        reserved = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-        columns = torch.export.Dim("tokens", min=2, max=limit - reserved)
+        limit = context_of(config.to_dict())
+        columns = torch.export.Dim("tokens", min=2, max=512 if limit == UNLIMITED else limit)
         ids = torch.full((batch, tokens), 3, device=model.device)
         axes = {0: rows, 1: columns}
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

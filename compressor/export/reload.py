@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint
@@ -39,10 +40,10 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
         return None
     with native_errors(source):
         config = CONFIG_MAPPING[source.model_type].from_dict(dict(source.config))
-        limit = getattr(config, "max_position_embeddings", None)
-    if asked is not None and limit is not None and asked > limit:
+        limit = context_of(config.to_dict())
+    if asked is not None and asked > limit:
         raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
-    return asked or min(limit or default, default)
+    return asked or min(limit, default)
 
 
 def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:

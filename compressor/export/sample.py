@@ -45,26 +45,27 @@ def check_loss(loss: float | None, kind: str, folder: Path) -> None:
 
 
 def _of_file(source: Source, text: Path) -> Tensor:
+    from blr.compressor.checkpoint.config import context_of
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_tokenizer
 
-    limit = source.config.get("max_position_embeddings") or LENGTH * SAMPLES
     start = read_start(text)
     ids = load_tokenizer(source.folder, text=start)(start, add_special_tokens=False, verbose=False)[
         "input_ids"
     ]
     if len(ids) < 2:
         raise InputError(f"{text}: {len(ids)} tokens, expected at least 2; give a longer text")
-    return torch.tensor(ids[: min(limit, LENGTH * SAMPLES)])[None]
+    return torch.tensor(ids[: min(context_of(source.config), LENGTH * SAMPLES)])[None]
 
 
 def _own(model: Any) -> Tensor:
+    from blr.compressor.checkpoint.config import context_of
     from blr.compressor.loading.trial import plain_tokens
     from blr.compressor.text.own import OwnText, continued
 
-    limit = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    length = min(LENGTH, context_of(model.config.to_dict()))
     generator = torch.Generator().manual_seed(0)
     usable = plain_tokens(model.config)
     starts = usable[torch.randint(len(usable), (SAMPLES, 1), generator=generator)]
-    wanted = OwnText(SAMPLES * LENGTH, min(LENGTH, limit), 0, "")
+    wanted = OwnText(SAMPLES * LENGTH, length, 0, "")
     return continued(model, starts, 0, wanted).long()

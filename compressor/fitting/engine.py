@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
@@ -102,8 +103,7 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     from blr.compressor.loading.load import load_tokenizer
 
     recipe = work.recipe
-    context = getattr(model.model.config, "max_position_embeddings", None) or recipe.seq_len
-    seq_len = min(recipe.seq_len, context)
+    seq_len = min(recipe.seq_len, context_of(model.model.config.to_dict()))
     if seq_len < recipe.seq_len:
         work.progress.notes(
             [f"calibrating on windows of {seq_len} tokens, the model's context, not {recipe.seq_len}"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work
@@ -38,8 +39,7 @@ def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
     has room for that."""
     folder, device = work.source.folder, work.target
     model = load_model(folder, "AutoModelForCausalLM", dtype=working_dtype(device), device=str(device))
-    context = getattr(model.config, "max_position_embeddings", None) or seq_len + ROOM
-    length = min(seq_len + ROOM, context)
+    length = min(seq_len + ROOM, context_of(model.config.to_dict()))
     wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
     processes = work.processes
     share = processes.rank, processes.count

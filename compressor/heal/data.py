@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.heal.embedding import sentence_stream
 from blr.compressor.heal.pair import EMBEDS, task_of
-from blr.compressor.heal.settings import MINUTES, SELF, HealOptions, context_of
+from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.text.own import ROOM, OwnText
@@ -114,7 +115,7 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
     if not encodes:
         return Reading(tokenizer, min(options.window, context), context)
     sentences = read_sentences(source.folder)
-    context = min(max(context - 2, 1), sentences.length or context)  # RoBERTa's positions start at 2
+    context = min(context, sentences.length or context)
     return Reading(tokenizer, min(options.window, context), context, sentences)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ LOSSES = ("kl", "lm")
 CHUNK = 1 << 26  # logits made at once
 LONGEST = 1e5  # minutes
 MINUTES = 3.0  # when no budget is given
-MIX = 2 / 3  # of own text beside the user's: see design notes in compressor/text/own.py
+MIX = 2 / 3  # of own text beside the user's
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
     *("fsdp", "micro", "track"),
@@ -88,12 +87,6 @@ class HealOptions:
         """What a resumed run must agree on."""
         kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
         return {**kept, "data": self.data.count(SELF)}  # the texts by their contents, elsewhere
-
-
-def context_of(config: Mapping[str, Any]) -> int:
-    """Tokens that a model with `config` has positions for; 2**30 where it sets no limit."""
-    sizes = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 30)
 
 
 def check_options(options: HealOptions) -> HealOptions:

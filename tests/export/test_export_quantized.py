@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 import torch
 from exporting import Invoke, compress_to, export_to, plain_layers
+from heal_models import save_dense, write_text
 from pico import inputs_for, save_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -117,3 +118,13 @@ def test_what_is_lost_is_said_and_too_much_is_refused(
     assert read_manifest(tmp_path / "out") == before
     assert invoke(*refused, "--force")[0] == 0 and invoke(*refused, "--no-check")[0] == 0
     assert invoke(*refused, "--text", tmp_path / "none.txt")[0] == 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
+def test_a_text_longer_than_the_models_context(name: str, tmp_path: Path, invoke: Invoke) -> None:
+    """GPT-2 calls its 64 positions otherwise than other models do."""
+    source, text = save_dense(tmp_path / "dense", name), write_text(tmp_path / "text.txt", 500)
+    given = ("export", source, "-o", tmp_path / "out", "--quantize", "int8", "--text", text, "-q")
+    code, out, err = invoke(*given, "--format=json")
+    assert code == 0, err
+    assert json.loads(out)["check"]["loss"] < 0.1

@@ -1,0 +1,28 @@
+"""How many tokens a model has positions for, as its config.json says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pico import save_pico
+from transformers import AutoModel
+
+from blr.compressor.checkpoint.config import UNLIMITED, context_of, read_config
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "opt", "roberta", "xlm-roberta"])
+def test_the_context_is_the_longest_text_that_a_model_takes(name: str, tmp_path: Path) -> None:
+    folder = save_pico(name, tmp_path / name)
+    longest = context_of(read_config(folder))
+    model = AutoModel.from_pretrained(folder).eval()
+    assert context_of(model.config.to_dict()) == longest
+    model(torch.full((1, longest), 3))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, longest + 1), 3))
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "t5", "n_positions": 512, "d_model": 32}])
+def test_relative_positions_set_no_limit(config: dict[str, object]) -> None:
+    assert context_of(config) == UNLIMITED
