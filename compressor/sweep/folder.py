@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.lock import Lock
@@ -18,6 +18,7 @@ from blr.compressor.errors import OutputError
 
 ABOUT = "sweep of blr"
 RESULT = "sweep.json"
+LOCK = "sweep.lock"
 PARTS = ("points", "logs", "outputs")
 
 
@@ -40,23 +41,32 @@ class Folder:
         Raises OutputError: something else lies there, a sweep of other settings, or one that runs.
         """
         with storage_errors(self.path):
-            self._claim(restart)
-            lock = Lock(self.path / "sweep.lock", self.path)
+            self._check_place(restart)
+            self.path.mkdir(exist_ok=True)
+            lock = Lock(self.path / LOCK, self.path)
             lock.acquire()
         try:
+            with storage_errors(self.path):
+                self._claim(restart)
             yield
         finally:
             lock.release()
 
-    def _claim(self, restart: bool) -> None:
+    def _check_place(self, restart: bool) -> dict[str, Any] | None:
+        """What the sweep that lies here has in common, if there is one. Raises OutputError."""
         if not self.path.parent.is_dir():
             raise OutputError(f"{self.path.parent}: no such folder; create it first")
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
         found = self._found()
-        if found is not None and found != self.common:
-            self._differs(found, restart)
-        if restart and found is not None:
+        if found is not None and found != self.common and not restart:
+            self._differs(found)
+        return found
+
+    def _claim(self, restart: bool) -> None:
+        """Make the folder this sweep's, under the lock: another may have changed it until then."""
+        found = self._check_place(restart)
+        if restart:
             for part in PARTS:
                 shutil.rmtree(self.path / part, ignore_errors=True)
         for part in PARTS:
@@ -66,20 +76,19 @@ class Folder:
 
     def _found(self) -> dict[str, Any] | None:
         """What the sweep that lies here has in common; None if there is nothing."""
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
         found = read_json(self.path / RESULT)
         if found.get("about") != ABOUT or not isinstance(found.get("common"), dict):
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found["common"]
 
-    def _differs(self, found: dict[str, Any], restart: bool) -> None:
+    def _differs(self, found: dict[str, Any]) -> NoReturn:
         names = [key for key in {**found, **self.common} if found.get(key) != self.common.get(key)]
-        if not restart:
-            raise OutputError(
-                f"{self.path}: a sweep that differs in {', '.join(names)}; choose another --output, or "
-                "pass --restart to begin it anew"
-            )
+        raise OutputError(
+            f"{self.path}: a sweep that differs in {', '.join(names)}; choose another --output, or "
+            "pass --restart to begin it anew"
+        )
 
     def record(self, name: str) -> dict[str, Any] | None:
         """What is known of a point that is done."""

@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from limited import Limited, refused
 
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.sweep.folder import Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
 from blr.compressor.sweep.page import table
@@ -145,6 +146,20 @@ def test_a_folder_of_something_else_is_left_alone(
     refused(limited.run(*arguments, "--cf", "2,2", cwd=tmp_path), 2, "svd-cf2 twice")
     dense = limited.run(*arguments, "--cf", "2", "--methods", "dense", cwd=tmp_path)
     refused(dense, 2, "the line of --plain")
+
+
+def test_a_second_sweep_leaves_alone_what_the_first_one_has(tmp_path: Path) -> None:
+    place, other = Folder(tmp_path / "out", {"model": "m"}), Folder(tmp_path / "out", {"model": "n"})
+    with place.held(restart=False):
+        place.write("points/svd.json", "{}")
+        for second in (place, other):
+            with pytest.raises(OutputError, match="another blr run"), second.held(restart=True):
+                pass
+        assert (tmp_path / "out/points/svd.json").exists()
+    with other.held(restart=True):
+        assert not list((tmp_path / "out/points").iterdir())
+    with pytest.raises(OutputError, match="differs in model"), place.held(restart=False):
+        pass
 
 
 def test_the_grid_combines_what_belongs_together() -> None:
