@@ -258,8 +258,10 @@ class Job:
             self._tell(line)
             tracking.log(line)
 
-        yield tell
-        tracking.finish()
+        try:
+            yield tell
+        finally:
+            tracking.finish()
 
     def _data(self, teacher: Any, reading: Reading) -> Data:
         from blr.compressor.heal.data import make_data

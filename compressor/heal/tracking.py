@@ -47,13 +47,20 @@ class Tracking:
         try:
             self.tracker.log(found, step=line["step"])
         except Exception as error:
-            self.tracker = None
-            self.progress.notes([f"--track {self.name} has failed: {_first_line(error)}"])
+            self._failed(error)
 
     def finish(self) -> None:
         """Let it write what is left."""
-        if self.tracker is not None:
+        if self.tracker is None:
+            return
+        try:
             self.tracker.finish()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.tracker = None
+        self.progress.notes([f"--track {self.name} has failed: {_first_line(error)}"])
 
 
 def check_tracker(name: str) -> None:

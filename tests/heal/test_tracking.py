@@ -11,10 +11,12 @@ from accelerate import tracking as trackers
 from heal_models import QUIET
 
 from blr.compressor.errors import BlrError
+from blr.compressor.heal import trainer
 from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions
 
 FAILS_AT = 3
+END = -1  # where `finish` fails
 
 
 class Told:
@@ -22,7 +24,8 @@ class Told:
 
     requires_logging_directory = True
     lines: ClassVar[list[tuple[int, dict[str, Any]]]] = []
-    ended = fails = False
+    ended = False
+    fails: ClassVar[int | None] = None  # the step at which it does
 
     def __init__(self, name: str, folder: str) -> None:
         assert name == "out"
@@ -31,19 +34,22 @@ class Told:
         Told.lines = []
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        if Told.fails and step == FAILS_AT:
+        if step == Told.fails:
             raise ConnectionError("no network")
         Told.lines.append((step, values))
 
     def finish(self) -> None:
         Told.ended = True
+        if Told.fails == END:
+            raise ConnectionError("no network")
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "told", Told)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["told"])
-    monkeypatch.setattr(Told, "fails", False)
+    monkeypatch.setattr(Told, "fails", None)
+    monkeypatch.setattr(Told, "ended", False)
 
 
 def run(compressed: Path, dense: Path, output: Path, track: str = "told") -> None:
@@ -60,12 +66,26 @@ def test_every_line_is_told(compressed: Path, dense: Path, tmp_path: Path) -> No
     assert Told.lines[0][1]["held/self/kl"] == lines[0]["held"]["self"]["kl"]
 
 
+@pytest.mark.parametrize("fails", [FAILS_AT, END])
 def test_one_that_fails_does_not_end_the_run(
+    fails: int, compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Told, "fails", fails)
+    run(compressed, dense, tmp_path / "out")
+    assert (tmp_path / "out").exists()
+    assert max(step for step, _ in Told.lines) == (4 if fails == END else FAILS_AT - 1)
+
+
+def test_what_is_left_is_written_when_the_run_fails(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Told, "fails", True)
-    run(compressed, dense, tmp_path / "out")
-    assert (tmp_path / "out").exists() and max(step for step, _ in Told.lines) == FAILS_AT - 1
+    def fail(*_: object) -> None:
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr(trainer.Trainer, "run", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        run(compressed, dense, tmp_path / "out")
+    assert Told.ended
 
 
 @pytest.mark.parametrize(
