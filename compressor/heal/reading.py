@@ -32,10 +32,12 @@ def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
         mask = ids != PADDING
         keeper = _Keeper(mask)
         handles = [m.register_forward_pre_hook(keeper.hook(parts[name])) for name, m in layers.items()]
-        with torch.compiler.set_stance("force_eager"):  # compiled blocks know nothing of hooks
-            pair.student.base_model(input_ids=ids.clamp_min(0), attention_mask=mask.long())
-        for handle in handles:
-            handle.remove()
+        try:
+            with torch.compiler.set_stance("force_eager"):  # compiled blocks know nothing of hooks
+                pair.student.base_model(input_ids=ids.clamp_min(0), attention_mask=mask.long())
+        finally:
+            for handle in handles:
+                handle.remove()
     return {name: torch.cat(found) for name, found in parts.items()}
 
 

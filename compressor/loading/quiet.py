@@ -12,7 +12,7 @@ from transformers.utils import logging
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No output of transformers but errors."""
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -20,4 +20,5 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()

@@ -302,10 +302,12 @@ def kept_bytes(layer: nn.Module) -> Iterator[None]:
     names = [name for name, held in layer.named_buffers(recurse=False) if held.dtype == E4M3]
     for name in names:
         layer._buffers[name] = layer.get_buffer(name).view(torch.uint8)
-    yield
-    for name in names:
-        layer._buffers[name] = layer.get_buffer(name).view(E4M3)
-    forget_scales(layer)
+    try:
+        yield
+    finally:
+        for name in names:
+            layer._buffers[name] = layer.get_buffer(name).view(E4M3)
+        forget_scales(layer)
 
 
 def rows_at_once(width: int) -> int:

@@ -63,6 +63,15 @@ def test_casts_and_moves_leave_what_is_stored(stored: Path) -> None:
     assert all(layer.weight.dtype == torch.float32 for layer in layers)
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
+    holder = next(m for m in model.modules() if any(n.endswith("_q") for n in m._buffers))
+
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        holder._apply(full)
+    assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
+
 
 def test_a_twin_stores_what_it_was_made_of(stored: Path) -> None:
     """Rounding what is rounded already gives the same numbers, their scales within their precision."""
