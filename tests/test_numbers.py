@@ -20,6 +20,7 @@ from blr.compressor.fitting import factorize
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures import linalg
+from blr.compressor.structures.base import relative_error
 
 METHODS = ("svd", "monarch", "blast", "ks")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -221,6 +222,23 @@ def test_out_of_memory_names_the_layer(
     monkeypatch.setattr(factorize, "factorize", fail)
     with pytest.raises(CapabilityError, match=f"{DOWN}: out of memory on cpu"):
         run(dense, tmp_path / "out", include=[DOWN])
+
+
+def test_a_fault_of_a_kernel_is_not_called_out_of_memory(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(factorize, "factorize", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run(dense, tmp_path / "out", include=[DOWN])
+
+
+def test_errors_of_zero_weights_are_numbers() -> None:
+    """JSON has no infinity."""
+    zero = torch.zeros(2, 3)
+    assert (relative_error(zero, zero), relative_error(zero, zero + 1)) == (0.0, 1.0)
 
 
 # --- Pickles --------------------------------------------------------------------------------

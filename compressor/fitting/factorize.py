@@ -19,6 +19,7 @@ from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
+from blr.compressor.machine.exhaustion import exhausted
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
@@ -199,8 +200,7 @@ def layer_errors(job: Job) -> Iterator[None]:
         reason = str(error).splitlines()[0]
         raise NumericsError(f"{job.layer.module}: {reason}; --exclude the layer") from error
     except (RuntimeError, MemoryError) as error:
-        # torch has a class of its own for a full GPU only
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if exhausted(error) is None:
             raise
         raise CapabilityError(
             f"{job.layer.module}: out of memory on {job.device} for a layer of {job.layer.entry.shape}; "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
-from blr.compressor.fitting.factorize import check_range, keep_factors
+from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.twins import Twin, make_twin
@@ -83,7 +83,9 @@ class Student:
             module = self.module(name)
             job, weight = self.run.job(module), self.weight(module)
             dtype, old = job.stored_dtype(weight), self.run.results[module][1]
-            stored, record = keep_factors(job, weight, twin.stored(dtype, metrics.get(name)), old)
+            with layer_errors(job):
+                found = twin.stored(dtype, metrics.get(name))
+                stored, record = keep_factors(job, weight, found, old)
             latents = twin.latents(dtype) if self.run.finish else {}
             tensors |= {f"{module}:{suffix}": t for suffix, t in (stored | latents).items()}
             records[module] = {**record, **facts}

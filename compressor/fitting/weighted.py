@@ -71,7 +71,7 @@ def fit_weighted(
     outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
     with layer_errors(job), recorded_fallbacks() as fallbacks:
         found, notes = _found(job, weight, target, moments.metric, outputs)
-    tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+        tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
     dtype = job.stored_dtype(weight)
     latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
     back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)

@@ -52,9 +52,10 @@ def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:
 
 
 def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor | None = None) -> float:
-    """‖W − W'‖ / ‖W‖ in the norm of `gram` (Frobenius if None); 0 for a zero weight met exactly."""
+    """‖W − W'‖ / ‖W‖ in the norm of `gram` (Frobenius if None); of a zero weight 0 if met
+    exactly, else 1."""
     total = weighted_norm_squared(weight, gram)
     missed = max(weighted_norm_squared(weight - approximation, gram), 0.0)
     if total <= 0.0:
-        return 0.0 if missed == 0.0 else float("inf")
+        return 0.0 if missed == 0.0 else 1.0
     return (missed / total) ** 0.5

@@ -12,8 +12,10 @@ import torch
 from calibrating import calibration, drift, native, run
 from pico import save_pico, save_rank_deficient
 from running import Run
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blr.compressor.errors import NumericsError
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.adam import Adam
 
@@ -41,6 +43,15 @@ def test_singular_statistics_behind_gelu(
     falling = curves["transformer.h.0.mlp.c_proj"]
     assert int((falling > 1e-5 * falling[0]).sum()) == 8  # of 32: the test's own premise
     assert drift(found) < 0.5
+
+
+def test_factors_beyond_their_dtype_name_the_layer(tmp_path: Path) -> None:
+    folder = save_pico("llama", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight"] *= 1e14
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NumericsError, match=r"0\.self_attn\.o_proj: factor . is not finite in"):
+        run(folder, tmp_path / "journal", method="svd", cf=1.5, dtype="float16")
 
 
 class OnceInTwo:
