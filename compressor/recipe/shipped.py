@@ -18,7 +18,7 @@ from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read
 
 MAX_CHAIN = 8  # recipes that extend each other
 RULE_KEYS = (
-    *("method", "blocks", "pattern", "heads", "solver", "rounds"),
+    *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
     *("quantize", "group", "couplings", "base"),
 )
 SIZES = {"cf", "rank", "bpw"}  # of which one is given
@@ -31,7 +31,8 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
 
     An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
     both there), except that layers which a rule keeps dense stay dense. Another method takes
-    pattern, solver and rounds of the old one with it. A cache of ranks alone changes nothing else.
+    pattern, pivot, solver and rounds of the old one with it. A cache of ranks alone changes nothing
+    else.
 
     Raises:
         RecipeError: no such recipe, unreadable, unknown keys, a circle of `extends`.
@@ -146,7 +147,7 @@ def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
 
 def _overridden(rule: Mapping[str, Any], default: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A rule without what the command line decides; `default` is the recipe's own method."""
-    if rule.get("method") == "dense":
+    if rule.get("method") == DENSE:
         return dict(rule)
     gone = {key for key in RULE_KEYS if key in overrides}
     gone |= SIZES if SIZES & overrides.keys() else set()
