@@ -80,7 +80,8 @@ def middle(
 def streamed_kernel(
     h, gate_h, u, gate_u, bias, gate_bias, v, s, tokens, width, rank, gate_rank, out_rank,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """s[n, r] = Σ_f φ(h uᵀ + bias)[n, f] v[f, r]; all matrices with contiguous rows."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -96,7 +97,7 @@ def streamed_kernel(
                    BLOCK_N, BLOCK_F, BLOCK_K, BIAS, PRECISION)  # fmt: skip
         if GATED:
             y *= activate(middle(gate_h, gate_u, gate_bias, f, in_f, width, gate_rank, n, in_n, k,
-                                 BLOCK_N, BLOCK_F, BLOCK_K, BIAS, PRECISION), ACT)  # fmt: skip
+                                 BLOCK_N, BLOCK_F, BLOCK_K, GATE_BIAS, PRECISION), ACT)  # fmt: skip
         else:
             y = activate(y, ACT)
         tile = tl.load(v + f[:, None] * out_rank + r, mask=in_f[:, None] & in_r, other=0.0)
@@ -125,7 +126,8 @@ def streamed(
     if n:
         streamed_kernel[grid](
             *(h, gate_h, u, gate_u, *biases, v, s, n, width, rank, other.U.shape[1], out_rank),
-            **{"BIAS": up.bias is not None, "GATED": gate is not None, "ACT": activation, **given},
+            **{"BIAS": up.bias is not None, "GATE_BIAS": other.bias is not None},
+            **{"GATED": gate is not None, "ACT": activation, **given},
             PRECISION=dot_precision(),
         )
     return linear(s, down.U, down.bias)
@@ -163,8 +165,8 @@ def fused_kernel(
     x, v, u, bias, gate_v, gate_u, gate_bias, down_v, down_u, down_bias, out,
     tokens, inputs, width, outputs, rank, gate_rank, out_rank,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr,
-    OUT_RANK: tl.constexpr, BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_RANK: tl.constexpr, BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The whole layer of BLOCK_N tokens; RANK and OUT_RANK cover all ranks."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -182,7 +184,7 @@ def fused_kernel(
         in_f = f < width
         y = of_ranks(h, u, bias, f, in_f, k, rank, BIAS, PRECISION)
         if GATED:
-            g = of_ranks(gate_h, gate_u, gate_bias, f, in_f, k, gate_rank, BIAS, PRECISION)
+            g = of_ranks(gate_h, gate_u, gate_bias, f, in_f, k, gate_rank, GATE_BIAS, PRECISION)
             y *= activate(g, ACT)
         else:
             y = activate(y, ACT)
@@ -217,7 +219,8 @@ def fused(
     tensors: list[Any] = []
     for f in (up, other, down):
         tensors += [f.V.contiguous(), f.U.contiguous(), x if f.bias is None else f.bias]
-    flags = {"BIAS": up.bias is not None, "DOWN_BIAS": down.bias is not None, "GATED": gate is not None}
+    flags = {"BIAS": up.bias is not None, "GATE_BIAS": other.bias is not None}
+    flags |= {"DOWN_BIAS": down.bias is not None, "GATED": gate is not None}
     if n:
         fused_kernel[(triton.cdiv(n, given["BLOCK_N"]),)](
             *(

@@ -44,6 +44,19 @@ def test_equal_to_the_reference(shape: tuple, form: str, dtype: torch.dtype, bia
         assert (found - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
+@pytest.mark.parametrize("form", ["v1", "v2"])
+@pytest.mark.parametrize("biased", ["gate", "up"])
+def test_one_bias_of_a_gated_layer(biased: str, form: str) -> None:
+    from blr.kernels.paper.ffn import FORMS, Factors, reference
+
+    torch.manual_seed(0)
+    bias = {biased: torch.randn(20)}
+    up, gate = (Factors(torch.randn(20, 3), torch.randn(12, 3), bias.get(n)) for n in ("up", "gate"))
+    x, down = torch.randn(5, 12), Factors(torch.randn(12, 4), torch.randn(20, 4))
+    expected, found = (run(x, up, down, "silu", gate) for run in (reference, FORMS[form]))
+    assert (found - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()
+
+
 def test_no_tokens() -> None:
     from blr.kernels.paper.ffn import FORMS, Factors
 
