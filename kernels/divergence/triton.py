@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8
+LEAST = tl.constexpr(-3.4e38)  # finite: of the difference of two infinities nothing is known
 
 
 @triton.jit
@@ -28,8 +29,8 @@ def divergence_kernel(student, teacher, lost, gradient, width, BLOCK: tl.constex
     ours, theirs, out = student + row * width, teacher + row * width, gradient + row * width
     column = tl.arange(0, BLOCK)
     low = -float("inf")
-    top_s = tl.full((), low, tl.float32)
-    top_t = tl.full((), low, tl.float32)
+    top_s = tl.full((), LEAST, tl.float32)
+    top_t = tl.full((), LEAST, tl.float32)
     sum_s = tl.zeros((), tl.float32)
     sum_t = tl.zeros((), tl.float32)
     gap = tl.zeros((), tl.float32)

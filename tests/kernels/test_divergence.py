@@ -14,17 +14,20 @@ from blr.kernels.divergence import triton as kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [5, 64, 150])
 def test_it_is_that_of_torch(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of rows that some blocks make larger, and of tokens that one side all but rules out."""
+    """Also of rows that some blocks make larger, and of tokens that one side all but rules out, or both
+    rule out."""
     monkeypatch.setattr(kernel, "BLOCK", 64)
     torch.manual_seed(width)
     student, teacher = (4 * torch.randn(6, width) for _ in range(2))
     student[1] += 90 * torch.arange(width) / width
     teacher[2, 0] = -3e4
     teacher[3], student[3, -1] = student[3], -3e4
+    if width > 64:
+        student[4, :64] = teacher[4, :64] = -torch.inf  # all of the first block
     student, teacher = student.to(dtype), teacher.to(dtype)
     log_q = log_softmax(student.double().requires_grad_(), -1)
     log_p = log_softmax(teacher.double(), -1)
-    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected = torch.where(log_p.isinf(), 0, log_p.exp() * (log_p - log_q)).sum(-1)
     lost, gradient = kernel.divergence(student, teacher)
     torch.testing.assert_close(lost.double(), expected.detach(), rtol=1e-4, atol=1e-4)
     wanted = (log_q.exp() - log_p.exp()).detach()
