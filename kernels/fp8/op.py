@@ -81,8 +81,9 @@ def _run_rows(
     eps: float,
     keep: bool = False,
 ) -> tuple[Tensor, ...]:
-    beside = None if other is None else other.shape
-    key = (make, x.shape, x.dtype, x.device, beside, gain is None, eps, keep)
+    beside = None if other is None else (other.shape, other.dtype)
+    by = None if gain is None else gain.dtype
+    key = (make, x.shape, x.dtype, x.device, beside, by, eps, keep)
     run: Any = _PLANS.get(key) or _PLANS.keep(key, rows_plan(x, make, eps, keep))
     found: tuple[Tensor, ...] = run(x, other, gain)
     return found

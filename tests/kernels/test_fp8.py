@@ -99,6 +99,20 @@ def test_a_missing_second_tensor_is_never_read_elsewhere(make: str, of: Any) -> 
         of(torch.ones(2, 4), make, None, torch.ones(4), 1e-5)
 
 
+def test_rows_are_planned_for_the_dtypes_of_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that is done again hands on addresses: a gain of another dtype is another launch."""
+    made: list[Any] = []
+    usual = op.rows_plan
+    monkeypatch.setattr(op, "rows_plan", lambda *given: made.append(given) or usual(*given))
+    op._PLANS.clear()
+    x, wide = torch.randn(2, 32).bfloat16(), torch.rand(32)
+    for gain in (wide, wide.bfloat16(), wide, None):
+        op.fp8_rows(x, "" if gain is None else "rms", None, gain, 1e-5)
+    for other in (x, x.float(), x):
+        op.fp8_rows(x, "swiglu", other)
+    assert len(made) == 5
+
+
 @needs_triton
 @pytest.mark.parametrize(("batch", "M", "N", "K"), [(1, 5, 20, 70), (3, 33, 17, 32), (2, 16, 48, 64)])
 def test_products_scale_add_a_bias_and_permute(batch: int, M: int, N: int, K: int) -> None:
