@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The main job on the bundled checkpoint: install, compress, generate, perplexity before and after.
 # Any number of times: what an earlier run of it wrote is replaced, whole or not.
+# Writes tiny-llama-blast in the clone, or the folder $1.
 set -euo pipefail
+[ $# = 0 ] || set -- "$(realpath -m "$1")"
 cd "$(dirname "$0")/.."
 [ -d .venv ] || python3 -m venv .venv
 .venv/bin/python -m pip install --quiet --constraint tests/constraints.txt .
