@@ -16,7 +16,7 @@ from interpreting import replace_once
 from killer import Killer
 from limited import Limited
 from patience import PATIENCE
-from running import Run
+from running import Invoke, Run
 from warm import Warm
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -171,6 +171,21 @@ def blr(tmp_path: Path, limited: Limited) -> Run:
     def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         done = limited.run(*map(str, arguments), cwd=tmp_path, env=env)
         return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
+
+    return run
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs ``blr`` in this process: exit code, standard output and error."""
+    from blr.compressor.cli import main  # once the environment above is set
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["blr", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
 
     return run
 

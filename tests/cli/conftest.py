@@ -1,4 +1,4 @@
-"""`blr` in this process, and checkpoints for it."""
+"""Checkpoints for `blr`, and a hub."""
 
 from __future__ import annotations
 
@@ -10,26 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from exporting import Invoke
 from hubs import Environment, Hub
 from limited import Limited
 from pico import save_pico
 from spoiling import words_tokenizer
-
-from blr.compressor.cli import main
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs ``blr`` in this process: exit code, standard output and error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["blr", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="session")

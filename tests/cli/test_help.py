@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from exporting import Invoke
+from running import Invoke
 from typer.testing import CliRunner
 
 from blr.compressor.cli import app

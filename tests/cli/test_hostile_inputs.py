@@ -6,22 +6,21 @@ All commands of a kind run in one process each, which also shows that no refusal
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import hostile
 import pytest
 from limited import Limited
 from patience import PATIENCE
+from producing import listing
 
 SECONDS = 10  # of CPU, for one refusal
 KIBIBYTES = 2**20
-TABLE = Path(__file__).parents[1] / "checkpoint" / "hostile.py"
 BATCH = """
 import contextlib, io, json, os, sys, time
 from pathlib import Path
@@ -44,28 +43,9 @@ for line in sys.stdin:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 
-def load_table() -> ModuleType:
-    """hostile.py by path: in importlib mode, test files cannot import their neighbours."""
-    spec = importlib.util.spec_from_file_location("blr_hostile_table", TABLE)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hostile = load_table()
-Snapshot = list[tuple[str, int, int]]
-
-
-def snapshot(folder: Path) -> Snapshot:
-    """Every path below `folder` with size and time of change, links not followed."""
-    paths = sorted(folder.rglob("*"))
-    return [(str(p), p.lstat().st_size, p.lstat().st_mtime_ns) for p in paths]
-
-
 def batch(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, dict[str, Any]]:
     """Run ``blr`` once for each case, (folder, arguments), all in one process."""
-    before = {name: snapshot(folder) for name, (folder, _) in cases.items()}
+    before = {name: listing(folder) for name, (folder, _) in cases.items()}
     jobs = [{"cwd": str(folder), "argv": argv} for folder, argv in cases.values()]
     done = subprocess.run(
         [sys.executable, "-c", BATCH],
@@ -78,7 +58,7 @@ def batch(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, dict[str, Any]]
         folder = cases[name][0]
         results[name] = {
             **dict(zip(fields, json.loads(line), strict=True)),
-            **{"untouched": snapshot(folder) == before[name]},
+            **{"untouched": listing(folder) == before[name]},
             **{"canary": (folder / "canary").exists()},
         }
     return results
@@ -177,12 +157,12 @@ def test_tables_are_large() -> None:
 def test_refused_by_the_real_command(case: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     hostile.HOSTILE[case].build(tmp_path / "checkpoint")
-    before = snapshot(tmp_path)
+    before = listing(tmp_path)
     command = [Path(sys.executable).with_name("blr"), "compress", "checkpoint", "-o", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 4 and done.stdout == ""
     assert done.stderr.startswith("blr: error: ") and done.stderr.count("\n") == 1
-    assert snapshot(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 def test_code_in_the_source_never_runs(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from pico import VOCAB, inputs_for, save_pico
+from running import Invoke
 from safetensors.torch import load_file, save_file
 from spoiling import words_tokenizer
 from tolerances import TOLERANCES

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from pico import save_pico
+from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

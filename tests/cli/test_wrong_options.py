@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from exporting import Invoke
+from running import Invoke
 
 HUGE = "1" + "0" * 30
 WRONG: dict[str, list[str]] = {

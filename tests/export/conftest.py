@@ -1,13 +1,11 @@
-"""Fixtures of the export tests: outputs of `blr compress`, exports, and `blr` in this process."""
+"""Fixtures of the export tests: outputs of `blr compress`, and exports."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from exporting import Invoke, compress_to, export_to
-
-from blr.compressor.cli import main
+from exporting import compress_to, export_to
 
 METHODS = {
     "svd": {"cf": 1.25, "heads": "grouped:2"},
@@ -15,19 +13,6 @@ METHODS = {
     "blast": {"cf": 1.25, "blocks": 4, "rounds": 5},
     "ks": {"cf": 1.25},
 }
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs ``blr`` in this process: exit code, standard output and error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["blr", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="session")

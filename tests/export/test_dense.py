@@ -9,21 +9,19 @@ import bare
 import pytest
 import torch
 import transformers
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from pico import inputs_for, save_pico
+from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 
 # Loads folders as a tool does that knows nothing of blr, and prints the class and the logits of each.
-WITHOUT_BLR = """
-import json, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "blr":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
+WITHOUT_BLR = (
+    bare.without("blr")
+    + """
+import json
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for folder in sys.argv[1:]:
@@ -32,6 +30,7 @@ for folder in sys.argv[1:]:
     with torch.no_grad():
         print(json.dumps([type(model).__name__, ids.tolist(), model(ids).logits.tolist()]))
 """
+)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

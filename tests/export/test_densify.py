@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke
+from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from exporting import Invoke, compress_to, export_to, tokens_without_blr
+from exporting import compress_to, export_to, tokens_without_blr
 from killer import Killer
 from pico import inputs_for, save_pico
+from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports, get_relative_imports

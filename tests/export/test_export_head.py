@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to, plain_layers, tokens_without_blr
+from exporting import compress_to, export_to, plain_layers, tokens_without_blr
 from pico import save_pico
+from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

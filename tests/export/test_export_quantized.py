@@ -8,9 +8,10 @@ from statistics import mean
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to, plain_layers
+from exporting import compress_to, export_to, plain_layers
 from heal_models import save_dense, write_text
 from pico import inputs_for, save_pico
+from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to, tokens_without_blr
+from exporting import compress_to, export_to, tokens_without_blr
+from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

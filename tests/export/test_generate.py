@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from exporting import Invoke, export_to
+from exporting import export_to
 from pico import inputs_for, save_pico
+from running import Invoke
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 

@@ -9,23 +9,21 @@ from typing import Any
 import bare
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from limited import Limited
 from pico import save_pico
 from processes import run_split
+from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModel, AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 
 # Loads folders where blr cannot be imported; prints the results of each, and what its linear layers are.
-WITHOUT_BLR = """
-import json, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "blr":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
+WITHOUT_BLR = (
+    bare.without("blr")
+    + """
+import json
 import torch
 from transformers import AutoModel
 for folder in sys.argv[1:]:
@@ -34,6 +32,7 @@ for folder in sys.argv[1:]:
     with torch.no_grad():
         print(json.dumps([linear, model(torch.arange(2, 26)[None])[0].tolist()]))
 """
+)
 K_SMALL = {"match": "*k_proj", "cf": 3.0}
 # name: model, settings of the compression, layers that are pairs, layers that are not
 CASES: dict[str, tuple[str, dict[str, Any], set[str], set[str]]] = {

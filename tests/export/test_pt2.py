@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke
 from pico import save_pico
+from running import Invoke
 
 import blr.compressor.modeling
 from blr.compressor.errors import CapabilityError

@@ -12,8 +12,9 @@ import bare
 import pytest
 import torch
 import transformers
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from pico import save_pico
+from running import Invoke
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import blr.compressor.modeling  # noqa: F401
@@ -23,16 +24,12 @@ IDS = torch.arange(2, 14).view(1, 12)
 KINDS = ["checkpoint", "export", "int8"]
 # Loads folders without blr, saves them again elsewhere, copies and pickles the models, and prints
 # their logits; then the same process imports blr, and both doors lead to it.
-WITHOUT_AND_WITH_BLR = """
+WITHOUT_AND_WITH_BLR = (
+    bare.without("blr")
+    + """
 import copy, json, pickle, sys, warnings
 from pathlib import Path
 warnings.simplefilter("error", UserWarning)
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "blr":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-refuse = Refuse()
-sys.meta_path.insert(0, refuse)
 import torch
 from transformers import AutoModelForCausalLM
 again, *folders = map(Path, sys.argv[1:])
@@ -55,6 +52,7 @@ for folder in folders:
             assert torch.allclose(model(ids).logits, torch.tensor(found[folder.name]))
 print(json.dumps(found))
 """
+)
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -28,29 +28,17 @@ from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import SPECS
 from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 
-# An import hook that refuses packages; the first argument names them.
-REFUSING = """
-import importlib, json, sys
-class Refuse:
-    packages = sys.argv[1].split(",")
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.packages:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
-"""
 # Loads checkpoints one after the other without blr; prints the logits and a generation of each, and
 # which of the copied modules ran for it. A trace of each holds plain torch alone.
-WITHOUT_BLR = (
-    REFUSING
-    + """
-import torch
+WITHOUT_BLR = """
+import json, sys, torch
 from interpreting import replace_once
 from transformers import AutoModelForCausalLM
 replace_once()
 class Logits(torch.nn.Module):
     def forward(self, ids):
         return self.model(ids, use_cache=False).logits
-folders, ids, function = sys.argv[3:], torch.tensor(json.loads(sys.argv[2])), Logits()
+folders, ids, function = sys.argv[2:], torch.tensor(json.loads(sys.argv[1])), Logits()
 found = {}
 for folder in folders:
     before = set(sys.modules)
@@ -67,25 +55,22 @@ for folder in folders:
 assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
 print(json.dumps(found))
 """
-)
 # Imports every module of a folder of copied files.
-IMPORT_ALL = (
-    REFUSING
-    + """
-sys.path.insert(0, sys.argv[2])
-for name in sys.argv[3:]:
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
     importlib.import_module("flat." + name)
 """
-)
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
 EVERYTHING = Contents(frozenset(SPECS), "h200", quantized=True, generates=True)
 each_kind = pytest.mark.parametrize("contents", [None, EVERYTHING], ids=["checkpoint", "export"])
 METHODS = ["svd", "monarch", "blast", "ks"]
 # Environment id -> packages that are not there, settings, whether kernels run.
-ENVIRONMENTS: dict[str, tuple[str, dict[str, str], bool]] = {
-    "no-triton": ("blr,triton", {}, False),
-    "interpreted": ("blr", {"BLR_KERNELS": "triton", "TRITON_INTERPRET": "1"}, True),
+ENVIRONMENTS: dict[str, tuple[list[str], dict[str, str], bool]] = {
+    "no-triton": (["blr", "triton"], {}, False),
+    "interpreted": (["blr"], {"BLR_KERNELS": "triton", "TRITON_INTERPRET": "1"}, True),
 }
 
 
@@ -132,7 +117,8 @@ def loaded(
         pytest.importorskip("triton")
     ids = json.dumps(IDS.tolist())
     home = str(tmp_path_factory.mktemp("home"))
-    done = run_python(WITHOUT_BLR, missing, ids, *map(str, outputs.values()), HF_HOME=home, **settings)
+    code = bare.without(*missing) + WITHOUT_BLR
+    done = run_python(code, ids, *map(str, outputs.values()), HF_HOME=home, **settings)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), kernels
 
@@ -177,7 +163,7 @@ def test_every_file_can_be_imported_from_its_folder(contents: Contents | None, t
     for name, data in vendored_files(contents).items():
         (tmp_path / "flat" / name).write_bytes(data)
     modules = [name.removesuffix(".py") for name in vendored_files(contents)]
-    done = bare.run(IMPORT_ALL, "blr", tmp_path, *modules)
+    done = bare.run(bare.without("blr") + IMPORT_ALL, tmp_path, *modules)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bare
 import diffusers
 import pytest
 import torch
@@ -35,13 +36,9 @@ LOSSY: dict[str, dict[str, Any]] = {
     "dense": {"quantize": "int8"},
 }
 # Loads a folder where blr cannot be imported, saves what the model makes of an input
-WITHOUT_BLR = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name == "blr" or name.startswith("blr."):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
+WITHOUT_BLR = (
+    bare.without("blr")
+    + """
 import torch
 from diffusers import AutoModel
 folder, inputs, result = sys.argv[1:]
@@ -49,6 +46,7 @@ model = AutoModel.from_pretrained(folder, trust_remote_code=True)
 with torch.no_grad():
     torch.save(model(**torch.load(inputs)).sample, result)
 """
+)
 
 
 @pytest.fixture(autouse=True)

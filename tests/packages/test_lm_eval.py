@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from running import Invoke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import blr.compressor.modeling  # noqa: F401

@@ -9,8 +9,9 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
-from exporting import Invoke, compress_to
+from exporting import compress_to
 from pico import VOCAB, save_pico
+from running import Invoke
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 

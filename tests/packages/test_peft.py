@@ -10,10 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from exporting import Invoke, compress_to, export_to
+from exporting import compress_to, export_to
 from patience import PATIENCE
 from peft import LoraConfig, PeftModel, get_peft_model
 from pico import VOCAB, save_pico
+from running import Invoke
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

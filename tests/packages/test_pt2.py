@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import Invoke, compress_to
+from exporting import compress_to
 from flipping import every_flip_is_found
 from pico import MODELS, inputs_for, save_pico
+from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 

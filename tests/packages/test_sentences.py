@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bare
 import pytest
 import torch
-from exporting import Invoke, compress_to
+from exporting import compress_to
 from patience import PATIENCE
 from pico import VOCAB, save_pico
+from running import Invoke
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -27,13 +29,15 @@ SENTENCES = [
     " ".join(WORDS[(7 * n + k * (n % 5 + 1)) % len(WORDS)] for k in range(4 + n)) for n in range(12)
 ]
 # Embeds without blr, with the code in the folder.
-WITHOUT_BLR = """
-import json, sys
-sys.modules["blr"] = None
+WITHOUT_BLR = (
+    bare.without("blr")
+    + """
+import json
 from sentence_transformers import SentenceTransformer
 model = SentenceTransformer(sys.argv[1], trust_remote_code=True, device="cpu")
 print(json.dumps(model.encode(json.loads(sys.argv[2])).tolist()))
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from exporting import Invoke, compress_to
+from exporting import compress_to
 from model_signing import signing
 from pico import save_pico
+from running import Invoke
 
 
 @pytest.fixture(scope="module")

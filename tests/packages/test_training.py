@@ -9,8 +9,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from exporting import Invoke, compress_to
+from exporting import compress_to
 from pico import VOCAB, save_pico
+from running import Invoke
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import blr.compressor.modeling  # noqa: F401

@@ -20,6 +20,21 @@ from typing import Any
 from warm import Warm, in_fork, serve
 
 MAIN = "from blr.compressor.cli import main; main()"
+REFUSING = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+refuse = Refuse()
+sys.meta_path.insert(0, refuse)
+"""
+
+
+def without(*packages: str) -> str:
+    """Python that ends in a newline: from there on `packages` cannot be imported, as where they are not
+    installed, until ``sys.meta_path.remove(refuse)``."""
+    return REFUSING.format(packages=packages)
 
 
 def run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import bare
@@ -18,13 +17,10 @@ from blr.compressor.recipe.schema import make_recipe
 
 # Loads exports where blr cannot be imported and prints the tokens that each generates;
 # arguments: the prompt's tokens as JSON, then folders.
-WITHOUT_BLR = """
-import json, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name == "blr" or name.startswith("blr."):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
+WITHOUT_BLR = (
+    bare.without("blr")
+    + """
+import json
 import torch
 from transformers import AutoModelForCausalLM
 found, ids = {}, torch.tensor([json.loads(sys.argv[1])])
@@ -35,7 +31,7 @@ for folder in sys.argv[2:]:
 assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
 print(json.dumps(found))
 """
-Invoke = Callable[..., tuple[int, str, str]]  # exit code, standard output and error of a command
+)
 
 
 def compress_to(source: Path, output: Path, **settings: object) -> Path:

@@ -1,4 +1,5 @@
-"""A run of the least size: what compress and export do to the disk, without a model or torch."""
+"""A run of the least size: what compress and export do to the disk, without a model or torch; and what
+lies in folders."""
 
 from __future__ import annotations
 
@@ -83,6 +84,19 @@ def _vanish(lock: Lock) -> None:
     """Let go of a lock as the end of a process does."""
     os.close(lock._descriptor)
     HELD_LOCKS.discard(lock.path)
+
+
+def files(output: Path) -> dict[str, str]:
+    """SHA-256 by name of a whole output. Fails on a part of one."""
+    manifest = read_manifest(output)
+    assert verify_files(output, manifest) == []
+    return {name: listed["sha256"] for name, listed in manifest["files"].items()}
+
+
+def listing(root: Path) -> list[tuple[str, int, int]]:
+    """Every path below `root` with size and time of change, links not followed: `snapshot` without a
+    look inside."""
+    return [(str(p), p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted(root.rglob("*"))]
 
 
 def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""The type of the fixture that runs the `blr` command."""
+"""The types of the fixtures that run the `blr` command."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import subprocess
 from collections.abc import Callable
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Invoke = Callable[..., tuple[int, str, str]]  # exit code, standard output and error of a command

@@ -1,7 +1,7 @@
 """Table of hostile checkpoints: HOSTILE maps an id to what writes it and what the error must say.
 
 `build(folder)` turns `folder`, an empty one, into a checkpoint that must be refused. Code that
-runs would create `folder.parent / "canary"`. Tests load this file by path (see test_hostile.py).
+runs would create `folder.parent / "canary"`.
 """
 
 from __future__ import annotations
