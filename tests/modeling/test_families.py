@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import bare
 import pytest
 import torch
 import transformers
-from fresh import fresh
 from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors.torch import load_file
 
@@ -85,11 +86,13 @@ def test_every_family_is_registered_when_it_is_asked_for(tmp_path: Path) -> None
     """`import blr.compressor.modeling` alone, in a process that asked for no other."""
     folders = [str(compress_pico(name, tmp_path / name)[1]) for name in ("electra", "t5", "opt")]
     code = """
+import json, sys
 import blr.compressor.modeling
 from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 assert "blr_nothing" not in CONFIG_MAPPING and "blr_t5" in CONFIG_MAPPING
-print(json.dumps([type(AutoModel.from_pretrained(folder)).__name__ for folder in job["folders"]]))
+print(json.dumps([type(AutoModel.from_pretrained(folder)).__name__ for folder in sys.argv[1:]]))
 """
-    found, _ = fresh(code, {"folders": folders}, hidden=())
-    assert found == ["BlrElectraModel", "BlrT5Model", "BlrOPTModel"]
+    done = bare.run(code, *folders)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["BlrElectraModel", "BlrT5Model", "BlrOPTModel"]

@@ -7,14 +7,16 @@ its factors say it computes.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import bare
 import pytest
 import torch
 import transformers
 from exporting import compress_to, export_to
-from fresh import fresh, shared
+from fresh import shared
 from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors import safe_open
 
@@ -52,10 +54,12 @@ AUTO = {
 }
 CLOSE = 1e-4  # relative: float32 through a pico model, products in another order
 # A process where blr cannot be imported loads every folder and prints its results.
-REMOTE = """
-import torch, transformers
+REMOTE = (
+    bare.without("blr")
+    + """
+import json, torch, transformers
 found = {}
-for name, (auto, folder, inputs) in json.load(open(job["cases"])).items():
+for name, (auto, folder, inputs) in json.load(open(sys.argv[1])).items():
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
     with torch.inference_mode():
         given = {key: torch.tensor(value) for key, value in inputs.items()}
@@ -63,6 +67,7 @@ for name, (auto, folder, inputs) in json.load(open(job["cases"])).items():
 assert not any(name == "blr" or name.startswith("blr.") for name, m in sys.modules.items() if m)
 print(json.dumps(found))
 """
+)
 
 
 def case(number: int, name: str, method: str) -> Any:
@@ -140,7 +145,10 @@ def remote(work: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         cases = {f"{name}-{method}": remote_case(work, name, method) for name, method in names}
         asked = path.with_suffix(".asked")
         asked.write_text(json.dumps(cases))
-        path.write_text(json.dumps(fresh(REMOTE, {"cases": str(asked)})[0]))
+        environment = {**os.environ, "HF_HOME": str(path.with_suffix(".home"))}
+        done = bare.run(REMOTE, asked, env=environment)
+        assert done.returncode == 0, done.stderr
+        path.write_text(done.stdout.splitlines()[-1])
 
     return json.loads(shared(work / "remote.json", make).read_text())
 
