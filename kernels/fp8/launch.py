@@ -13,7 +13,7 @@ from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
 from blr.kernels.common.tables import Shape, product_choice
 from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
-from blr.kernels.gemm.launch import run_length
+from blr.kernels.gemm.launch import below, flat, run_length
 
 UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full
@@ -192,22 +192,13 @@ def tma_ready(a: Tensor, b: Tensor) -> bool:
     each below or beside one another, one of them ending with its K columns."""
     if not supports_pdl(a.device):  # a device that starts kernels early has the engine
         return False
-    return engine_reads(a) and engine_reads(b) and (_below(a) or _below(b) or a.shape[2] % 128 == 0)
+    return engine_reads(a) and engine_reads(b) and (below(a) or below(b) or a.shape[2] % 128 == 0)
 
 
 def engine_reads(t: Tensor) -> bool:
     """Whether `flat` and the engine's alignment hold for float8 [B, rows, K]."""
     aligned = t.data_ptr() % 16 == 0 and t.stride(1) % 16 == 0 and t.stride(2) == 1
-    return aligned and (_below(t) or (0 < t.stride(0) < t.stride(1) and t.stride(0) % 16 == 0))
-
-
-def flat(t: Tensor) -> tuple[Tensor, int, int]:
-    """[B, m, k] as one matrix, and the rows and columns from one batch to the next."""
-    batch, m, k = t.shape
-    if _below(t):
-        return torch.as_strided(t, (batch * m, k), (t.stride(1), 1), t.storage_offset()), m, 0
-    width = t.stride(0) * (batch - 1) + k
-    return torch.as_strided(t, (m, width), (t.stride(1), 1), t.storage_offset()), 0, t.stride(0)
+    return aligned and (below(t) or (0 < t.stride(0) < t.stride(1) and t.stride(0) % 16 == 0))
 
 
 def chosen_tile(M: int, N: int, K: int, batch: int, device: torch.device) -> Tile:
@@ -264,10 +255,6 @@ def _bound(kernel: Any, grid: Any, constants: Any, like: Tensor, **options: Any)
     return Bound(kernel, grid, {**constants, "PDL": overlaps}, **options)
 
 
-def _below(t: Tensor) -> bool:
-    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
-
-
 def _stores(out: Tensor, tile: Tile) -> bool:
     """Whether the engine can write `out` [B, M, N]: its rows aligned, no tile reaching into the next
     batch."""
@@ -277,7 +264,7 @@ def _stores(out: Tensor, tile: Tile) -> bool:
         return False
     if batch == 1:
         return True
-    if _below(out):
+    if below(out):
         return M % tile.BM == 0
     return 0 < out.stride(0) < out.stride(1) and out.stride(0) * size % 16 == 0 and N % tile.BN == 0
 

@@ -70,8 +70,8 @@ def _bmm_tma(
     n = b.shape[2]
     config = {**tile_shape(m, n, k, a.dtype), **config}
     grid = (-(-m // config["BM"]) * -(-n // config["BN"]), batch)
-    left, a_rows, a_cols = _flat(a)
-    right, b_rows, b_cols = _flat(b.transpose(1, 2))
+    left, a_rows, a_cols = flat(a)
+    right, b_rows, b_cols = flat(b.transpose(1, 2))
     column = (0, n) if part is None else (out.stride(2), part)
     arguments = (
         TensorDescriptor.from_tensor(left, [config["BM"], config["BK"]]),
@@ -93,11 +93,12 @@ def tma_ready(a: Tensor, b: Tensor) -> bool:
         return False
     pair = (a, b.transpose(1, 2))
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(1) % 8 == 0 for t in pair)
-    ends = any(_below(t) for t in pair) or a.shape[2] % 128 == 0
-    return aligned and all(t.stride(2) == 1 and (_below(t) or _beside(t)) for t in pair) and ends
+    ends = any(below(t) for t in pair) or a.shape[2] % 128 == 0
+    return aligned and all(t.stride(2) == 1 and (below(t) or _beside(t)) for t in pair) and ends
 
 
-def _below(t: Tensor) -> bool:
+def below(t: Tensor) -> bool:
+    """Whether the batches of [B, m, k] lie below one another, as rows of one matrix."""
     return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
@@ -105,10 +106,10 @@ def _beside(t: Tensor) -> bool:
     return 0 < t.stride(0) < t.stride(1) and t.stride(0) % 8 == 0
 
 
-def _flat(t: Tensor) -> tuple[Tensor, int, int]:
+def flat(t: Tensor) -> tuple[Tensor, int, int]:
     """[B, m, k] as one matrix, and the rows and columns from one batch to the next."""
     batch, m, k = t.shape
-    if _below(t):
+    if below(t):
         return torch.as_strided(t, (batch * m, k), (t.stride(1), 1), t.storage_offset()), m, 0
     width = t.stride(0) * (batch - 1) + k
     return torch.as_strided(t, (m, width), (t.stride(1), 1), t.storage_offset()), 0, t.stride(0)

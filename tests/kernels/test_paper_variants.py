@@ -6,7 +6,6 @@ Numbers come from Triton's interpreter: float32 and float16 (its bfloat16 dots a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +19,11 @@ from blr.kernels.paper.parts import product
 from blr.kernels.paper.staged import staged
 from blr.kernels.paper.transposed import transposed
 
+pytestmark = pytest.mark.usefixtures("poison")
 DTYPES = [torch.float32, torch.float16]
 TOKENS = [0, 1, 3, 17, 129]
 # blocks, p, q, r: one block, few (padded to a power of two), tensor cores with and without padding
 SHAPES = [(1, 7, 5, 9), (3, 5, 7, 11), (6, 3, 9, 5), (9, 5, 3, 7), (16, 5, 3, 17)]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory from torch.empty is NaN: reading what was never written, or not writing, shows."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        tensor = empty(*size, **options)
-        return (
-            tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
-        )
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def factors(blocks: int, p: int, q: int, r: int, n: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,7 +22,10 @@ from blr.kernels.gemm import launch as gemm
 from blr.kernels.lowrank import variants as lowrank
 from blr.kernels.monarch import variants as monarch
 
-pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+pytestmark = [
+    pytest.mark.skipif(not has_triton(), reason="needs triton"),
+    pytest.mark.usefixtures("poison"),
+]
 DTYPES = [torch.float32, torch.float16]
 TOKENS = [0, 1, 3, 8, 17, 129]
 # blocks, p, q, r of a block and tokens: odd ones, powers of two, more than sixteen
@@ -36,18 +39,6 @@ CASES = [
 ]
 FEW = 16  # tokens that decoding kernels take
 SOME = range(1, 65)  # that narrow products take
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory from torch.empty is NaN: reading what was never written, or not writing, shows."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        tensor = empty(*size, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -160,8 +151,8 @@ def test_descriptors_take_only_what_they_can_read() -> None:
     """Batches below or beside one another, of half precision, on a GPU that has the copy engine."""
     a, b = torch.empty(2, 64, 32), torch.empty(2, 32, 64)
     assert not gemm.tma_ready(a, b), "not on a CPU"
-    assert gemm._flat(torch.empty(4, 6, 8))[1:] == (6, 0)
-    assert gemm._flat(torch.empty(6, 4, 8).transpose(0, 1))[1:] == (0, 8)
+    assert gemm.flat(torch.empty(4, 6, 8))[1:] == (6, 0)
+    assert gemm.flat(torch.empty(6, 4, 8).transpose(0, 1))[1:] == (0, 8)
 
 
 HALF = "*bf16"
