@@ -116,9 +116,18 @@ for row in rows:
 ' "$out"
 }
 
+count=$(combinations | wc -l)
 if [ -n "${BLR_COUNT:-}" ]; then
-  combinations | wc -l
+  echo "$count"
   exit 0
+fi
+if [ "$count" = 0 ]; then
+  echo "batch_compress.sh: no combination; name a model, a method and a factor at least" >&2
+  exit 2
+fi
+if ! [[ ${BLR_ONLY:-0} =~ ^[0-9]+$ && 10#${BLR_ONLY:-0} -lt $count ]]; then
+  echo "batch_compress.sh: BLR_ONLY=$BLR_ONLY, expected a number from 0 to $((count - 1))" >&2
+  exit 2
 fi
 if [ -n "${BLR_TABLE:-}" ]; then
   table
@@ -136,7 +145,7 @@ fi
 mkdir -p "$out/runs" || exit 5
 failed=0 number=0
 while IFS=$tab read -r model method factor name <&3; do
-  if [ -z "${BLR_ONLY:-}" ] || [ "$BLR_ONLY" = "$number" ]; then
+  if [ -z "${BLR_ONLY:-}" ] || [ "$BLR_ONLY" -eq "$number" ]; then
     echo "batch_compress.sh: $name" >&2
     code=0
     one "$model" "$method" "$factor" "$name" "$@" || code=$?

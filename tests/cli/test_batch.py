@@ -107,6 +107,27 @@ def test_names_with_spaces_and_names_that_are_the_same(quick: Path, tmp_path: Pa
     assert done.returncode == 2 and "two combinations are called x-svd-cf2" in done.stderr
 
 
+@pytest.mark.parametrize("number", ["2", "-1", "x"])
+def test_a_number_that_no_combination_has_is_refused(number: str, quick: Path, tmp_path: Path) -> None:
+    """As of an array that is longer than the list: a task that did nothing would look done."""
+    done = batch(tmp_path, "out", "who/x", "svd blast", "2", blr=quick, BLR_ONLY=number)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"BLR_ONLY={number}, expected a number from 0 to 1" in done.stderr
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_list_of_nothing_is_refused(quick: Path, tmp_path: Path) -> None:
+    done = batch(tmp_path, "out", "who/x", "", "2", blr=quick)
+    assert done.returncode == 2 and "no combination" in done.stderr
+
+
+def test_one_of_an_array_is_made_alone(quick: Path, tmp_path: Path) -> None:
+    done = batch(tmp_path, "out", "who/x", "svd blast", "2", blr=quick, BLR_ONLY="1")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert asked.startswith("compress|who/x|--method|blast|")
+
+
 def test_an_evaluation_that_failed_is_tried_again(quick: Path, tmp_path: Path) -> None:
     asked = (tmp_path, "out", "who/x", "svd", "2")
     done = batch(*asked, blr=quick, BLR_EVAL="text")
