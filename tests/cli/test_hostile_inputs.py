@@ -190,14 +190,12 @@ def test_code_runs_only_when_trusted(limited: Limited, tmp_path: Path) -> None:
     source.mkdir()
     hostile.auto_map(source, model_type="evil")
     (source / "tokenizer.json").write_text("{}")
-    blr = [str(Path(sys.executable).with_name("blr")), "generate", "checkpoint", "text"]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(blr, cwd=tmp_path, text=True, **streams)
-    assert run.wait(PATIENCE) == 4
-    out, err = run.communicate()
-    assert out == "" and err.startswith("blr: error: ") and err.count("\n") == 1
+    command = ("generate", "checkpoint", "text")
+    ended = limited.run(*command, cwd=tmp_path)
+    assert (ended.code, ended.out) == (4, ""), ended.err
+    assert ended.err.startswith("blr: error: ") and ended.err.count("\n") == 1
     assert not (tmp_path / "canary").exists()
-    limited.run(*blr[1:], "--trust-remote-code", cwd=tmp_path)
+    limited.run(*command, "--trust-remote-code", cwd=tmp_path)
     assert (tmp_path / "canary").exists()
 
 
