@@ -32,18 +32,18 @@ def measure(config: dict[str, Any], blr: list[str], out: Path) -> dict[str, Any]
     """One row: what compressing and evaluating gave."""
     folder = out / config["name"]
     row: dict[str, Any] = {"name": config["name"]}
-    target = config["model"]
+    target, made = config["model"], False
     if config.get("compress") is not None:
         options = [*config["compress"], "-o", str(folder), "--overwrite", "-q", "--format", "json"]
         done = run([*blr, "compress", config["model"], *options])
         row |= {key: done[key] for key in ("cf", "seconds", "error") if key in done}
-        target = str(folder)
+        target, made = str(folder), "error" not in done
     for options in config["eval"]:
         if "error" not in row:
             found = run([*blr, "eval", target, *options, "-q", "--format", "json"])
             row.setdefault("eval", []).append(found.get("perplexity", found.get("spearman", found)))
-    if not config.get("keep"):
-        shutil.rmtree(folder, ignore_errors=True)
+    if made and not config.get("keep"):  # what blr refused to replace is somebody's
+        shutil.rmtree(folder)
     return row
 
 

@@ -1,10 +1,12 @@
-"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved."""
+"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved. And
+what they remove is theirs."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,8 @@ FOLDER = Path(__file__).parents[2] / "scripts" / "bench"
 SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text("utf-8")]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def load(script: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script as a module."""
     monkeypatch.syspath_prepend(FOLDER)
     for neighbour in FOLDER.glob("*.py"):
         monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
@@ -22,4 +24,24 @@ def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.Monkey
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, script.stem, module)  # dataclasses look there
     spec.loader.exec_module(module)
-    assert callable(module.main)
+    return module
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(load(script, monkeypatch).main)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_only_what_was_made_is_removed(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a configuration whose folder is there already `blr` says no, and the script touches nothing."""
+    quality = load(FOLDER / "quality.py", monkeypatch)
+    (tmp_path / "mine").mkdir()
+    answer = "sys.exit('in the way')" if refused else 'print(\'{"cf": 2.0, "seconds": 0.1}\')'
+    config = {"name": "mine", "model": "who/x", "compress": [], "eval": []}
+    row = quality.measure(config, [sys.executable, "-c", f"import sys; {answer}"], tmp_path)
+    assert ("error" in row) == refused == (tmp_path / "mine").exists()
+    quality.measure({**config, "compress": None}, [], tmp_path)
+    assert (tmp_path / "mine").exists() == refused
