@@ -18,7 +18,7 @@ from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageEr
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.device import pick_device
 from blr.compressor.modeling.requests import unusual_settings
-from blr.compressor.quoting import is_text, quote
+from blr.compressor.quoting import first_line, is_text, quote
 from blr.compressor.runtime.sampling import check_logits
 from blr.compressor.tables import aligned
 
@@ -98,7 +98,7 @@ def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tens
         odd = sorted(unusual_settings(model.generation_config))
         if isinstance(error, BlrError | MemoryError | torch.OutOfMemoryError) or not odd:
             raise
-        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        reason = quote(first_line(error), 160)[1:-1]
         raise InputError(
             f"generation_config.json: found {', '.join(odd)}, with which this model does not generate "
             f"({reason}); expected settings of plain decoding; remove them"

@@ -11,7 +11,7 @@ from typing import Any
 
 from blr.compressor.errors import CapabilityError, HubError, InputError
 from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import named_line, quote
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
         found: Any = lm_eval.simple_evaluate(subject, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of the hub and of datasets too
         remedy = "check the network, or run once with it: data sets are cached"
-        raise HubError(f"{', '.join(names)}: no data ({_first_line(error)}); {remedy}") from error
+        raise HubError(f"{', '.join(names)}: no data ({named_line(error)}); {remedy}") from error
     except Exception as error:  # a task is a program
         raise_exhausted(error)
         remedy = "check the task's file and data"
-        raise InputError(f"{', '.join(names)}: {_first_line(error)}; {remedy}") from error
+        raise InputError(f"{', '.join(names)}: {named_line(error)}; {remedy}") from error
     return _scores(found, lm_eval.__version__)
 
 
@@ -108,7 +108,3 @@ def _scores(found: dict[str, Any], version: str) -> Scores:
 def _be_quiet() -> None:
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:240]

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.regular import inside, parse_json, read_text, rea
 from blr.compressor.errors import HubError, InputError, UsageError
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.front import read_front, write_front
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import named_line, quote
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
@@ -98,9 +98,8 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
             push.repository, operations, commit_message=message, revision=revision
         )
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
         remedy = "check the name, the network and that `hf auth login` gave a token that may write"
-        raise HubError(f"{push.repository}: {type(error).__name__}: {reason}; {remedy}") from error
+        raise HubError(f"{push.repository}: {named_line(error)}; {remedy}") from error
     return str(done.commit_url)
 
 

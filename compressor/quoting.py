@@ -21,3 +21,13 @@ def printable(text: str) -> str:
 def is_text(text: str) -> bool:
     """Whether `text` can be written as UTF-8: no half of a surrogate pair in it."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def first_line(error: BaseException, limit: int | None = None) -> str:
+    """The first line of what an error says, its class where it says nothing; cut behind `limit`."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:limit]
+
+
+def named_line(error: BaseException) -> str:
+    """The same behind the error's class, for what nobody foresaw."""
+    return f"{type(error).__name__}: {first_line(error, 200)}"

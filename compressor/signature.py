@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.errors import CapabilityError, InputError, UsageError, VerifyError
+from blr.compressor.quoting import first_line
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def verify_signature(folder: Path, signature: Path, signer: Signer) -> None:
     try:
         _config(signer).verify(folder, signature)
     except Exception as error:  # its own, those of cryptography and of sigstore
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:240]
+        reason = first_line(error, 200)
         remedy = "take the folder and the signature from the same place again"
         raise VerifyError(f"{folder}: not as {signature} says ({reason}); {remedy}") from error
 

@@ -10,8 +10,7 @@ logits are right: compiled ones are compared with eager ones, float8 with the sa
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,10 +19,9 @@ from torch import Tensor
 
 from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
 from blr.compressor.bench.prefilled import FP8, GRAPH, Encoders, Prefilled, find_any, known_encoders
-from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, PrefillRow, Report
-from blr.compressor.bench.stopping import Stopped
+from blr.compressor.bench.results import OK, WRONG, PrefillRow, Report
 from blr.compressor.bench.timing import spread
-from blr.compressor.bench.whole import WholeModels
+from blr.compressor.bench.whole import WholeModels, recorded
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.progress import Progress
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
@@ -119,18 +117,17 @@ class PrefillBench(WholeModels):
             for way in self.ways
         }
         for (arm, way), row in rows.items():
-            with _noted(row):
+            with recorded(row):
                 self._ready(models, arm, way, row, tokens)
         samples: dict[tuple[str, str], list[float]] = {key: [] for key in rows}
         for _ in range(self.options.rounds):
             for (arm, way), row in rows.items():
                 if row.status == OK:
-                    with _noted(row):
+                    with recorded(row):
                         samples[arm, way].append(self._time(models, arm, way, tokens))
         for key, row in rows.items():
             if row.status == OK:
-                found = spread(samples[key])
-                row.ms, row.low, row.high, row.rounds = found.ms, found.low, found.high, found.rounds
+                row.fill(spread(samples[key]))
         _compare(list(rows.values()))
         return list(rows.values())
 
@@ -146,7 +143,7 @@ class PrefillBench(WholeModels):
         found: Tensor = models.output(model, x, way)
         if expected is not None:
             row.rel_error = float((found - expected).norm() / expected.norm())
-        if not torch.isfinite(found).all() or (row.rel_error or 0.0) > LIMITS[kind]:
+        if not torch.isfinite(found).all() or not (row.rel_error or 0.0) <= LIMITS[kind]:
             row.fail(WRONG, "logits differ, or are not finite")
 
     def _time(self, models: Prefilled, arm: str, way: str, tokens: int) -> float:
@@ -178,22 +175,6 @@ def _compare(rows: Sequence[PrefillRow]) -> None:
             found = next((r.ms for r in rows if (r.arm, r.way) == (base, row.way)), None)
             if found is not None and row.ms is not None:
                 setattr(row, name, found / row.ms)
-
-
-@contextmanager
-def _noted(row: PrefillRow) -> Iterator[None]:
-    """What an arm raises becomes the status of its row."""
-    try:
-        yield
-    except (UsageError, Stopped):
-        raise
-    except (torch.OutOfMemoryError, MemoryError):
-        row.fail(OOM, "out of memory")
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        row.fail(FAILED, f"{type(error).__name__}: {lines[0]}"[:200])
 
 
 def _settle(device: torch.device) -> None:

@@ -10,20 +10,52 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.disk import fsync_folder, write_probe, write_stream
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
+from blr.compressor.machine.exhaustion import exhausted
+from blr.compressor.quoting import named_line
+
+if TYPE_CHECKING:
+    from blr.compressor.bench.timing import Spread
 
 OK, WRONG, OOM, SKIPPED, FAILED = "ok", "wrong", "oom", "skipped", "failed"
 JSON_NAME, CSV_NAME = "results.json", "results.csv"
 PLOTS = ("roofline.png", "speedup.png", "wins.png", "decode.png", "memory.png")
 
 
+class Timed:
+    """What all rows have: the median of some samples and its quartiles, or why there is none."""
+
+    status: str
+    note: str | None
+    ms: float | None
+    low: float | None
+    high: float | None
+    rounds: int
+
+    def fill(self, found: Spread) -> None:
+        """Take what was timed."""
+        self.ms, self.low, self.high, self.rounds = found.ms, found.low, found.high, found.rounds
+
+    def fail(self, status: str, note: str) -> None:
+        """Take back the time, if any, and say why."""
+        self.status, self.note = status, note
+        self.ms = self.low = self.high = None
+
+    def record(self, error: Exception) -> None:
+        """Take back the time for what an arm has raised."""
+        if exhausted(error) is not None:
+            self.fail(OOM, "out of memory")
+        else:
+            self.fail(FAILED, named_line(error))
+
+
 @dataclass
-class Row:
+class Row(Timed):
     """One arm at one shape.
 
     Attributes:
@@ -63,14 +95,9 @@ class Row:
     joules: float | None = None
     h: float | None = None
 
-    def fail(self, status: str, note: str) -> None:
-        """Take back the time, if any, and say why."""
-        self.status, self.note = status, note
-        self.ms = self.low = self.high = None
-
 
 @dataclass
-class DecodeRow:
+class DecodeRow(Timed):
     """One arm of `blr bench decode` at one model, context and batch.
 
     Attributes:
@@ -104,13 +131,13 @@ class DecodeRow:
     equal_tokens: int | None = None
 
     def fail(self, status: str, note: str) -> None:
-        """Take back the time, if any, and say why."""
-        self.status, self.note = status, note
-        self.ms = self.low = self.high = self.tokens_per_second = None
+        """And the tokens a second."""
+        super().fail(status, note)
+        self.tokens_per_second = None
 
 
 @dataclass
-class MemoryRow:
+class MemoryRow(Timed):
     """One arm of `blr bench memory` at one model, batch and length.
 
     Attributes:
@@ -146,14 +173,9 @@ class MemoryRow:
     time_of_dense: float | None = None
     rel_error: float | None = None
 
-    def fail(self, status: str, note: str) -> None:
-        """Take back the time, if any, and say why."""
-        self.status, self.note = status, note
-        self.ms = self.low = self.high = None
-
 
 @dataclass
-class PrefillRow:
+class PrefillRow(Timed):
     """One arm of `blr bench prefill` at one model and number of tokens.
 
     Attributes:
@@ -177,11 +199,6 @@ class PrefillRow:
     of_dense: float | None = None
     of_dense_fp8: float | None = None
     rel_error: float | None = None
-
-    def fail(self, status: str, note: str) -> None:
-        """Take back the time, if any, and say why."""
-        self.status, self.note = status, note
-        self.ms = self.low = self.high = None
 
 
 @dataclass

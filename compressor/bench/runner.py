@@ -16,7 +16,7 @@ from blr.compressor.bench.ceilings import Ceilings
 from blr.compressor.bench.energy import EnergyMeter
 from blr.compressor.bench.gate import Expected, WrongResult, check, poisoned
 from blr.compressor.bench.precision import Precision, computing_in
-from blr.compressor.bench.results import FAILED, OOM, SKIPPED, WRONG, Report, Row
+from blr.compressor.bench.results import SKIPPED, WRONG, Report, Row
 from blr.compressor.bench.timing import (
     Call,
     CpuSampler,
@@ -28,10 +28,10 @@ from blr.compressor.bench.timing import (
 )
 from blr.compressor.planning.roofline import Kernel
 from blr.compressor.progress import Progress
+from blr.compressor.quoting import named_line
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Runner:
             except (WrongResult, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                arm.row.note = f"no CUDA graph: {_line(error)}"
+                arm.row.note = f"no CUDA graph: {named_line(error)}"
                 torch.cuda.synchronize()
         return CudaSampler(call, rotation, self.flush)
 
@@ -182,12 +182,12 @@ class Runner:
 
     def _fill(self, arm: Arm, sampler: Sampler, samples: list[float], precision: Precision) -> None:
         row, found = arm.row, spread(samples)
-        row.ms, row.low, row.high, row.rounds = found.ms, found.low, found.high, found.rounds
+        row.fill(found)
         if self.ceilings is not None:
             row.floor_ms = self.ceilings.floor_ms(arm.kernels, precision)
-            row.fraction = row.floor_ms / row.ms
+            row.fraction = row.floor_ms / found.ms
         if self.meter is not None:
-            row.joules = self.meter.joules(sampler.step, sampler.calls, row.ms)
+            row.joules = self.meter.joules(sampler.step, sampler.calls, found.ms)
 
 
 def _speedups(rows: list[Row]) -> None:
@@ -202,19 +202,8 @@ def _fail(row: Row, error: Exception) -> None:
     if isinstance(error, WrongResult):
         row.rel_error = error.error if isfinite(error.error) else None
         row.fail(WRONG, str(error))
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _says_no_memory(error):
-        row.fail(OOM, "out of memory")
     else:
-        row.fail(FAILED, _line(error))
-
-
-def _says_no_memory(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+        row.record(error)
 
 
 @contextmanager

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from blr.compressor.bench.results import Report
+from blr.compressor.bench.results import Report, Timed
 from blr.compressor.bench.stopping import Stopped, stoppable
-from blr.compressor.errors import CapabilityError
+from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.device import float_dtype, pick_device
 from blr.compressor.progress import Progress
 
@@ -75,3 +76,16 @@ class WholeModels(ABC):
             raise CapabilityError(
                 f"{large[0]} on the CPU would take hours: expected a CUDA GPU; {instead} here"
             )
+
+
+@contextmanager
+def recorded(row: Timed) -> Iterator[None]:
+    """What an arm raises becomes the status of its row; what was asked for wrongly ends the run."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        row.record(error)
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.errors import HubError
+from blr.compressor.quoting import first_line
 
 AHEAD = 8 * 2**20  # bytes: small tensors that lie together are one request
 TRIES = 5  # in a row that bring nothing
@@ -78,7 +79,7 @@ class RemoteShard:
                     found[done : done + len(piece)] = piece
                     done, failures = done + len(piece), 0
             except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                reason = first_line(error, 200)
                 wait = self._wait(error, reason)
             if done < len(found):
                 failures += 1

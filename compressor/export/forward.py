@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blr.compressor.checkpoint.config import UNLIMITED, context_of
 from blr.compressor.errors import CapabilityError
+from blr.compressor.quoting import first_line
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
@@ -22,7 +23,7 @@ def traced(model: Any, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = first_line(error, 200)
         raise CapabilityError(
             f"--as {kind}: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
             "leave the option out"

@@ -22,6 +22,7 @@ from blr.compressor.machine.device import working_dtype
 from blr.compressor.machine.exhaustion import exhausted
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
+from blr.compressor.quoting import first_line
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
@@ -197,8 +198,7 @@ def layer_errors(job: Job) -> Iterator[None]:
     except NumericsError as error:
         raise NumericsError(f"{job.layer.module}: {error}") from error
     except torch.linalg.LinAlgError as error:
-        reason = str(error).splitlines()[0]
-        raise NumericsError(f"{job.layer.module}: {reason}; --exclude the layer") from error
+        raise NumericsError(f"{job.layer.module}: {first_line(error)}; --exclude the layer") from error
     except (RuntimeError, MemoryError) as error:
         if exhausted(error) is None:
             raise

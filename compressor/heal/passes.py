@@ -10,6 +10,7 @@ from blr.compressor.heal.embedding import Embedding
 from blr.compressor.heal.objective import Objective
 from blr.compressor.heal.pair import Pair
 from blr.compressor.progress import Progress
+from blr.compressor.quoting import first_line
 
 WARMUP = 2  # eager passes before a capture: libraries set themselves up in the first
 
@@ -74,7 +75,7 @@ class Passes:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # whatever a model does that no graph can hold
-            reason = str(error).splitlines()[0][:120]
+            reason = first_line(error, 120)
             self.progress.notes([f"the training step is no CUDA graph, it runs slower ({reason})"])
             self.captures = False
             self.pair.forget()

@@ -7,6 +7,7 @@ from typing import Any
 
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.progress import Progress
+from blr.compressor.quoting import first_line
 
 FOLDER, PROJECT = "runs", "blr-heal"  # where trackers of files write; the project of those of servers
 
@@ -35,7 +36,7 @@ class Tracking:
             tracker.start()
         except Exception as error:  # whatever a library of others does, without a network, say
             raise CapabilityError(
-                f"--track {self.name}: does not start: {_first_line(error)}"
+                f"--track {self.name}: does not start: {first_line(error, 200)}"
             ) from error
         return tracker
 
@@ -60,7 +61,7 @@ class Tracking:
 
     def _failed(self, error: Exception) -> None:
         self.tracker = None
-        self.progress.notes([f"--track {self.name} has failed: {_first_line(error)}"])
+        self.progress.notes([f"--track {self.name} has failed: {first_line(error, 200)}"])
 
 
 def check_tracker(name: str) -> None:
@@ -81,7 +82,3 @@ def _flat(line: dict[str, Any], prefix: str = "") -> Any:
             yield from _flat(value, f"{prefix}{name}/")
         elif name != "step":
             yield f"{prefix}{name}", value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

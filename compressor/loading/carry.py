@@ -20,7 +20,7 @@ from blr.compressor.errors import CapabilityError, OutputError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
 
@@ -72,7 +72,7 @@ def check_generation(folder: Path) -> None:
             GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever hostile values make it raise
         raise_exhausted(error)
-        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        reason = quote(first_line(error), 160)[1:-1]
         refuse(path, f"settings that transformers refuses ({reason})", "those of a model", REMEDY)
 
 

@@ -22,7 +22,7 @@ from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.trial import NO_CHECK, Trial, trial_of
 from blr.compressor.machine.device import pick_device
 from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 PREFIX = "Blr"
 LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tried on
@@ -145,7 +145,7 @@ def diffusion_trial(model: Any, where: object) -> Trial:
         raise
     except Exception as error:  # whatever a model raises at what it does not take
         raise_exhausted(error)
-        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        reason = quote(first_line(error), 160)[1:-1]
         raise InputError(
             f"{where}: {type(model).__name__} does not run on a small input ({reason}); "
             f"expected results to compare with; {NO_CHECK}"

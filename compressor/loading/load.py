@@ -26,7 +26,7 @@ from blr.compressor.machine.dtypes import COMPUTED
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.modeling_blr import misloaded
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 GENERATES = "AutoModelForCausalLM"
 
@@ -82,7 +82,7 @@ def _from_pretrained(folder: Path, task: str, dtype: str, trust: bool) -> Any:
     except Exception as error:  # hostile values of a config make transformers raise anything
         raise_exhausted(error)
         raise InputError(
-            f"{folder}: does not load as {task}: {_first_line(error)}; check the checkpoint"
+            f"{folder}: does not load as {task}: {first_line(error)}; check the checkpoint"
             + ("" if trust else " (its own code runs only with --trust-remote-code)")
         ) from error
     if getattr(model.config, "is_encoder_decoder", False):
@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
     except Exception as error:  # as above, of the tokenizer's files
         raise_exhausted(error)
         raise InputError(
-            f"{folder}: no tokenizer that loads ({_first_line(error)}); add the tokenizer files"
+            f"{folder}: no tokenizer that loads ({first_line(error)}); add the tokenizer files"
         ) from error
 
 
@@ -139,7 +139,3 @@ def _open(folder: Path) -> Source:
         expected = "blr_ and one that this version of transformers has"
         refuse(folder / "config.json", found, expected, REMEDY)
     return source
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError
 from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 
 def native_class(source: Source) -> Any:
@@ -43,6 +43,6 @@ def native_errors(source: Source) -> Iterator[None]:
         raise
     except Exception as error:  # the values of a config are passed on unchecked
         raise_exhausted(error)
-        reason = quote((str(error).splitlines() or [type(error).__name__])[0], 160)[1:-1]
+        reason = quote(first_line(error), 160)[1:-1]
         found = f"values that {quote(source.model_type)} cannot be built from ({reason})"
         refuse(source.folder / "config.json", found, "those of a trained model", REMEDY)

@@ -13,7 +13,7 @@ from textwrap import shorten
 from blr.compressor.architectures import short_names
 from blr.compressor.checkpoint.remedies import FULL
 from blr.compressor.errors import BlrError, HubError, InputError, StorageError, UsageError
-from blr.compressor.quoting import is_text, printable, quote
+from blr.compressor.quoting import first_line, is_text, printable, quote
 from blr.compressor.recipe.schema import Recipe
 
 PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
@@ -146,8 +146,7 @@ def _hub_error(error: Exception, repository: str) -> BlrError:
         remedy = "run once without --offline and HF_HUB_OFFLINE, or give a local folder"
         return HubError(f"{repository}: not in the local cache, {HF_HUB_CACHE}; {remedy}")
     told = error.__cause__ or error  # a dry run hides that a model is gated behind its own error
-    line = (str(told).splitlines() or [type(told).__name__])[0]
-    reason = shorten(line, LONGEST_REASON, placeholder=" ...")
+    reason = shorten(first_line(told), LONGEST_REASON, placeholder=" ...")
     if getattr(error, "errno", None) in FULL:
         remedy = "free or enlarge the disk of the hub's cache (HF_HOME), then run again"
         return StorageError(f"{repository}: {reason}; {remedy}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from blr.compressor.errors import BlrError, InputError, NumericsError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
 NO_CHECK = "--no-check commits without having run anything"
@@ -68,7 +68,7 @@ def first_trial(model: Any, where: object) -> Trial:
             raise
         except Exception as error:  # whatever a model raises at what it does not take
             raise_exhausted(error)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             continue
         return _checked(Trial(inputs, expected, _words(inputs)), where)
     raise InputError(

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.quoting import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def pick_device(name: str) -> torch.device:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise CapabilityError(f"device {name!r} cannot be used ({reason}); try --device cpu") from None
     return device
 

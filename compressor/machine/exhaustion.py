@@ -6,10 +6,11 @@ import errno
 import re
 
 from blr.compressor.errors import BlrError, CapabilityError
+from blr.compressor.quoting import first_line
 
 # How libraries say so: CPython's threads, torch's allocators, C++, the dynamic loader, Rust
 _SIGNS = re.compile(
-    r"can't start new thread|out of memory|can(no|')t allocate memory|not enough memory"
+    r"can't start new thread|out[ _]of[ _]memory|can(no|')t allocate memory|not enough memory"
     r"|std::bad_alloc|failed to map segment|cannot create (thread|execution plan)|unable to mmap"
     r"|pthread_create|memory allocation of \d+ bytes failed",
     re.IGNORECASE,
@@ -35,7 +36,7 @@ def exhausted(error: BaseException) -> str | None:
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
         seen.add(id(found))
-        text = (str(found).splitlines() or [type(found).__name__])[0][:200]
+        text = first_line(found, 200)
         if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
             return text or "out of memory"
         library = isinstance(found, RuntimeError | OSError | ImportError) or is_panic(found)

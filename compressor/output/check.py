@@ -14,7 +14,7 @@ from blr.compressor.loading.trial import NO_CHECK, Trial, reading_trial
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.output.doors import door_of
 from blr.compressor.output.produce import Written
-from blr.compressor.quoting import quote
+from blr.compressor.quoting import first_line, quote
 
 
 class Check:
@@ -81,7 +81,7 @@ def _measured(
         raise
     except Exception as error:  # a model may raise anything
         raise_exhausted(error)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         found = f"what was written does not run ({quote(reason, 160)[1:-1]})"
         remedy = f"exclude the layer that this is about ({NO_CHECK})"
         raise OutputError(f"{folder}: {found}, expected it to as its source does; {remedy}") from error

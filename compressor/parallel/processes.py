@@ -19,6 +19,7 @@ from torch import Tensor
 from blr.compressor.errors import CapabilityError, LostProcess, UsageError
 from blr.compressor.machine.device import pick_device
 from blr.compressor.parallel import environment
+from blr.compressor.quoting import first_line
 
 PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is noticed otherwise
 
@@ -200,7 +201,7 @@ def _lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        reason = first_line(error, 200)
         raise LostProcess(
             f"another process of this run is gone ({reason}); what is finished is kept, run again"
         ) from error

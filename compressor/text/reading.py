@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.regular import read_lines, read_pieces
 from blr.compressor.errors import HubError, InputError
-from blr.compressor.quoting import is_text, quote
+from blr.compressor.quoting import first_line, is_text, quote
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +136,7 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
         for row in load_dataset(name, split="train", streaming=True):
             yield str(row["text"]) + "\n"
     except Exception as error:  # the client raises its own, the network's and the system's errors
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = first_line(error, 200)
         raise HubError(
             f"{name}: {type(error).__name__}: {reason}; install `datasets`, check the name and the "
             "network, or give a local file"

@@ -33,9 +33,9 @@ from blr.compressor.bench.decode.models import (
     prompt,
     weight_bytes,
 )
-from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, DecodeRow, Report
+from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report
 from blr.compressor.bench.timing import spread
-from blr.compressor.bench.whole import WholeModels
+from blr.compressor.bench.whole import WholeModels, recorded
 from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
 from blr.compressor.runtime.modes import MODES, OPS
@@ -166,13 +166,13 @@ class DecodeBench(WholeModels):
     def _group(self, models: Models, rows: dict[ArmName, DecodeRow], context: int, batch: int) -> None:
         ready: dict[ArmName, HfArm | OursArm] = {}
         for arm, row in rows.items():
-            with _Guard(row):
+            with recorded(row):
                 ready[arm] = self._ready(models, arm, row, context, batch)
         times: dict[ArmName, list[float]] = {arm: [] for arm in ready}
         for _ in range(self.options.rounds):
             for arm, samples in times.items():
                 if rows[arm].status == OK:
-                    with _Guard(rows[arm]):
+                    with recorded(rows[arm]):
                         samples.append(timed(ready[arm], self.options.steps))
         for arm, samples in times.items():
             if rows[arm].status == OK:
@@ -226,7 +226,7 @@ class DecodeBench(WholeModels):
 
     def _fill(self, row: DecodeRow, samples: list[float]) -> None:
         found = spread(samples)
-        row.ms, row.low, row.high, row.rounds = found.ms, found.low, found.high, found.rounds
+        row.fill(found)
         row.steps, row.tokens_per_second = self.options.steps, row.batch * 1e3 / found.ms
         if self.copy_tbps is not None and row.bytes is not None:
             row.floor_ms = row.bytes / self.copy_tbps * 1e-9
@@ -257,26 +257,6 @@ class DecodeBench(WholeModels):
             torch.compiler.reset()  # compiled steps hold their models' graphs
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
-
-
-class _Guard:
-    """Turns what an arm raises into the status of its row."""
-
-    def __init__(self, row: DecodeRow) -> None:
-        self.row = row
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
-        if error is None or not isinstance(error, Exception) or isinstance(error, UsageError):
-            return False
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            self.row.fail(OOM, "out of memory")
-        else:
-            lines = str(error).strip().splitlines() or [""]
-            self.row.fail(FAILED, f"{type(error).__name__}: {lines[0]}"[:200])
-        return True
 
 
 def compare_tokens(

@@ -16,10 +16,10 @@ import torch
 from blr.compressor.bench.memory.models import Subject, dense_model, find_subject, low_rank_model
 from blr.compressor.bench.memory.predict import DENSE, FLASHSVD, NAIVE, OURS, predicted
 from blr.compressor.bench.memory.track import transient_bytes
-from blr.compressor.bench.results import FAILED, OK, OOM, WRONG, MemoryRow, Report
+from blr.compressor.bench.results import OK, WRONG, MemoryRow, Report
 from blr.compressor.bench.timing import spread
-from blr.compressor.bench.whole import WholeModels
-from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.bench.whole import WholeModels, recorded
+from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -85,7 +85,7 @@ class MemoryBench(WholeModels):
         inputs = inputs_of(models.subject, batch, length, self.options.padding, self.device)
         expected: Any = None
         for arm, row in rows.items():
-            with guard(row):
+            with recorded(row):
                 found = self._measure(models, arm, row, inputs)
                 if arm == NAIVE:
                     expected = found
@@ -122,14 +122,12 @@ class MemoryBench(WholeModels):
         times: dict[str, list[float]] = {arm: [] for arm, row in rows.items() if row.status == OK}
         for _ in range(self.options.rounds):
             for arm, samples in times.items():
-                with guard(rows[arm]), bounded(arm):
+                with recorded(rows[arm]), bounded(arm):
                     run = partial(models.get(arm), **inputs)
                     samples.append(milliseconds(run, self.device))
         for arm, samples in times.items():
             if rows[arm].status == OK:
-                found = spread(samples)
-                rows[arm].ms, rows[arm].low, rows[arm].high = found.ms, found.low, found.high
-                rows[arm].rounds = found.rounds
+                rows[arm].fill(spread(samples))
 
     def _release(self) -> None:
         gc.collect()
@@ -235,20 +233,6 @@ def ratios(rows: list[MemoryRow]) -> None:
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
-
-
-@contextmanager
-def guard(row: MemoryRow) -> Iterator[None]:
-    """Turns what an arm raises into the status of its row."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        row.fail(OOM, "out of memory")
-    except (UsageError, CapabilityError):
-        raise
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        row.fail(FAILED, f"{type(error).__name__}: {line}"[:200])
 
 
 def run_memory(options: MemoryOptions, progress: Progress) -> tuple[Report, int]:
