@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.config import context_of
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import InputError, NumericsError
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.loading.tokenizer import check_ids
+from blr.compressor.loading.tokenizer import check_ids, encode_padded
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import quote
 
@@ -193,9 +193,7 @@ def embed(
 def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
     limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
     sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
-    tokens = tokenizer(
-        sentences, padding=True, truncation=True, max_length=limit, return_tensors="pt"
-    ).to(model.device)
+    tokens = encode_padded(tokenizer, sentences, limit).to(model.device)
     check_ids(model, tokens["input_ids"])
     hidden = model(**tokens).last_hidden_state  # [m, w, d]
     return head.embed(hidden, tokens["attention_mask"]).cpu()

@@ -23,7 +23,7 @@ from blr.compressor.checkpoint.regular import (
     refuse,
     refuse_pointer,
 )
-from blr.compressor.errors import CapabilityError
+from blr.compressor.errors import CapabilityError, InputError
 from blr.compressor.quoting import quote
 
 MAX_BYTES = 64 * 2**20
@@ -72,6 +72,19 @@ def check_ids(model: Any, ids: Any) -> None:
     if rows is not None and most >= rows:
         found = f"token {most} of its tokenizer for a model with {rows} embeddings"
         refuse(Path(model.name_or_path), found, f"tokens below {rows}", REMEDY)
+
+
+def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
+    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded to the longest of them.
+
+    Raises InputError for a tokenizer without a token to pad with.
+    """
+    if tokenizer.pad_token is None:
+        raise InputError(
+            f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "
+            "of different lengths with; name one as pad_token in tokenizer_config.json"
+        )
+    return tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
 
 
 def check_tokenizer(folder: Path, text: str = "") -> None:

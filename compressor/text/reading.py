@@ -22,6 +22,7 @@ DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
 OWN = "self"  # the model's own text, in place of a name (own.py)
+PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
 BATCH = 8  # windows or sentences run through a block at once
 
 
@@ -149,11 +150,13 @@ def _windows(
     """Consecutive windows [m, seq_len] of the concatenated documents."""
     ids: list[int] = []
     piece: list[str] = []
+    size = 0
     for document in documents:
         piece.append(document)
-        if sum(map(len, piece[-4096:])) > 1 << 20 or len(piece) >= 4096:
+        size += len(document)
+        if size > PIECE or len(piece) >= PIECES:
             ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-            piece = []
+            piece, size = [], 0
         if len(ids) >= samples * seq_len:
             break
     ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
@@ -181,16 +184,12 @@ def _sentences(
             break
     if not texts:
         raise InputError(f"{name}: no text; expected one document or sentence a line")
+    from blr.compressor.loading.tokenizer import encode_padded
+
     texts.sort(key=len)
     ids, masks = [], []
     for n in range(0, len(texts), 4 * BATCH):
-        batch = tokenizer(
-            texts[n : n + 4 * BATCH],
-            padding=True,
-            truncation=True,
-            max_length=seq_len,
-            return_tensors="pt",
-        )
+        batch = encode_padded(tokenizer, texts[n : n + 4 * BATCH], seq_len)
         ids.append(batch["input_ids"])
         masks.append(batch["attention_mask"])
     return ids, masks

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from heal_models import save_characters
 from transformers import AutoTokenizer
 
 from blr.compressor.errors import BlrError, HubError, InputError
@@ -41,6 +42,13 @@ def test_sentences_are_padded_and_masked(tiny: Path, tmp_path: Path) -> None:
     found = read(tiny, path, packed=False)
     assert found.masks[0].sum(1).unique().numel() == 2
     assert found.tokens == int(found.masks[0].sum()) < found.ids[0].numel()
+
+
+def test_sentences_need_a_token_to_pad_with(tmp_path: Path) -> None:
+    save_characters(tmp_path)
+    (tmp_path / "lines.txt").write_text("one\nand another\n")
+    with pytest.raises(InputError, match="no padding token"):
+        read(tmp_path, tmp_path / "lines.txt", packed=False)
 
 
 @pytest.mark.parametrize(
