@@ -30,7 +30,6 @@ from blr.compressor.bench.subjects import (
     Subject,
     dense_kernel,
     gaussian,
-    laid_rank,
     our_layout,
     random_factors,
     reference_of,
@@ -39,8 +38,9 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.machine.device import pick_device
 from blr.compressor.planning.roofline import kernels
 from blr.compressor.progress import Progress
+from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED
-from blr.compressor.structures.specs import KroneckerSpec, Spec
+from blr.compressor.structures.specs import Spec
 from blr.compressor.tune_float8 import Product, float8_candidates, float8_cases, layer_cases
 from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
@@ -122,12 +122,6 @@ def candidates(structure: str, n: int) -> list[Candidate]:
     return [Candidate(name, config) for name in names for config in configs.get(name, [{}])]
 
 
-def shape_of(spec: Spec) -> Shape:
-    """The sizes that tables know a layer by."""
-    blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
-    return Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))
-
-
 @dataclass
 class Tuning:
     """One run over layers, structures, dtypes and numbers of tokens.
@@ -167,7 +161,7 @@ class Tuning:
         if isinstance(spec, Product):
             structure, shape = spec
         else:
-            structure, shape = STRUCTURES[spec.structure].folder, shape_of(spec)
+            structure, shape = STRUCTURES[spec.structure].folder, laid_shape(spec)
         self.points.append(Point(structure, shape, case.precision.stored, n, times))
 
     def _case(self, layer: Layer, spec: Spec, n: int, precision: Precision) -> Case:

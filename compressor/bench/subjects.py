@@ -17,8 +17,9 @@ from blr.compressor.bench.results import Row
 from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.timing import Call, Rotation
 from blr.compressor.planning.roofline import Kernel
+from blr.compressor.structures.laid import laid_rank, laid_shape
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Pattern, Spec
+from blr.compressor.structures.specs import KroneckerSpec, Pattern, Spec
 
 Maker = Callable[[], tuple[Call, Rotation]]
 
@@ -160,29 +161,18 @@ def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(with_zeros(spaced(f, order, width), width) for f, order in orders)
 
 
-def laid_rank(spec: Spec) -> int:
-    """The rank that kernels see of a layer on a GPU; 0 where there is none."""
-    from blr.kernels.common.layout import wide_rank
-
-    rank = int(getattr(spec, "rank", 0))
-    whole = isinstance(spec, LowRankSpec | BlastSpec) and getattr(spec, "groups", 1) == 1
-    return wide_rank(rank) if whole else rank
-
-
 def our_variant(
     spec: Spec, n: int, precision: Precision, device: torch.device, last: bool = False
 ) -> str:
     """Which variant runs for n tokens: "reference" where no kernels do, else the tables' choice, for
     Kronecker-sparse layers on "auto" (and with `last` always) that of each factor."""
     from blr.kernels.common.available import kernel_device
-    from blr.kernels.common.tables import Shape, choose
+    from blr.kernels.common.tables import choose
 
     here = kernel_device(torch.empty(0, dtype=precision.dtype, device=device))
     if not here or not STRUCTURES[spec.structure].tuned:
         return "reference"
-    blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
-    shape = Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))
-    variant, _ = choose(spec.structure, shape, n, precision.dtype, device)
+    variant, _ = choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and (last or variant == "auto"):
         return " ".join(_factor_variant(pattern, n, precision, last) for pattern in spec.patterns)
     return str(variant)

@@ -8,9 +8,10 @@ import torch
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.runtime.phases import FAMILIES
+from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import KroneckerSpec, Spec
-from blr.kernels.common.tables import Shape, prefers_dense
+from blr.compressor.structures.specs import Spec
+from blr.kernels.common.tables import prefers_dense
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | Non
         if spec.quantized or entry is None or not entry.is_float:
             continue  # packed, or refused where the tensors are planned
         stored = getattr(torch, dtype or TORCH_NAMES[entry.dtype])
-        if prefers_dense(spec.structure, _shape(spec), stored, gpu.replace("-", ""), tokens):
+        if prefers_dense(spec.structure, laid_shape(spec), stored, gpu.replace("-", ""), tokens):
             found[module] = spec
     return found
 
@@ -46,8 +47,3 @@ def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
     exact = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     wide = torch.float64 if exact else torch.float32
     return restored(spec, tensors, wide).to(getattr(torch, dtype))
-
-
-def _shape(spec: Spec) -> Shape:
-    blocks = len(spec.shapes()) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
-    return Shape(spec.in_features, spec.out_features, blocks, getattr(spec, "rank", 0))
