@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.errors import UsageError
+from blr.compressor.quoting import named_line
 from blr.compressor.structures.registry import TUNED
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def load_peer(path: Path) -> Peer:
     try:
         functions = entry()
     except Exception as error:
-        raise UsageError(f"peer {path}: blr_peer() failed: {_short(error)}; correct it") from error
+        raise UsageError(f"peer {path}: blr_peer() failed: {named_line(error)}; correct it") from error
     _check(path, functions)
     return Peer(path.resolve().stem, functions)
 
@@ -85,7 +86,7 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UsageError(f"peer {path}: cannot be imported: {_short(error)}; correct it") from error
+        raise UsageError(f"peer {path}: cannot be imported: {named_line(error)}; correct it") from error
     return module
 
 
@@ -98,7 +99,3 @@ def _check(path: Path, functions: object) -> None:
                 f"peer {path}: blr_peer() returned {key!r}: expected functions under some of "
                 f"{', '.join(TUNED)} (and NAME.prepare)"
             )
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]

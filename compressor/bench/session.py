@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -37,7 +37,6 @@ class Options:
     seconds: float | None = None
     energy: bool = False
     compiling: bool | None = None
-    peers: Sequence[Path] = field(default=())
 
     def pick(self) -> torch.device:
         """The device. Raises CapabilityError or, for one that is neither CPU nor CUDA, UsageError."""

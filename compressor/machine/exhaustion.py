@@ -15,6 +15,7 @@ _SIGNS = re.compile(
     r"|pthread_create|memory allocation of \d+ bytes failed",
     re.IGNORECASE,
 )
+OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, of a GPU's
 PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that nobody hides a bug
 
 
@@ -37,8 +38,9 @@ def exhausted(error: BaseException) -> str | None:
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         text = first_line(found, 200)
-        if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
-            return text or "out of memory"
+        full = isinstance(found, MemoryError) or type(found).__name__ == OUT_OF_MEMORY
+        if full or getattr(found, "errno", None) == errno.ENOMEM:
+            return text
         library = isinstance(found, RuntimeError | OSError | ImportError) or is_panic(found)
         if library and _SIGNS.search(str(found)):
             return text

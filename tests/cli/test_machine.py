@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from limited import Limited, refused
 
 from blr.compressor.machine.exhaustion import exhausted
@@ -116,6 +117,8 @@ def test_little_address_space(limited: Limited, model: Path) -> None:
     [
         (RuntimeError("can't start new thread"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("Triton Error [CUDA]: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (torch.OutOfMemoryError(), True),
         (MemoryError(), True),
         (OSError(12, "Cannot allocate memory"), True),
         (ImportError("libx.so: failed to map segment from shared object"), True),
