@@ -257,7 +257,7 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
 
 def whole_factors(spec: Spec) -> Spec:
     """The low rank in two whole factors that a pair is, as it would be stored plainly."""
-    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
+    plain = spec.plain
     return plain.low_rank() if isinstance(plain, PivotedSpec) else plain
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blr.compressor.structures.specs import BlastSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import BlastSpec, Spec
 
 DECOMPOSED = 20.0  # operations of a decomposition for each one of a product of the same matrix
 ROUNDS = 100.0  # of BLAST's descent
@@ -14,7 +14,7 @@ def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
     Args:
         calibrated: in the norm of activations, which BLAST multiplies every block row with.
     """
-    spec = spec.of if isinstance(spec, QuantizedSpec) else spec
+    spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):
         return DECOMPOSED * o * i * min(o, i)

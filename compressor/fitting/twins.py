@@ -92,7 +92,7 @@ def _half(twin: Twin, name: str, spec: Spec) -> Twin:
 
 
 def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
-    plain = spec.of if isinstance(spec, QuantizedSpec) else spec
+    plain = spec.plain
     with torch.device("meta"):
         if isinstance(plain, DenseSpec):
             module: nn.Module = nn.Linear(plain.in_features, plain.out_features, bias=False)
@@ -103,8 +103,7 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
 
 
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
-    form = spec.format_of(name) if isinstance(spec, QuantizedSpec) else None
-    if form is None or not isinstance(spec, QuantizedSpec) or spec.fp8:
+    if not isinstance(spec, QuantizedSpec) or spec.fp8 or (form := spec.format_of(name)) is None:
         return Plain(parameter)
     place = Place(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
     scale = tensors[stored_names(name)[1]]

@@ -221,7 +221,7 @@ def _models(sizes: Sizes, specs: Mapping[str, Spec], crew: Crew) -> tuple[float,
 
 def _composed(spec: Spec) -> int:
     """Numbers that the backward pass of one layer's weight keeps."""
-    inner = _plain(spec.correction if isinstance(spec, CorrectedSpec) else spec)
+    inner = (spec.correction if isinstance(spec, CorrectedSpec) else spec).plain
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
     if isinstance(spec, CorrectedSpec):  # the correction's weight, and the sum
         return 2 * spec.dense_parameters + mixed
@@ -229,14 +229,10 @@ def _composed(spec: Spec) -> int:
     return 0 if plain else spec.dense_parameters + mixed
 
 
-def _plain(spec: Spec) -> Spec:
-    return spec.of if isinstance(spec, QuantizedSpec) else spec
-
-
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
     """Multiplications and additions a token: the teacher forward, the student forward and twice that
     backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
-    plain = map(_plain, specs.values())
+    plain = (spec.plain for spec in specs.values())
     low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
     return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))

@@ -219,9 +219,7 @@ class Assigner:
         options = {"strength": self._strength, "floor": self.recipe.floor}
         exact = exact_ranks(items, budget, **options) if items else []
         chains = self._chains(groups, exact)
-        ranked = [
-            n for n, (_, members) in enumerate(groups) if STRUCTURES[members[0].settings.method].ranked
-        ]
+        ranked = [n for n, (_, members) in enumerate(groups) if members[0].ranked]
         left = budget - sum(spec.parameters for spec, _ in chains.values())
         ranks = snap([items[n] for n in ranked], [exact[n] for n in ranked], left) if ranked else []
         done = dict(chains)

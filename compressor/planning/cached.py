@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from blr.compressor.planning.heads import nearest_grouping
 from blr.compressor.planning.layers import Layer
 from blr.compressor.recipe.schema import LayerSettings, Recipe
-from blr.compressor.structures.specs import LowRankSpec, QuantizedSpec
+from blr.compressor.structures.specs import LowRankSpec
 
 if TYPE_CHECKING:
     from blr.compressor.planning.plan import PlannedLayer
@@ -94,7 +94,7 @@ def cache_notes(planned: Iterable[PlannedLayer], curves: Curves, tokens: int) ->
     """
     held, width, lost = 0, 0, 0.0
     for layer in planned:
-        spec = layer.spec.of if isinstance(layer.spec, QuantizedSpec) else layer.spec
+        spec = layer.spec.plain
         if layer.layer.type in SHARED and isinstance(spec, LowRankSpec) and spec.side == "out":
             rank = spec.groups * spec.rank
             held, width = held + rank, width + spec.out_features

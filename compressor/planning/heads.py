@@ -15,7 +15,7 @@ Grouped-query attention has H_kv heads in its k and v projections.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, inf, log
+from math import inf, log
 
 from blr.compressor.structures.patterns import predicted_log_error
 
@@ -101,7 +101,7 @@ def groups_for_budget(width: int, other: int, heads: int, cf: float) -> Grouping
 
 def nearest_grouping(wanted: int, heads: int, width: int) -> int:
     """The number of groups nearest `wanted` that keeps heads whole and divides `width`."""
-    common = [g for g in candidates(heads) if width % g == 0 and gcd(g, heads) == g]
+    common = [g for g in candidates(heads) if width % g == 0]
     return min(common, key=lambda g: (abs(log(g / wanted)), g))
 
 

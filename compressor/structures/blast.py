@@ -28,7 +28,7 @@ from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import definite, inverse_spd, mixed_gram, solve_spd
-from blr.compressor.structures.precgd import STEPS, precgd
+from blr.compressor.structures.precgd import STEPS, Factors, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
 ROUNDS = 100
@@ -38,8 +38,6 @@ SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 SHRINKING = 1e-3  # noise from which U is that of the noisy loss to the end: below, a weight that has the
 # structure is met exactly
 PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start cannot fill
-
-Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
 
 
 def fit(

@@ -47,7 +47,7 @@ def descend(problem: Problem, theta: Tensor, rounds: int) -> tuple[Tensor, list[
         a strictly falling sequence. Stops early when no direction lowers the loss any more.
     """
     loss, gradient = problem.evaluate(theta)
-    losses, pairs = [loss], list[tuple[Tensor, Tensor, Tensor]]()
+    losses, pairs = [loss], list[Pair]()
     apply = problem.preconditioner(theta) if rounds else None
     for step in range(rounds):
         if step and step % REFRESH == 0:

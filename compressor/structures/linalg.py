@@ -289,3 +289,9 @@ def mixed_gram(mix: Tensor, overlap: Tensor) -> Tensor:
     One row at a time: the einsum of it would hold all [b, l, r, r] products.
     """
     return torch.stack([(row[:, :, None] * overlap * row[:, None]).sum(0) for row in mix])
+
+
+def in_blocks(weight: Tensor, blocks: int) -> Tensor:
+    """Blocks [k, l, q, p] of W [o, i], `blocks` along each side; q = o/b, p = i/b."""
+    o, i = weight.shape
+    return weight.reshape(blocks, o // blocks, blocks, i // blocks).transpose(1, 2)

@@ -34,8 +34,9 @@ def fit(
 ) -> Fit:
     """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i].
 
-    Without `gram` this is the truncated SVD. Decomposed in float64; tensors get the dtype of
-    `weight`. With groups U and V have one matrix a group, as `spec` shapes them.
+    Without `gram` this is the truncated SVD, in the dtype of `weight`; with one everything is in float64
+    but for the result, which gets that dtype. With groups U and V have one matrix a group, as `spec`
+    shapes them.
     """
     if spec.groups > 1:
         return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)

@@ -17,6 +17,7 @@ from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import (
     balance,
     definite,
+    in_blocks,
     inverse_spd,
     solve_spd,
     top_eigenvectors,
@@ -39,7 +40,7 @@ def fit(
     `weight`.
     """
     if gram is None:
-        left, right = truncated_svd(_blocks(weight, spec.blocks), spec.block_rank)
+        left, right = truncated_svd(in_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
     gram = definite(gram)
     problem = MonarchProblem(weight, gram, spec)
@@ -62,12 +63,6 @@ def reconstruct(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:
     left = _scatter(tensors["U"], spec.blocks)  # [k, l, q, r']
     right = _scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
     return (left @ right.mT).permute(0, 2, 1, 3).reshape(spec.out_features, spec.in_features)
-
-
-def _blocks(weight: Tensor, b: int) -> Tensor:
-    """[o, i] -> [k, l, q, p]."""
-    o, i = weight.shape
-    return weight.reshape(b, o // b, b, i // b).transpose(1, 2)
 
 
 def _gather(factors: Tensor) -> Tensor:
@@ -96,7 +91,7 @@ class MonarchProblem:
 
     def start(self) -> Tensor:
         """V of the block SVD in the norm of H_ll."""
-        blocks = _blocks(self.weight.flatten(0, 1), self.spec.blocks).transpose(0, 1)  # [l, k, q, p]
+        blocks = in_blocks(self.weight.flatten(0, 1), self.spec.blocks).transpose(0, 1)  # [l, k, q, p]
         left = top_eigenvectors(blocks @ self.gram_blocks[:, None] @ blocks.mT, self.spec.block_rank)
         return (blocks.mT @ left).reshape(-1)
 

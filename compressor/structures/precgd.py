@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.linalg import mixed_gram, solve_spd
+from blr.compressor.structures.linalg import in_blocks, mixed_gram, solve_spd
 from blr.compressor.structures.specs import BlastSpec
 
 STEPS = 300
@@ -27,18 +27,12 @@ def precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
     Runs in float32 as published: the damping keeps every system well conditioned.
     """
     scale = weight.std().clamp_min(1e-30)
-    blocks = _blocks((weight / scale).float(), spec.blocks)
+    blocks = in_blocks((weight / scale).float(), spec.blocks)
     U, S, V = _start(blocks, spec, seed)
     for step in range(steps):
         U, S, V = _step(blocks, U, S, V, rate=GRADIENT * (1 - step / steps))
     root = scale.sqrt()
     return U.to(weight) * root, S.to(weight), V.to(weight) * root
-
-
-def _blocks(weight: Tensor, b: int) -> Tensor:
-    """[o, i] -> [k, l, q, p]."""
-    o, i = weight.shape
-    return weight.reshape(b, o // b, b, i // b).transpose(1, 2)
 
 
 def _start(like: Tensor, spec: BlastSpec, seed: int) -> Factors:

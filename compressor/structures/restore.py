@@ -30,10 +30,7 @@ def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> T
         parts = ((part, part_of(tensors, name)) for name, part in spec.parts())
         base, correction = (restored(part, held, dtype) for part, held in parts)
         return base + correction
-    factors, plain = (
-        factors_of(spec, tensors, dtype),
-        spec.of if isinstance(spec, QuantizedSpec) else spec,
-    )
+    factors, plain = factors_of(spec, tensors, dtype), spec.plain
     if isinstance(plain, DenseSpec):
         return factors["weight"]
     return STRUCTURES[plain.structure].factorizer().reconstruct(factors, plain)

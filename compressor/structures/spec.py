@@ -45,6 +45,11 @@ class Spec:
         return sum(prod(s.shape) * WIDTHS.get(s.dtype or "", width) for s in self.stored().values())
 
     @property
+    def plain(self) -> Spec:
+        """The structure whose factors are stored: itself, but where they are packed."""
+        return self
+
+    @property
     def quantized(self) -> bool:
         """Whether some of it is stored in fewer bits than its dtype has."""
         return any(stored.dtype not in (None, INDEX) for stored in self.stored().values())

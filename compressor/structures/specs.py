@@ -3,7 +3,7 @@
 A spec says what one structured linear layer is: its tensors, their shapes and how many
 parameters they hold. The planner uses specs before a single weight is read, the factorizers
 fill them, and the modeling files build modules from them (this file travels inside every
-checkpoint, so it imports nothing outside the standard library).
+checkpoint, so it imports the standard library and what travels with it).
 
 Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
@@ -230,6 +230,10 @@ class QuantizedSpec(Spec):
             raise ValueError(f"tiled {self.tiled!r}, fp8 {self.fp8!r}: expected true or false")
         for name in ("in_features", "out_features", "structure"):
             object.__setattr__(self, name, getattr(self.of, name))
+
+    @property
+    def plain(self) -> Spec:
+        return self.of
 
     def shapes(self) -> dict[str, Shape]:
         return self.of.shapes()
