@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -13,11 +12,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.disk import Bytes
+from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.header import TensorEntry, read_header
 from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.shards import Slot, assign_shards
+from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from blr.compressor.output.check import Check
     from blr.compressor.output.doors import Door
 
-DEFAULT_SHARD_BYTES = 5_000_000_000
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
 
@@ -245,7 +243,7 @@ class Job:
             assign_shards(
                 _slots(source, self.plan, fitted), self.settings.max_shard_size, source.library
             ),
-            _reader(source, self.workspace),
+            self.workspace.journal.reader(source),
             small_files(
                 *(source, self.recipe, self.plan, records, {**facts, **measured}),
                 config=self.door.config(source.config, self.plan),
@@ -377,19 +375,10 @@ def _slots(source: Source, plan: Plan, fitted: Fitted) -> list[Slot]:
     return slots
 
 
-def _reader(source: Source, workspace: Workspace) -> Any:
-    def read(entry: TensorEntry) -> Iterator[Bytes]:
-        if entry.file in source.shards:
-            return source.read_bytes(entry)
-        return workspace.journal.read_bytes(entry)
-
-    return read
-
-
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What compression recorded for every layer of an output: spec, type and relative error."""
     config = json.loads((folder / "config.json").read_bytes())
-    return json.loads((folder / "blr_layers.json").read_bytes()) if "blr" in config else {}
+    return json.loads((folder / LAYERS).read_bytes()) if "blr" in config else {}
 
 
 def tensor_bytes(path: Path) -> int:

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.manifest import MANIFEST, saved_by
 from blr.compressor.checkpoint.regular import parse_json, read_whole
@@ -19,7 +20,6 @@ from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import spec_from_dict
 from blr.compressor.tables import aligned
 
-LAYERS = "blr_layers.json"
 MAX_BYTES = 64 * 2**20
 MOST_BITS = 1e6  # a weight: more than any rank makes of it
 

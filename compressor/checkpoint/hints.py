@@ -23,7 +23,7 @@ MAX_JSON_DEPTH = 64
 LONGEST_KEY = 200  # characters; a longer one is there to keep a regular expression busy
 REMEDY = "take the file of the model's own repository, or remove it"
 # Small files that loaders parse before they do anything else. The large ones, tokenizer.json and
-# vocabularies, are tried by `tokenizing.py`.
+# vocabularies, are tried by `loading/tokenizer.py`.
 PARSED = re.compile(
     r"(tokenizer_config|generation_config|special_tokens_map|added_tokens|preprocessor_config|modules"
     r"|sentence_bert_config|config_sentence_transformers|1_Pooling/config|chat_template)\.json"

@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.disk import CHUNK, fsync_folder, scratch_for, settle
+from blr.compressor.checkpoint.disk import CHUNK, Bytes, fsync_folder, scratch_for, settle
 from blr.compressor.checkpoint.header import TensorEntry, read_header
-from blr.compressor.checkpoint.source import TORCH_NAMES
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import InputError, OutputError
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
@@ -56,6 +56,14 @@ class Journal:
         except (InputError, OSError, ValueError, KeyError, TypeError):
             pass
         return None  # absent, damaged by the disk or another layer's: compute the layer again
+
+    def reader(self, source: Source) -> Callable[[TensorEntry], Iterator[Bytes]]:
+        """Reads tensors of files of `source` from there, all others from here."""
+
+        def read(entry: TensorEntry) -> Iterator[Bytes]:
+            return source.read_bytes(entry) if entry.file in source.shards else self.read_bytes(entry)
+
+        return read
 
     def await_all(self, keys: list[str]) -> None:
         """Return when what other processes have stored under `keys` is seen from here.

@@ -15,6 +15,8 @@ from blr.compressor.checkpoint.disk import Bytes, write_stream
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.library import TRANSFORMERS, Library
 
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,8 +69,6 @@ def tune(
     if wrong := next((name for name in dtypes if name not in DTYPES), None):
         raise UsageError(f"dtype {wrong!r}: expected some of {', '.join(DTYPES)}")
     layers = find_layers(words(shapes))
-    if gpu is not None and not re.fullmatch(r"\w[\w.-]{0,63}", gpu):
-        raise UsageError(f"--gpu-name {gpu!r}: expected letters, digits, '_', '.' and '-'")
     if output is not None:
         check_table(output)
     from blr.compressor import tune as library

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
@@ -33,7 +34,7 @@ from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
 from blr.compressor.output.front import TAGS, card_front
 
-CARD = """# {name}, made dense by blr
+TEMPLATE = """# {name}, made dense by blr
 
 {count} structured layers multiplied out to dense weights: an ordinary {type} checkpoint of the size of
 the model it came from, with the losses of its compression. Any tool that takes {type} takes it. Written
@@ -52,7 +53,7 @@ class DenseJob(Job):
         return {
             **carried_files(source),
             "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
-            "README.md": (front + CARD.format(name=name, **facts)).encode(),
+            CARD: (front + TEMPLATE.format(name=name, **facts)).encode(),
         }
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:

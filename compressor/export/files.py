@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
+from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.output.files import LAYERS, carried_files, structured_config
+from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import card_front
 from blr.compressor.planning.plan import Plan
 

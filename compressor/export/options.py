@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.dtypes import DTYPES
 from blr.compressor.planning.roofline import find_gpu
@@ -22,7 +23,6 @@ COMPILED = "model.pt2"
 GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
 MAX_BATCH = 16
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
-DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)

@@ -132,11 +132,6 @@ def quantized_spec(layer: nn.Module, bits: int) -> QuantizedSpec:
     return QuantizedSpec(DenseSpec(inputs, outputs), bits)
 
 
-def table_entry(layer: nn.Module, bits: int) -> dict[str, Any]:
-    """What `blr.compressor.modeling.quantized.quantized_linear` makes the layer's place-holder from."""
-    return quantized_spec(layer, bits).to_dict()
-
-
 def _dense_weight(layer: nn.Module) -> Tensor:
     """W [o, i]."""
     weight = layer.get_parameter("weight").detach()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.errors import UsageError
 from blr.compressor.export.dense import dense_config, transposed_modules
 from blr.compressor.export.export import Job
@@ -27,7 +28,7 @@ from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
-CARD = """# {name}, in plain linear layers by blr
+TEMPLATE = """# {name}, in plain linear layers by blr
 
 {pairs} low-rank layers are two `nn.Linear` each, `V` and then `U`{dense}.
 
@@ -50,7 +51,7 @@ class PlainJob(Job):
         return {
             **carried_files(source),
             "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
-            "README.md": (front + _card(self.plan, name)).encode(),
+            CARD: (front + _card(self.plan, name)).encode(),
             **plain_files(),
         }
 
@@ -62,7 +63,7 @@ def _card(plan: ExportPlan, name: str) -> str:
     dense = f"; {len(plan.densified)} of other structure are dense" if plan.densified else ""
     task = "ForCausalLM" if "AutoModelForCausalLM" in plan.config["auto_map"] else ""
     facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "task": task, "version": __version__}
-    return CARD.format(name=name, **facts)
+    return TEMPLATE.format(name=name, **facts)
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:

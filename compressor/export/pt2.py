@@ -24,7 +24,6 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
 from blr.compressor.export.options import COMPILED
 
-FILE = COMPILED
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.
 RUN = """
@@ -61,7 +60,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
         CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
             not run here or gives other results.
     """
-    path = folder / FILE
+    path = folder / COMPILED
     inputs, free = example_inputs(model, "pt2")
     with traced(model, "pt2"):
         program = export_program(model, inputs, free)
@@ -71,7 +70,7 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
         compare(found, plain_forward(model)(**inputs), "pt2")
     with open(path, "rb+") as file:
         flush(file.fileno())
-    return {FILE: (path.stat().st_size, sha256_file(path))}
+    return {COMPILED: (path.stat().st_size, sha256_file(path))}
 
 
 def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.checkpoint.config import read_config
-from blr.compressor.checkpoint.disk import Bytes
+from blr.compressor.checkpoint.extras import CARD, LAYERS, REPORT
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.journal import Journal
@@ -31,7 +30,7 @@ from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_map, declared_keys
-from blr.compressor.output.files import LAYERS, carried_files
+from blr.compressor.output.files import carried_files
 from blr.compressor.output.report import report_html
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
@@ -39,7 +38,6 @@ from blr.compressor.structures.spec import WIDTHS
 from blr.compressor.structures.specs import Spec
 from blr.kernels.fp8.reference import is_number
 
-CARD, REPORT = "README.md", "report.json"
 KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
 
@@ -118,15 +116,6 @@ def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
 def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
     """The output's tensors in the order of `source`."""
     return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
-
-
-def reader(source: Source, journal: Journal) -> Any:
-    """Reads planned tensors from wherever they are."""
-
-    def read(entry: TensorEntry) -> Iterator[Bytes]:
-        return source.read_bytes(entry) if entry.file in source.shards else journal.read_bytes(entry)
-
-    return read
 
 
 @torch.no_grad()

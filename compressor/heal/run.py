@@ -300,7 +300,7 @@ class Job:
         shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
         assert self.state is not None
         files = output.small_files(self.checkpoint, pair, packed, self.facts, self.state.log)
-        contents = Contents(shards, output.reader(source, workspace.journal), files)
+        contents = Contents(shards, workspace.journal.reader(source), files)
         facts = {**self._origin(), "input_sha256": read}
         produce(workspace, contents, check, lambda: facts, self.progress)
         self.checked = check.facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.export.origin import Checkpoint
 
@@ -63,7 +64,7 @@ class HealOptions:
     seed: int = 0
     device: str = "auto"
     save_minutes: float = 5.0
-    max_shard_size: int = 5_000_000_000
+    max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     restart: bool = False
     allow_pickle: bool = False

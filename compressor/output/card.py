@@ -13,7 +13,7 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.storing import what_becomes
 from blr.compressor.recipe.schema import Recipe
 
-CARD = """# {name}, compressed by blr
+TEMPLATE = """# {name}, compressed by blr
 
 {layers} linear layers {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
 
@@ -65,7 +65,7 @@ def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, An
     architectures = source.config.get("architectures") or [""]
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     task = "ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else ""
-    return front + CARD.format(
+    return front + TEMPLATE.format(
         name=name,
         layers=len(plan.layers),
         what=what_becomes(recipe),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from blr.compressor.checkpoint.extras import CARD
+from blr.compressor.checkpoint.extras import CARD, LAYERS
 from blr.compressor.checkpoint.hints import carried, inert
 from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.checkpoint.source import Source
@@ -27,7 +27,6 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.quoting import quote
 from blr.compressor.recipe.schema import Recipe
 
-LAYERS = "blr_layers.json"
 SOURCE_CARD = "README.source.md"
 
 
@@ -55,7 +54,7 @@ def small_files(
         "config.json": _json(config),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
-        "README.md": model_card(source, recipe, plan, records, name).encode(),
+        CARD: model_card(source, recipe, plan, records, name).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
     }

@@ -12,6 +12,7 @@ from math import isfinite
 from statistics import mean
 from typing import Any
 
+from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.output.svg import Series, bars, chart, legend
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec
@@ -59,7 +60,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict
     """
     data = report_data(plan, records, facts)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return {"report.json": text.encode() + b"\n", "report.html": report_html(data).encode()}
+    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
 
 
 def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float]:

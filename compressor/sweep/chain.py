@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.errors import kind_of_error
 from blr.compressor.sweep.folder import Folder, read_json
 from blr.compressor.sweep.launch import Command
 
-REPORT = "report.json"
 SAID = "blr: error: "
 
 

@@ -21,7 +21,7 @@ from blr.compressor.export.pack import (
     quantize_head,
     quantize_layer,
     quantize_model,
-    table_entry,
+    quantized_spec,
 )
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import structured_linear
@@ -174,7 +174,7 @@ def test_stages_compute_the_layer(spec: Spec) -> None:
 def test_a_state_dict_loads_into_an_empty_layer(spec: Spec, bits: int) -> None:
     layer = _layer(spec).bfloat16()
     new, _ = quantize_layer(layer, bits)
-    empty = quantized_linear(table_entry(layer, bits), bias=True).bfloat16()
+    empty = quantized_linear(quantized_spec(layer, bits).to_dict(), bias=True).bfloat16()
     assert {n: (t.shape, t.dtype) for n, t in empty.state_dict().items()} == {
         n: (t.shape, t.dtype) for n, t in new.state_dict().items()
     }
@@ -226,7 +226,7 @@ def test_a_quantized_model_computes_and_loads_again(name: str, tmp_path: Path) -
     ids = torch.arange(12).reshape(2, 6)
     with torch.inference_mode():
         exact = model(ids).logits
-    table = {n: table_entry(model.get_submodule(n), 8) for n in quantizable(model)}
+    table = {n: quantized_spec(model.get_submodule(n), 8).to_dict() for n in quantizable(model)}
     errors = quantize_model(model, 8)
     assert set(errors) == set(table)
     with torch.inference_mode():
