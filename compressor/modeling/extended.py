@@ -1,12 +1,15 @@
 """Modules that get methods of ours without losing their class. Shipped inside every checkpoint.
 
 A mixin is put before the class of one module, under that class's name; what is copied or pickled is
-told by the native class, which pickle finds, and the mixins.
+told by the native class, which pickle finds, and the mixins. `inspect` finds the signature and the
+source of the native `forward`, by which others decide what a module is: vLLM's Transformers backend
+looks for attention there.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -34,6 +37,9 @@ def extend(module: nn.Module, mixin: type[Any]) -> None:
 def extended_class(native: Any, mixins: tuple[Any, ...]) -> Any:
     """`native` behind `mixins`, under its name."""
     body = {"__module__": __name__, "native": native, "mixins": mixins}
+    first = mixins[0].forward
+    forward = FunctionType(first.__code__, first.__globals__, None, None, first.__closure__)
+    body["forward"] = update_wrapper(forward, native.forward)
     return type(native.__name__, (*mixins, native), body)
 
 
