@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import BlrError, CapabilityError
 from blr.compressor.export.export import export
 from blr.compressor.export.options import ExportOptions
-from blr.compressor.heal import pair, passes
+from blr.compressor.heal import pair, passes, trainer
 from blr.compressor.heal import run as healing_run
 from blr.compressor.heal.run import HealSummary, heal
 from blr.compressor.heal.settings import HealOptions
@@ -133,7 +134,6 @@ def test_other_families_heal_too(name: str, tmp_path: Path) -> None:
         ({"train": ("norms",)}, "kl"),
         ({"train": ("factors", "norms", "embeddings"), "checkpointing": True}, "kl"),
         ({"epochs": 1.0, "steps": None}, "kl"),
-        ({"minutes": 0.02, "steps": None}, "kl"),
     ],
 )
 def test_what_can_be_asked_for(
@@ -143,6 +143,16 @@ def test_what_can_be_asked_for(
     first = str(text.name)
     assert summary.after[first][improved] < summary.before[first][improved]
     assert ("self" in summary.after) == (options.get("mix") != 0.0)
+
+
+def test_minutes_end_a_run_by_the_clock(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count(0, 0.02)  # seconds from each look at it to the next
+    monkeypatch.setattr(trainer, "monotonic", lambda: next(ticks))
+    summary = run(compressed, dense, tmp_path / "out", minutes=0.02, steps=None)
+    assert 10 < summary.steps < 60
+    assert summary.after["self"]["kl"] < summary.before["self"]["kl"]
 
 
 def test_checkpointed_blocks_give_the_same_model(compressed: Path, dense: Path, tmp_path: Path) -> None:
