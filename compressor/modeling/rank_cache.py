@@ -7,7 +7,8 @@ attention reconstructs a few heads at a time. Rotations are kept once for all la
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from blr.compressor.modeling.deferred import Deferred
 from blr.compressor.modeling.expressions import Node
 from blr.compressor.modeling.rank_store import Held, RankStore, again, features_of, of_one_layer
 from blr.compressor.modeling.settings import warn_once
+
+
+class Table(NamedTuple):
+    """A tensor of all tokens, its dimension of tokens and that of sequences, None where it has none."""
+
+    tensor: Tensor
+    tokens: int
+    rows: int | None
 
 
 class Tables:
@@ -30,7 +39,7 @@ class Tables:
         for old, piece, after in self.known:
             if old is before and _same(piece, new):
                 return after
-        after = new.clone() if before is None else torch.cat((before, new), dim)
+        after = new.clone() if before is None else _joined(before, new, dim)
         self.known.append((before, new, after))
         return after
 
@@ -42,7 +51,7 @@ class RankLayer(DynamicLayer):
         super().__init__()
         self.shared, self.first = tables, first
         self.stores = (RankStore(packed), RankStore(packed))
-        self.tables: tuple[list[tuple[Tensor, int]], ...] = ([], [])  # with their dimension of tokens
+        self.tables: tuple[list[Table], ...] = ([], [])
         self.last: tuple[Any, Any] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,12 +83,13 @@ class RankLayer(DynamicLayer):
         else:
             store.append(product.inner(source.x))
         held = Held(store, product, stop - start if apart else source.shape[-1], source.dtype)
-        old, new = iter(self.tables[which]), list[tuple[Tensor, int]]()
+        old, new = iter(self.tables[which]), list[Table]()
 
-        def extend(piece: Tensor, dim: int) -> Tensor:
-            before = next(old, (None, dim))[0]
-            new.append((self.shared.extended(before, piece, dim), dim))
-            return new[-1][0]
+        def extend(piece: Tensor, dim: int, rows: int | None) -> Tensor:
+            before = next(old, None)
+            whole = self.shared.extended(None if before is None else before.tensor, piece, dim)
+            new.append(Table(whole, dim, rows))
+            return whole
 
         made = again(node, held, extend)
         self.tables = (new, self.tables[1]) if which == 0 else (self.tables[0], new)
@@ -123,7 +133,7 @@ class RankLayer(DynamicLayer):
             super().crop(tokens_to_remove)
         elif tokens_to_remove:
             kept = self.stores[0].length - abs(tokens_to_remove)
-            self._change(lambda tensor, dim: tensor.narrow(dim, 0, kept), None)
+            self._change(1, lambda tensor, dim: tensor.narrow(dim, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """As of the dynamic layer."""
@@ -132,28 +142,30 @@ class RankLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """As of the dynamic layer."""
         if self.stores[0].length:
-            self._change(None, lambda tensor: tensor[indices.to(tensor.device)])
+            self._change(0, lambda tensor, dim: tensor.index_select(dim, indices.to(tensor.device)))
         else:
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As of the dynamic layer."""
         if self.stores[0].length:
-            self._change(None, lambda tensor: tensor.repeat_interleave(repeats, 0))
+            self._change(0, lambda tensor, dim: tensor.repeat_interleave(repeats, dim))
         else:
             super().batch_repeat_interleave(repeats)
 
-    def _change(self, tokens: Any, rows: Any) -> None:
-        """Apply `tokens` (of a tensor and its dimension) or `rows` to all that is held."""
-        one = tokens or (lambda tensor, _: rows(tensor))
+    def _change(self, label: int, function: Callable[[Tensor, int], Tensor]) -> None:
+        """Apply `function` of a tensor and its dimension of sequences (label 0) or tokens (1) to all
+        that is held; what is one for all sequences stays."""
         for store in self._apart():
-            store.change(lambda tensor: one(tensor, 1))
+            store.change(lambda tensor: function(tensor, label))
 
-        def table(tensor: Tensor, dim: int) -> Tensor:
-            whole = tensor.dim() < 4 or tensor.shape[0] == 1  # one for all sequences
-            return tensor if rows is not None and whole else one(tensor, dim)
+        def table(held: Table) -> Table:
+            dim = held.tokens if label == 1 else held.rows
+            if dim is None or (label == 0 and held.tensor.shape[dim] == 1):
+                return held
+            return held._replace(tensor=function(held.tensor, dim))
 
-        self.tables = tuple([(table(*pair), pair[1]) for pair in each] for each in self.tables)
+        self.tables = tuple([table(held) for held in each] for each in self.tables)
         self.last = None
 
     def offload(self) -> None:
@@ -211,6 +223,13 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
     count = config.get_text_config(decoder=True).num_hidden_layers
     layers = list(cache.layers) or [DynamicLayer() for _ in range(count)]
     return RankCache(layers, kind == "int8", cache.offloading)
+
+
+def _joined(before: Tensor, new: Tensor, dim: int) -> Tensor:
+    """Both along `dim`; what one has once for all sequences, and the other for each, is repeated."""
+    sizes = list(torch.broadcast_shapes(*(held.narrow(dim, 0, 1).shape for held in (before, new))))
+    sizes[dim] = -1
+    return torch.cat((before.expand(sizes), new.expand(sizes)), dim)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -22,7 +22,8 @@ from blr.compressor.modeling.expressions import (
     mapped,
 )
 
-Extend = Callable[[Tensor, int], Tensor]  # a tensor of new tokens and their dimension, to all tokens'
+# a tensor of new tokens, their dimension and that of sequences (None: it has none), to all tokens'
+Extend = Callable[[Tensor, int, int | None], Tensor]
 
 
 class RankStore:
@@ -123,12 +124,13 @@ def _replayed(node: Replayed, leaf: Node, extend: Extend) -> Node:
     def more(part: Any) -> Any:
         if isinstance(part, Node):
             return again(part, leaf, extend)
-        dim = at - (len(node.shape) - part.dim())
+        missing = len(node.shape) - part.dim()
+        dim, rows = at - missing, node.labels.index(0) - missing
         if dim < 0:
             return part
         sizes = [-1] * part.dim()
         sizes[dim] = node.shape[at]
-        return extend(part.expand(sizes), dim)
+        return extend(part.expand(sizes), dim, rows if rows >= 0 else None)
 
     arguments = mapped((Node, Tensor), more, node.arguments)
     shape = list(node.shape)

@@ -62,6 +62,7 @@ def generated(model: Any, **options: Any) -> Any:
         ("gpt2", lambda i, o: LowRankSpec(i, o, 3, 12 if o == 96 else 4)),
         ("mistral", per_head),  # whose window of 16 tokens has a cache of its own
         ("opt", per_head),
+        ("olmo2", low_rank),  # what norms its keys is held for every sequence
     ],
 )
 def test_tokens_are_those_of_a_whole_cache(name: str, spec: Any, beams: int) -> None:
@@ -135,6 +136,22 @@ def test_a_cache_can_be_cropped_reset_and_moved() -> None:
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(steps(model, cache, True), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_a_cache_of_one_prompt_becomes_that_of_several_answers(name: str) -> None:
+    model = caching(name, low_rank, "ranks")
+    caches = [rank_cache(DynamicCache(config=model.config), model.config, "ranks"), DynamicCache()]
+    ids = prompts()["input_ids"]
+    with torch.no_grad():
+        for cache in caches:
+            model(input_ids=ids[:1], past_key_values=cache)
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+        found, expected = (
+            model(input_ids=ids[:, -2:], past_key_values=cache).logits for cache in caches
+        )
+    assert (found - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()
 
 
 def test_whole_keys_end_the_ranks() -> None:
