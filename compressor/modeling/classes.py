@@ -6,6 +6,7 @@ Shipped inside every checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import transformers
@@ -20,6 +21,27 @@ from blr.compressor.modeling.configuration_blr import PREFIX, config_class, nati
 
 EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 _made: dict[tuple[str, type], type[Any]] = {}
+_outermost: ContextVar[Any] = ContextVar("outermost", default=None)  # the model of ours being built
+
+
+class NestedMixin:
+    """A model that knows whether it is built inside another of ours: classifiers of decoders let
+    AutoModel make what is inside them, of the same configuration, whose layers are placed once."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        _let_heads_make(type(self), type(config))
+        held = _outermost.get()
+        token = _outermost.set(self if held is None else held)
+        try:
+            native: Any = super()
+            native.__init__(config, *arguments, **options)
+        finally:
+            _outermost.reset(token)
+
+    @property
+    def is_outermost(self) -> bool:
+        """While it is built: whether no other model of ours is."""
+        return _outermost.get() is self
 
 
 def made_class(name: str, mixin: type, module: str) -> type[Any]:
@@ -38,9 +60,20 @@ def made_class(name: str, mixin: type, module: str) -> type[Any]:
                 "__module__": module,
                 "__doc__": f"{native.__name__} with structured layers.",
                 "config_class": config,
+                "made_of": (native, mixin, module),
             },
         )
     return _made[name, mixin]
+
+
+def _let_heads_make(cls: Any, config: type) -> None:
+    """Give AutoModel the class of what is inside a `cls`, unless it has one for this configuration:
+    whoever loads a folder has trusted its code, and transformers would ask again."""
+    mapping: Any = transformers.AutoModel._model_mapping
+    native, mixin, module = cls.made_of
+    inner = getattr(mapping.get(native.config_class, None), "__name__", "")
+    if config not in mapping and inner != native.__name__ and hasattr(transformers, inner):
+        mapping.register(config, made_class(PREFIX + inner, mixin, module))
 
 
 def _keep_conversions(native: Any, name: str, model_type: str) -> None:
@@ -65,6 +98,17 @@ def module_name(model: Any, stored_name: str) -> str:
         if candidate in modules:
             return candidate
     return name
+
+
+def by_module(model: Any, table: dict[str, Any]) -> dict[str, Any]:
+    """`table` of layers, as stored on disk, by the modules of `model`: without a head that the class
+    named in the configuration has and this one has not."""
+    found = {module_name(model, stored): entry for stored, entry in table.items()}
+    named = next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
+    if named == type(model).__name__:
+        return found
+    modules = dict(model.named_modules())
+    return {name: entry for name, entry in found.items() if name in modules}
 
 
 def planned(model: Any) -> Iterator[tuple[str, Any, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import by_module
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.cuda_graphs import CapturedForward
 from blr.compressor.modeling.generation import FusedGeneration
@@ -37,7 +37,7 @@ class ExportedModelMixin:
         if settings is None:
             return
         packed = packed_layers(self.config.blr["layers"], settings)
-        replace_quantized(self, {module_name(self, name): table for name, table in packed.items()})
+        replace_quantized(self, by_module(self, packed))
         for layer in [m for m in self.modules() if isinstance(m, StructuredLinear)]:
             if not isinstance(layer, QuantizedStructured):
                 to_kernel_layout(layer)

@@ -14,7 +14,7 @@ import transformers
 
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
-from blr.compressor.modeling.classes import made_class, module_name
+from blr.compressor.modeling.classes import NestedMixin, by_module, made_class, module_name
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.fused import fuse
@@ -29,7 +29,7 @@ from blr.compressor.modeling.table import replace_layers
 register_attention()
 
 
-class StructuredModelMixin:
+class StructuredModelMixin(NestedMixin):
     """Swaps the structured layers in, in the last step of a model's construction.
 
     `post_init` is where every transformers model ends its `__init__`, on the meta device while
@@ -38,15 +38,15 @@ class StructuredModelMixin:
 
     def post_init(self: Any) -> None:
         native: Any = super()
-        self._place_layers()
-        defer_large(self)
-        bound_norms(self)
-        fuse(self)
+        if self.is_outermost:
+            self._place_layers()
+            defer_large(self)
+            bound_norms(self)
+            fuse(self)
         native.post_init()
 
     def _place_layers(self: Any) -> None:
-        layers = (self.config.blr or {}).get("layers", {})
-        replace_layers(self, {module_name(self, name): spec for name, spec in layers.items()})
+        replace_layers(self, by_module(self, (self.config.blr or {}).get("layers", {})))
         place_pairs(self)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -57,11 +57,15 @@ class StructuredModelMixin:
         return self
 
     def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
-        """As of transformers, with the layers as they are: a merged adapter has raised ranks."""
-        table = (self.config.blr or {}).get("layers", {})
-        for name in table:
-            layer = self.get_submodule(module_name(self, name))
-            table[name] = layer.described.to_dict() if hasattr(layer, "described") else table[name]
+        """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
+        model of another class than was written may have no head."""
+        table, modules = (self.config.blr or {}).get("layers", {}), dict(self.named_modules())
+        for name in list(table):
+            layer = modules.get(module_name(self, name))
+            if layer is None:
+                del table[name]
+            elif hasattr(layer, "described"):
+                table[name] = layer.described.to_dict()
         native: Any = super()
         return native.save_pretrained(*arguments, **options)
 

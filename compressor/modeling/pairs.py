@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from blr.compressor.modeling.classes import module_name, planned
+from blr.compressor.modeling.classes import by_module, planned
 
 
 class Pair(nn.Sequential):
@@ -35,8 +35,7 @@ def place_pairs(model: Any) -> None:
     """Put a `Pair` in the place of every module that ``config.blr["pairs"]`` names: on its device, in
     its dtype. Raises KeyError for a name that is none of `model`."""
     modules = dict(model.named_modules())
-    for stored, sizes in ((model.config.blr or {}).get("pairs") or {}).items():
-        name = module_name(model, stored)
+    for name, sizes in by_module(model, (model.config.blr or {}).get("pairs") or {}).items():
         if name not in modules:
             raise KeyError(f"the configuration replaces {name!r}, which this model does not have")
         old = next(modules[name].parameters())

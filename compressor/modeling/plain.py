@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from blr.compressor.modeling.classes import made_class
+from blr.compressor.modeling.classes import NestedMixin, made_class
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.pairs import pair_plan, place_pairs
 
 
-class PlainModelMixin:
+class PlainModelMixin(NestedMixin):
     """Puts the pairs in their places in the last step of a model's construction, where transformers
     has filled nothing yet."""
 
     def post_init(self: Any) -> None:
         native: Any = super()
-        place_pairs(self)
+        if self.is_outermost:
+            place_pairs(self)
         native.post_init()
         self._tp_plan = {**pair_plan(self), **(self._tp_plan or {})}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from limited import Limited, refused
+from pico import save_pico
 from spoiling import spoil
 
 from blr.compressor.checkpoint.hints import inert
@@ -136,6 +137,32 @@ def test_reason_for_an_integer_layer(limited: Limited, model: Path) -> None:
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.int8)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     refused(limited.run("plan", "model", "--include", name, cwd=model.parent), 2, "stored as I8")
+
+
+# --- Heads over a model that AutoModel makes ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2-classes", "llama-answers"])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (("--quantize", "int8", "--group", "32"), "folder"),
+        (("--base", "int2", "--rank", "4", "--group", "32"), "dense"),
+        (("--cf", "2"), "plain"),
+    ],
+    ids=["few bits", "corrected", "pairs"],
+)
+def test_the_model_inside_leaves_its_layers_to_the_head(
+    options: tuple[str, ...], kind: str, name: str, limited: Limited, tmp_path: Path
+) -> None:
+    """Placed twice, they lost their biases, or had no dtype to take; of other names, none was found."""
+    save_pico(name, tmp_path / "model")
+    for command in (
+        ("compress", "model", "-o", "out", *options),
+        ("export", "out", "-o", "exported", "--as", kind),
+    ):
+        ended = limited.run(*command, cwd=tmp_path)
+        assert ended.code == 0 and "check: loaded and run" in ended.out, ended.err
 
 
 # --- Hints of code --------------------------------------------------------------------------------

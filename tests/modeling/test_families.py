@@ -59,6 +59,17 @@ def test_base_model_loads_from_a_head_checkpoint(name: str, tmp_path: Path) -> N
     assert len(structured) >= 12
 
 
+def test_a_base_model_leaves_a_structured_head_out_and_saves_itself(tmp_path: Path) -> None:
+    _, output = compress_pico("llama", tmp_path, include=["lm_head", "*.mlp.*"])
+    model = transformers.AutoModel.from_pretrained(output)
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again")
+    inputs = inputs_for(model)
+    with torch.no_grad():
+        found, expected = (m.eval()(**inputs).last_hidden_state for m in (again, model))
+    assert torch.equal(found, expected)
+
+
 def test_saving_a_loaded_model_keeps_its_names_on_disk(tmp_path: Path) -> None:
     _, output = compress_pico("vit", tmp_path)
     auto_class("vit").from_pretrained(output).save_pretrained(tmp_path / "again")

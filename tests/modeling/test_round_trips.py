@@ -43,13 +43,14 @@ METHODS: dict[str, dict[str, Any]] = {
 FAMILIES = (
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt"),
     *("mixtral", "qwen3-moe", "bert", "bert-mlm", "roberta", "xlm-roberta", "distilbert", "electra"),
-    *("vit", "t5"),
+    *("qwen2-classes", "llama-answers", "vit", "t5"),
 )
 KIN = ("llama-tied", "mistral", "qwen2", "gemma2", "xlm-roberta", "electra")  # built as others here are
 AUTO = {
     **{"CausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"},
     **{"MaskedLM": "AutoModelForMaskedLM", "ConditionalGeneration": "AutoModelForSeq2SeqLM"},
     "SequenceClassification": "AutoModelForSequenceClassification",
+    "QuestionAnswering": "AutoModelForQuestionAnswering",
     **{"ImageClassification": "AutoModelForImageClassification", "BertModel": "AutoModel"},
 }
 CLOSE = 1e-4  # relative: float32 through a pico model, products in another order

@@ -111,6 +111,11 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", _T5, "T5ForConditionalGeneration"),
     # one that has no table in configs/
     "electra": ("ElectraConfig", _BERT, "ElectraForSequenceClassification"),
+    # whose keys are normed before they are heads
+    "olmo2": ("Olmo2Config", _LLAMA, "Olmo2ForCausalLM"),
+    # what is inside these is made by AutoModel
+    "qwen2-classes": ("Qwen2Config", {**_LLAMA, "num_labels": 3}, "Qwen2ForSequenceClassification"),
+    "llama-answers": ("LlamaConfig", {**_LLAMA, "attention_bias": True}, "LlamaForQuestionAnswering"),
     "mixtral": ("MixtralConfig", {**_LLAMA, **_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
     "qwen3-moe": (
         "Qwen3MoeConfig",
