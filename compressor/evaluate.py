@@ -19,6 +19,7 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import quote
+from blr.compressor.text.reading import read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
@@ -42,11 +43,11 @@ class Spearman:
 
 
 def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Tensor:
-    """Token ids [n] of a text file, without special tokens, cut to `max_tokens`.
+    """Token ids [n] of a text or .jsonl file, without special tokens, cut to `max_tokens`.
 
-    Raises InputError for a file that is missing, empty or not UTF-8.
+    Raises InputError for a file that is missing, empty, malformed or not UTF-8.
     """
-    text = read_text(path, MAX_BYTES)
+    text = read_whole_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")

@@ -31,7 +31,7 @@ def evaluate(
     checkpoint: Checkpoint,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file: perplexity of a decoder on it; repeatable."),
+        typer.Option(help="Text file or .jsonl: perplexity of a decoder on it; repeatable."),
     ] = None,
     sts: Annotated[
         Path | None,

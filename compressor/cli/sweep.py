@@ -35,7 +35,7 @@ def sweep(
     ],
     text: Annotated[
         list[Path],
-        typer.Option("--eval", help="Text file that losses are measured on; repeatable."),
+        typer.Option("--eval", help="Text file or .jsonl that losses are measured on; repeatable."),
     ],
     methods: Annotated[
         str | None, typer.Option(help="Structures, as svd,svd-pivot,blast,auto.", show_default=METHODS)

@@ -46,10 +46,10 @@ def check_loss(loss: float | None, kind: str, folder: Path) -> None:
 
 def _of_file(source: Source, text: Path) -> Tensor:
     from blr.compressor.checkpoint.config import context_of
-    from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.reading import read_first_text
 
-    start = read_start(text)
+    start = read_first_text(text)
     ids = load_tokenizer(source.folder, text=start)(start, add_special_tokens=False, verbose=False)[
         "input_ids"
     ]

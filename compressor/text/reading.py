@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.checkpoint.regular import read_lines, read_pieces
+from blr.compressor.checkpoint.regular import read_lines, read_pieces, read_start, read_text
 from blr.compressor.errors import HubError, InputError
 from blr.compressor.quoting import first_line, is_text, quote
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
+PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
 PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
 BATCH = 8  # windows or sentences run through a block at once
@@ -101,8 +102,33 @@ def read_documents(name: str, offline: bool = False) -> Iterator[str]:
     path = _known(name)
     if not os.path.exists(path):
         return _dataset(name, offline)
-    lines = read_lines(path, MAX_BYTES, MAX_LINE)
-    return _json_lines(name, lines) if path.suffix == ".jsonl" else _written(name, lines)
+    if _holds_json(path):
+        return _json_lines(path, MAX_BYTES)
+    return _written(name, read_lines(path, MAX_BYTES, MAX_LINE))
+
+
+def read_whole_text(path: Path, limit: int) -> str:
+    """A file as one text: as it is, or the `text` of all its JSON lines. `limit`: its bytes at most.
+
+    Raises InputError: missing, larger, not UTF-8 or malformed.
+    """
+    return "".join(_json_lines(path, limit)) if _holds_json(path) else read_text(path, limit)
+
+
+def read_first_text(path: Path) -> str:
+    """Some pages of what `read_whole_text` gives. Raises InputError."""
+    if not _holds_json(path):
+        return read_start(path)
+    start = ""
+    for document in _json_lines(path, MAX_BYTES):
+        start += document
+        if len(start) >= PAGES:
+            break
+    return start
+
+
+def _holds_json(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
 
 
 def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
@@ -115,8 +141,8 @@ def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
         raise InputError(f"{name}: empty; expected text; give a file that holds some")
 
 
-def _json_lines(name: str, lines: Iterator[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
+def _json_lines(path: Path, limit: int) -> Iterator[str]:
+    for number, line in enumerate(read_lines(path, limit, MAX_LINE), 1):
         if not line.strip():
             continue
         try:
@@ -124,7 +150,7 @@ def _json_lines(name: str, lines: Iterator[str]) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str) or not is_text(document):
-            raise InputError(f"{name}:{number}: expected a JSON object with a string field 'text'")
+            raise InputError(f"{path}:{number}: expected a JSON object with a string field 'text'")
         yield document + "\n"
 
 

@@ -93,6 +93,20 @@ def test_several_texts_are_a_row_each(tiny: Path, sample: Path, blr: Run) -> Non
     assert rows[0].split() == ["text", "perplexity", "tokens"] and len(rows) == 3
 
 
+def test_json_lines_are_judged_by_their_text(tiny: Path, sample: Path, blr: Run, tmp_path: Path) -> None:
+    """As a calibration reads them: not the syntax around it."""
+    text = sample.read_text()[:4000]
+    lines = [json.dumps({"id": n, "text": part}) for n, part in enumerate(text.split("\n"))]
+    (tmp_path / "text.JSONL").write_text("\n".join(lines))
+    (tmp_path / "text.txt").write_text(f"{text}\n")
+    done = blr("eval", tiny, "--text", "text.JSONL", "--text", "text.txt", "--format", "json")
+    found, expected = json.loads(done.stdout)["texts"]
+    assert found["perplexity"] == expected["perplexity"] and found["tokens"] == expected["tokens"]
+    (tmp_path / "text.JSONL").write_text('{"content": "x"}\n')
+    done = blr("eval", tiny, "--text", "text.JSONL")
+    assert done.returncode == 4 and "text.JSONL:1: expected a JSON object" in done.stderr
+
+
 def test_tasks_without_their_package_name_the_extra(tiny: Path, blr: Run) -> None:
     if find_spec("lm_eval") is not None:
         pytest.skip("lm_eval is installed")
