@@ -59,7 +59,7 @@ def absolute(output: Path) -> Path:
         return Path(os.path.abspath(output))
     except FileNotFoundError:
         raise OutputError(
-            "the current folder: it was removed; change to another, or give an absolute --output"
+            "the current folder: it was removed; expected one that is there; change to another"
         ) from None
 
 

@@ -9,11 +9,13 @@ import time
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.destination import absolute
 from blr.compressor.checkpoint.remedies import unforeseen
 from blr.compressor.cli import (
     bench,
@@ -80,6 +82,7 @@ def _root(
     ] = False,
 ) -> None:
     _check_kernels()
+    _check_surroundings()
 
 
 @cache
@@ -96,6 +99,17 @@ def _check_kernels() -> None:
         raise UsageError(str(error)) from error
     if mode == "triton" and find_spec("triton") is None:
         raise CapabilityError(NO_TRITON)
+
+
+def _check_surroundings() -> None:
+    """Refuse what the libraries below end without a word of blr in: a current folder that was removed,
+    where MKL finds none of its parts, and a Python without docstrings, which transformers reads."""
+    absolute(Path())
+    if sys.flags.optimize > 1:
+        raise CapabilityError(
+            "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which transformers "
+            "reads as it is imported; take -O or PYTHONOPTIMIZE=1 at most"
+        )
 
 
 def main() -> None:

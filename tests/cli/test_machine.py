@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from limited import Limited, refused
+from running import Run
 
 from blr.compressor.machine.exhaustion import exhausted
 
@@ -133,3 +134,23 @@ def test_what_counts_as_lacking(error: Exception, lacks: bool) -> None:
     wrapped = ValueError("cannot be built")
     wrapped.__cause__ = error
     assert (exhausted(wrapped) is not None) == lacks
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "{}", "the"), ("compress", "{}", "-o", "{}-out"), ("verify", "{}")]
+)
+def test_a_current_folder_that_was_removed(
+    command: tuple[str, ...], limited: Limited, small: Path, tmp_path: Path
+) -> None:
+    """MKL ends the process, without a word of ours, where it looks for its parts from there."""
+    gone = "import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
+    words = [word.format(small) for word in command]
+    refused(limited.run(*words, cwd=tmp_path, patch=gone), 5, "the current folder: it was removed")
+
+
+def test_a_python_without_docstrings(installed: Run, small: Path) -> None:
+    """transformers, which reads its own, would fail as if there were a bug in ours."""
+    for level, code in (("2", 9), ("1", 0)):
+        done = installed("verify", small, env={**os.environ, "PYTHONOPTIMIZE": level})
+        assert done.returncode == code, done.stderr
+        assert code == 0 or "blr: error: Python leaves docstrings out" in done.stderr
