@@ -85,7 +85,12 @@ def _here() -> Path:
 
 
 def _check_occupied(output: Path, overwrite: bool) -> None:
-    if not output.is_dir() or output.is_symlink():
+    if output.is_symlink():
+        raise OutputError(
+            f"{output}: a link, whose place a finished folder would take; give the path of a folder, "
+            f"as {os.path.realpath(output)}"
+        )
+    if not output.is_dir():
         raise OutputError(f"{output}: exists and is not a folder; choose another --output")
     if is_mount(output):
         raise OutputError(

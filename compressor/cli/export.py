@@ -40,7 +40,9 @@ class Kind(StrEnum):
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="A folder, dense or compressed by blr, a hub id or a short name."),
+        typer.Argument(
+            callback=values.name, help="A folder, dense or compressed by blr, a hub id or a short name."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     kind: Annotated[

@@ -32,9 +32,15 @@ from blr.compressor.parallel import environment
 
 
 def heal(
-    checkpoint: Annotated[str, typer.Argument(help="A folder written by blr compress, or a hub id.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(callback=values.name, help="A folder written by blr compress, or a hub id."),
+    ],
     teacher: Annotated[
-        str, typer.Option(help="The dense model it came from: folder, hub id or short name.")
+        str,
+        typer.Option(
+            callback=values.name, help="The dense model it came from: folder, hub id or short name."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     data: Annotated[

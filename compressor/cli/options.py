@@ -23,10 +23,15 @@ class Format(StrEnum):
 
 Model = Annotated[
     str,
-    typer.Argument(help="A checkpoint folder, a hub id (owner/name) or a short name (llama-7b)."),
+    typer.Argument(
+        callback=values.name,
+        help="A checkpoint folder, a hub id (owner/name) or a short name (llama-7b).",
+    ),
 ]
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")]
-Output = Annotated[str, typer.Argument(help="A folder that blr wrote.")]
+Checkpoint = Annotated[
+    str, typer.Argument(callback=values.name, help="A checkpoint folder or a hub id.")
+]
+Output = Annotated[str, typer.Argument(callback=values.name, help="A folder that blr wrote.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or one JSON object.")]
 StoredDtype = Annotated[
     str | None, typer.Option(help="Stored dtype of the factors.", show_default="the weight's own")

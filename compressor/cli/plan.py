@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     Base,
     Blocks,
@@ -38,7 +39,10 @@ from blr.compressor.cli.options import (
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A checkpoint folder (config.json is enough), a hub id or a short name."),
+        typer.Argument(
+            callback=values.name,
+            help="A checkpoint folder (config.json is enough), a hub id or a short name.",
+        ),
     ],
     recipe: RecipeOption = None,
     method: Method = None,

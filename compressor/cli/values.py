@@ -20,6 +20,15 @@ COLDEST = 1e-4  # a temperature below it takes logits out of the range of float3
 SEEDS = range(-(2**63), 2**64)  # what torch takes
 
 
+def name(param: typer.CallbackParam, value: str) -> str:
+    """Of a model or folder; an empty one, of a variable that is not set, would be the current folder."""
+    if not value:
+        raise UsageError(
+            f"{param.opts[0]} is empty: expected a name or a path; check the variable it came from"
+        )
+    return value
+
+
 def count(param: typer.CallbackParam, value: int | None) -> int | None:
     """An integer up to 2³¹ − 1."""
     if value is not None and abs(value) > MOST:

@@ -140,7 +140,7 @@ def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
         ("missing/out", "no such folder to write out into"),
         ("file/out", "no such folder"),
         ("file", "exists and is not a folder"),
-        ("link", "exists and is not a folder"),
+        ("link", "a link, whose place a finished folder would take"),
         ("full", "not empty"),
         ("/", "not a folder that can be made"),
         ("x" * 250, "file name too long"),

@@ -80,6 +80,11 @@ WRONG: dict[str, list[str]] = {
         "--device meta",
     ],
 }
+EMPTY: dict[str, list[str]] = {  # of variables that are not set: not the current folder
+    **{command: ["="] for command in ("compress", "plan", "verify", "inspect", "export -o x")},
+    **{"generate": ["= a"], "eval": ["= --text X"], "push": ["= a/b"], "sweep -o x --eval X": ["="]},
+    **{"heal -o x": ["= --teacher X", "X --teacher ="]},
+}
 IDLE: dict[str, list[str]] = {  # what nothing would read
     "compress X -o out": [
         *("--method svd --blocks 4", "--method svd --rounds 5", "--method blast --heads per-head"),
@@ -105,7 +110,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
     ],
     "verify X": ["--public-key X", "--identity x"],
 }
-OPTIONS = [(c, o) for table in (WRONG, IDLE) for c, found in table.items() for o in found]
+OPTIONS = [(c, o) for table in (WRONG, EMPTY, IDLE) for c, found in table.items() for o in found]
 
 
 @pytest.mark.parametrize(
