@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blr.compressor.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
-from blr.compressor.rounding.float8 import Costs, costs_of, round_fp8
+from blr.compressor.rounding.float8 import EASE, Costs, costs_of, round_fp8
 from blr.compressor.rounding.gptq import compensation, gptq
 from blr.compressor.rounding.seen import seen_by_v
 from blr.compressor.rounding.turning import turned
@@ -68,9 +68,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Metric:
-    """What errors of a layer cost: H [i, i] of its inputs, float64."""
+    """What errors of a layer cost: H [i, i] of its inputs, float64; `ease` as of `costs_of`."""
 
     gram: Tensor
+    ease: float = EASE
 
     @property
     def costs(self) -> Tensor:
@@ -85,7 +86,7 @@ class Metric:
     @cached_property
     def float8(self) -> Costs:
         """As of `costs_of`."""
-        return costs_of(self.gram)
+        return costs_of(self.gram, self.ease)
 
 
 FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
@@ -281,7 +282,7 @@ def _solved(
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
         return factor, _pack(spec, LAST, factor, dtype)
-    stored, latent = _by_compensation(left, Metric(normal.double()), LAST, spec, dtype)
+    stored, latent = _by_compensation(left, Metric(normal.double(), ease=0.0), LAST, spec, dtype)
     return from_rows(spec, LAST, latent), stored
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blr.compressor.fitting.rounding import Metric, plain_fit, round_layer
 from blr.compressor.fitting.twins import make_twin
-from blr.compressor.rounding.float8 import costs_of, round_fp8
+from blr.compressor.rounding.float8 import Costs, costs_of, round_fp8
 from blr.compressor.rounding.seen import seen_by_v
 from blr.compressor.structures.base import FitOptions, weighted_norm_squared
 from blr.compressor.structures.packing import pack_factor
@@ -70,6 +70,21 @@ def test_compensated_rounding_loses_less_of_the_output(group: int) -> None:
     lost, nearest = (weighted_norm_squared(m, gram) for m in missed)
     assert lost < 0.35 * nearest
     assert not bool(missed[0][5].any())
+
+
+def test_of_few_tokens_the_diagonal_tells_more_about_others() -> None:
+    torch.manual_seed(2)
+    mixed = torch.eye(96, dtype=torch.float64) + torch.randn(96, 96, dtype=torch.float64) / 20
+    weight = torch.randn(64, 96, dtype=torch.float64)
+    x, gram = torch.randn(150, 96, dtype=torch.float64) @ mixed, mixed.mT @ mixed
+    of_text = Metric(x.mT @ x / 150)
+
+    def lost(costs: Costs) -> float:
+        found = dequantize_fp8(*round_fp8(weight, costs, 0, torch.float32), torch.float64)
+        return weighted_norm_squared(weight - found, gram)
+
+    eased, as_seen = lost(of_text.float8), lost(costs_of(of_text.gram))
+    assert lost(costs_of(gram)) < eased < 0.9 * as_seen
 
 
 @settings(max_examples=20)
