@@ -28,8 +28,12 @@ def memory(
         ),
     ] = "bert-base",
     arms: Annotated[
-        str, typer.Option(help="Some of dense, naive, ours, and ours-N for a bound of N MiB.")
-    ] = "dense,naive,ours",
+        str,
+        typer.Option(
+            help="Some of dense, naive (low rank by plain torch), whole (ours without a bound), ours, "
+            "and ours-N for a bound of N MiB."
+        ),
+    ] = "dense,naive,whole,ours",
     keep: Annotated[
         str, typer.Option(help="Shares of the parameters of the replaced layers.")
     ] = "0.5,0.75",
@@ -48,6 +52,9 @@ def memory(
     ] = 0.0,
     rounds: Rounds = 5,
     dtype: ModelDtype = "bfloat16",
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Time passes as CUDA graphs: without the host.")
+    ] = False,
     seconds: Seconds = None,
     output: Annotated[
         Path | None,
@@ -82,6 +89,7 @@ def memory(
         device=device,
         dtype=dtype,
         seconds=seconds,
+        graphs=graphs,
     )
     report, code = run_memory(options, Progress(quiet))
     finish(report, code, memory_summary(report.rows), memory_text, save, draw_memory, output, format)

@@ -7,17 +7,16 @@ computed at once; the idea is that of fused linear cross entropy (Liger, arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
-from transformers import masking_utils
 
 from blr.compressor.heal.settings import CHUNK
+from blr.compressor.modeling.masks import unpacked
 from blr.kernels.common.available import kernel_device
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -81,21 +80,6 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, v] of `hidden` [n, d]."""
         return hidden if self.weight is None else linear(hidden, self.weight, self.bias)
-
-
-@contextmanager
-def unpacked() -> Iterator[None]:
-    """While active, transformers does not look for several sequences in a row of tokens: it would wait
-    for the GPU to tell, in every pass, and no CUDA graph could be captured."""
-    found = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if found is None:
-        yield
-        return
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = found
 
 
 class Answers:

@@ -28,6 +28,7 @@ from blr.compressor.modeling.expressions import (
 )
 from blr.compressor.modeling.rank_store import Held
 from blr.kernels.common.transient import bound_for, chunks, tokens_within
+from blr.kernels.normed.launch import layer_norm as normed
 
 FEW = 8  # queries up to which values stay in the space of ranks
 
@@ -36,34 +37,41 @@ def linear(node: Any, weight: Any, bias: Any = None) -> Any:
     """`torch.nn.functional.linear` of a node."""
     if isinstance(weight, Node) or isinstance(bias, Node):
         return NotImplemented
-    return by_tokens(node, weight.shape[0], lambda x: functional.linear(x, weight, bias))
+    return by_tokens(node, weight.shape[0], lambda x, _: functional.linear(x, weight, bias))
 
 
-def by_tokens(node: Node, outputs: int, product: Callable[[Tensor], Tensor]) -> Any:
+def by_tokens(node: Node, outputs: int, product: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
     """``product`` [..., outputs] of a node [..., i], as many tokens at a time as the bound holds.
 
     NotImplemented for a node whose tokens are not the first dimensions.
+
+    Args:
+        product: of a part, and of where it may put what it gives.
     """
     if not has_tokens(node):
         return NotImplemented
     out: Tensor | None = None
     for region in regions(node.shape[:-1], tokens_within(_bound([node]), _width(node, outputs))):
-        part = product(node.part(region, {}))
+        part = node.part(region, {})
         if part.shape[:-1] == node.shape[:-1]:
-            return part
+            return product(part, None)
         if out is None:
             out = part.new_empty((*node.shape[:-1], outputs))
-        sliced(out, out.shape, node.labels, region).copy_(part)
-        del part  # before the next one is made
-    return product(node.part({}, {})) if out is None else out  # the former of no tokens
+        place = sliced(out, out.shape, node.labels, region)
+        if (made := product(part, place)) is not place:
+            place.copy_(made)
+        del part, made  # before the next ones are made
+    return product(node.part({}, {}), None) if out is None else out  # the former of no tokens
 
 
 def layer_norm(node: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """`torch.nn.functional.layer_norm` of a node over its features."""
     if not isinstance(node, Node) or node.labels[-1] != "o" or tuple(shape) != tuple(node.shape[-1:]):
         return NotImplemented
-    norm = functional.layer_norm
-    return by_tokens(node, node.shape[-1], lambda x: norm(x, shape, weight, bias, eps))
+    if weight is None:
+        norm = functional.layer_norm
+        return by_tokens(node, node.shape[-1], lambda x, _: norm(x, shape, None, bias, eps))
+    return by_tokens(node, node.shape[-1], lambda x, out: normed(x, weight, bias, eps, out))
 
 
 def has_tokens(node: Node) -> bool:

@@ -8,19 +8,24 @@ replay the graph and return copies of the outputs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from blr.compressor.modeling.masks import is_full, unpacked, without_padding
 from blr.compressor.modeling.settings import export_settings, warn_once
 
 MAX_GRAPHS = 16  # input shapes kept at once, the least recently used is dropped
 WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
+BOUND = 0.8  # the host's share of a pass from which on it is bound by launches
+MASK = "attention_mask"
 Replay = Callable[[], Any]
-Capture = Callable[[Callable[[], Any]], Replay]
+Capture = Callable[[Callable[[], Any]], Replay | None]
 
 
 class CapturedForward:
@@ -35,20 +40,36 @@ class CapturedForward:
         if not _capturable(self):
             return native.__call__(*args, **kwargs)
         graphs = self.__dict__.setdefault("_blr_graphs", ForwardGraphs())
-        return graphs.run(native.__call__, (args, kwargs), next(self.parameters()).data_ptr())
+        weights = next(self.parameters()).data_ptr()
+        if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
+            kwargs = _maskless(kwargs)
+        if len(args) > 1 or any(kwargs.get(name) is not None for name in (MASK, "position_ids")):
+            return graphs.run(native.__call__, (args, kwargs), weights)
+        with unpacked(), without_padding():
+            return graphs.run(native.__call__, (args, kwargs), weights)
 
 
 class ForwardGraphs:
     """The graphs of one model, by the shapes of its inputs.
 
     `capture` turns a function without arguments, whose tensors stay where they are, into one that
-    repeats its kernels and returns its first result, overwritten.
+    repeats its kernels and returns its first result, overwritten; None where that is not worth it.
     """
 
     def __init__(self, capture: Capture | None = None) -> None:
-        self.capture = capture or _capture_cuda
-        self.entries: OrderedDict[Any, tuple[list[Tensor], Replay]] = OrderedDict()
+        self.capture = capture or captured_if_faster
+        self.entries: OrderedDict[Any, tuple[list[Tensor], Replay | None]] = OrderedDict()
         self.failed = False
+        self.maskless: bool | None = None  # whether a mask that hides nothing is as good as none
+
+    def ignores(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether ``forward`` computes the same without a mask that hides nothing; tried once."""
+        if self.maskless is None:
+            try:
+                self.maskless = _equal(forward(*args, **kwargs), forward(*args, **_maskless(kwargs)))
+            except Exception:  # a model that needs its mask
+                self.maskless = False
+        return self.maskless
 
     def run(self, forward: Callable[..., Any], inputs: Any, weights: int = 0) -> Any:
         """``forward(*inputs[0], **inputs[1])``; `weights` changes when the parameters are moved."""
@@ -59,10 +80,12 @@ class ForwardGraphs:
             return forward(*inputs[0], **inputs[1])
         if key not in self.entries:
             result = self._add(key, forward, leaves, spec)
-            if self.failed:
+            if self.failed or self.entries[key][1] is None:
                 return result
         self.entries.move_to_end(key)
         buffers, replay = self.entries[key]
+        if replay is None:
+            return forward(*inputs[0], **inputs[1])
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
@@ -82,7 +105,8 @@ class ForwardGraphs:
             warn_once(f"the forward pass is not captured as a CUDA graph ({reason}); it runs eagerly")
             self.failed = True
             return result
-        self.entries[key] = [leaf for leaf in held if isinstance(leaf, Tensor)], replay
+        buffers = [leaf for leaf in held if isinstance(leaf, Tensor)]
+        self.entries[key] = ([], None) if replay is None else (buffers, replay)
         if len(self.entries) > MAX_GRAPHS:
             self.entries.popitem(last=False)
         return result
@@ -123,16 +147,24 @@ def _check_output(result: Any) -> None:
         raise ValueError("it returns more than tensors")
 
 
-def _capture_cuda(run: Callable[[], Any]) -> Replay:
+def _maskless(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != MASK}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two results are the same numbers."""
+    (ours, kind), (others, other) = tree_flatten(a), tree_flatten(b)
+    if kind != other:
+        return False
+    pairs = [pair for pair in zip(ours, others, strict=True) if isinstance(pair[0], Tensor)]
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def captured(run: Callable[[], Any]) -> Replay:
     """The kernels of `run` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(run)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _numbers_after_failures(), torch.cuda.graph(graph):
         result = run()
 
     def replay() -> Any:
@@ -140,3 +172,38 @@ def _capture_cuda(run: Callable[[], Any]) -> Replay:
         return result
 
     return replay
+
+
+def captured_if_faster(run: Callable[[], Any]) -> Replay | None:
+    """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
+    hold the memory of a large pass."""
+    return captured(run) if warm_up(run) > BOUND else None
+
+
+def warm_up(run: Callable[[], Any]) -> float:
+    """Run on a stream of its own until nothing new is set up; the host's share of the last time."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            stream.synchronize()
+            begun = perf_counter()
+            run()
+            host = perf_counter() - begun
+            stream.synchronize()
+            share = host / (perf_counter() - begun)
+    torch.cuda.current_stream().wait_stream(stream)
+    return share
+
+
+@contextmanager
+def _numbers_after_failures() -> Iterator[None]:
+    """A capture that fails leaves torch's generator waiting for it: every random number drawn on the
+    GPU from then on would be an error. It goes on from its state before."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise

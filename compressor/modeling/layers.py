@@ -82,7 +82,7 @@ class StructuredLinear(nn.Module):
         if isinstance(x, Deferred):
             if self.defers and has_tokens(x.node):
                 return Deferred(Chained(x.node, self.bound(), self.out_features))
-            y = by_tokens(x.node, self.out_features, lambda part: self.product(part, self.bias))
+            y = by_tokens(x.node, self.out_features, lambda part, _: self.product(part, self.bias))
             return self.product(x, self.bias) if y is NotImplemented else y
         if self.defers and (later := self._later(x)) is not None:
             return later

@@ -94,14 +94,14 @@ def plan(
     return partial(_flat, call)
 
 
-class Plans(dict[Any, Plan]):
+class Plans(dict[Any, Callable[..., Any]]):
     """Plans by what they depend on; all of them go at `forget`, and where there are too many."""
 
     def __init__(self) -> None:
         super().__init__()
         _PLANS.append(self)
 
-    def keep(self, key: Any, made: Plan) -> Plan:
+    def keep(self, key: Any, made: Callable[..., Any]) -> Callable[..., Any]:
         """`made`, known from now on."""
         if len(self) >= PLANNED:
             self.clear()

@@ -22,6 +22,11 @@ from blr.kernels.common.tables import PLAIN, REFERENCE, Shape, choose
 
 VARIABLE = "BLR_COMPILED"
 FORMS = ("auto", "plain", "operator")
+# Numbers read and written, tokens x (inputs + outputs), up to which calls of an operator from a compiled
+# graph take longer than the plain form, whose calls of the library cost a third (8B shapes on an H200;
+# BLAST's plain form is the slower on the GPU). CUDA graphs call nothing.
+HOST_BOUND = {"monarch": 20_000_000, "blast": 10_000_000}
+FEW = 64  # tokens up to which an operator is one or two launches, as decoding asks for it
 _INLINED: list[tuple[Operator, str, Callable[..., Shape]]] = []
 
 
@@ -67,8 +72,18 @@ def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
         return form == "plain"
     if not isinstance(x.shape[0], int) or not kernel_device(x):
         return False  # any number of tokens; or no kernels, and a form of its own on a CPU
+    if _is_bound_by_calls(structure, shape, x.shape[0]):
+        return True
     chosen, _ = choose(structure, shape, x.shape[0], x.dtype, x.device)
     return chosen in (*PLAIN[structure][-1:], REFERENCE)
+
+
+def _is_bound_by_calls(structure: str, shape: Shape, n: int) -> bool:
+    """Whether the host's calls, and not the GPU, are what n tokens take."""
+    from torch._inductor import config
+
+    numbers = n * (shape.inputs + shape.outputs)
+    return n > FEW and numbers <= HOST_BOUND.get(structure, 0) and not config.triton.cudagraphs
 
 
 def _decomposition(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Any:

@@ -77,9 +77,10 @@ class Launch:
 @dataclass
 class Replay:
     """What one call allocated and launched: `made` are shape, dtype and device of the allocations.
-    `result`: which of the arguments and, behind them, the allocations it gave, or several. layouts: of
-    the arguments behind the input."""
+    `result`: which of the arguments and, behind them, the allocations it gave, or several. strides: of
+    the input, None of one without gaps, in whatever shape. layouts: of the arguments behind it."""
 
+    strides: tuple[int, ...] | None
     layouts: tuple[Any, ...]
     made: list[tuple[Any, torch.dtype, torch.device]]
     result: int | tuple[int, ...]
@@ -93,7 +94,8 @@ class Replay:
         bits = 0
         for address in addresses:
             bits |= address
-        if bits & ALIGNED or not x.is_contiguous() or _layouts(rest) != self.layouts:
+        same = x.is_contiguous() if self.strides is None else x.stride() == self.strides
+        if bits & ALIGNED or not same or _layouts(rest) != self.layouts:
             return None
         if torch._C._cuda_getDevice() != self.device or _is_profiled():
             return None
@@ -108,11 +110,11 @@ class Replay:
         return tuple([tensors[number] for number in self.result])
 
     def giving(self, size: tuple[int, ...]) -> Replay:
-        """The same with a result, of one tensor, of as many numbers in another shape."""
+        """The same with input and result, one tensor, of as many numbers in other shapes, no gaps."""
         assert isinstance(self.result, int)
         made, number = list(self.made), self.result - 1 - len(self.layouts)
         made[number] = size, *made[number][1:]
-        return replace(self, made=made)
+        return replace(self, made=made, strides=None)
 
 
 @dataclass
@@ -156,7 +158,7 @@ class Launches:
         """What `run` gives."""
         if self.known is not None and (found := self.known(x, *rest)) is not None:
             return found
-        if self.tries <= 0 or not x.is_contiguous():
+        if self.tries <= 0:
             return self.run(x, *rest)
         self.tries -= 1
         found, self.known = recorded(self.run, x, *rest)
@@ -233,7 +235,7 @@ def _replay(
         if number >= len(given):
             shapes[number - len(given)] = tuple(tensor.shape)
     made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
-    return Replay(_layouts(rest), made, result, launches, x.device.index)
+    return Replay(x.stride(), _layouts(rest), made, result, launches, x.device.index)
 
 
 def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernels_on
+from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
+from blr.kernels.common.replay import Launches
 from blr.kernels.rotary.reference import rotate
 
 HEADS = 16  # of a token at once
@@ -20,19 +25,63 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     Args:
         q: [B, H, T, D], k: [B, K, T, D], cos, sin: [B or 1, T, D], of one dtype and device.
     """
+    key = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, cos, sin)])
+    run = _PLANS.get(key)
+    if run is None:
+        run = _PLANS.keep(key, _plan(q, k, cos, sin))
+    return run(q, k, cos, sin)
+
+
+_PLANS = Plans()
+
+
+def _plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What rotates all tensors that lie like these."""
     if not kernels_on(q.device) or not _fits(q, k, cos, sin):
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return _plain
+    order = _by_token(q), _by_token(k)
+    launches = Launches(partial(_launched, order=order))
+    return lambda *given: _heads(launches(*given), order)
+
+
+def _plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def _by_token(x: Tensor) -> bool:
+    """Whether a token's heads lie together."""
+    return x.stride(1) < x.stride(2)
+
+
+def _launched(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, order: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, [B, T, H, D] where `order` says so, else [B, H, T, D]."""
     from blr.kernels.rotary.triton import rotary_kernel
 
-    (batch, heads, tokens, width), made = q.shape, (torch.empty_like(q), torch.empty_like(k))
+    heads, tokens = q.shape[1:3]
+    made = tuple([_empty(x, by_token) for x, by_token in zip((q, k), order, strict=True)])
     places = [t.stride(n) for t in (q, k) for n in (0, 2, 1)]
     places += [cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)]
-    places += [t.stride(n) for t in made for n in (0, 2, 1)]
+    for y, by_token in zip(made, order, strict=True):
+        places += [y.stride(n) for n in ((0, 1, 2) if by_token else (0, 2, 1))]
     given = (q, k, cos, sin, *made, heads, k.shape[1], *places)
-    half = width // 2
+    half = q.shape[3] // 2
     constants = {"HALF": half, "BLOCK": 1 << (half - 1).bit_length(), "HEADS": HEADS}
-    launch(rotary_kernel, (tokens, batch), given, constants, num_warps=4)
-    return made
+    launch(rotary_kernel, (tokens, len(q)), given, constants, num_warps=4)
+    return made[0], made[1]
+
+
+def _empty(x: Tensor, by_token: bool) -> Tensor:
+    batch, heads, tokens, width = x.shape
+    shape = (batch, tokens, heads, width) if by_token else x.shape
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _heads(made: tuple[Tensor, Tensor], order: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """[B, H, T, D] of both."""
+    q, k = made
+    return q.transpose(1, 2) if order[0] else q, k.transpose(1, 2) if order[1] else k
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

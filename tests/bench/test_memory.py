@@ -19,13 +19,13 @@ SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds"
 
 def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
     done = blr(
-        *(*SMALL, "--models", "pico-bert,pico-llama", "--arms", "dense,naive,ours-1"),
+        *(*SMALL, "--models", "pico-bert,pico-llama", "--arms", "dense,naive,whole,ours-1"),
         *("--format", "json", "--output", str(tmp_path / "out")),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert [row["status"] for row in report["rows"]] == ["ok"] * 6, report["rows"]
-    for dense, naive, ours in (report["rows"][:3], report["rows"][3:]):
+    assert [row["status"] for row in report["rows"]] == ["ok"] * 8, report["rows"]
+    for dense, naive, whole, ours in (report["rows"][:4], report["rows"][4:]):
         assert ours["rel_error"] <= 1e-5 and dense["rel_error"] is None
         assert (
             ours["transient_bytes"]
@@ -34,12 +34,13 @@ def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
         )
         assert ours["memory_of_naive"] == ours["transient_bytes"] / naive["transient_bytes"]
         assert ours["peak_bytes"] == ours["transient_bytes"] + ours["weights_bytes"]
-        for row in (dense, naive, ours):
+        assert whole["rel_error"] <= 1e-5 and whole["transient_bytes"] <= naive["transient_bytes"]
+        for row in (dense, naive, whole, ours):
             assert 0.7 < row["transient_bytes"] / row["predicted_bytes"] < 1.6, row
             assert row["ms"] > 0
     assert report["summary"]["not_ok"] == 0 and len(report["summary"]["cases"]) == 2
     with (tmp_path / "out" / "results.csv").open() as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == ["dense", "naive", "ours-1"] * 2
+        assert [row["arm"] for row in csv.DictReader(file)] == ["dense", "naive", "whole", "ours-1"] * 2
 
 
 @pytest.mark.sampled(3)
@@ -47,7 +48,7 @@ def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--models", "bert-large"], "'bert-large' is not known; expected one of bert-base"),
-        (["--arms", "ours-x"], "arm 'ours-x': expected dense, naive, ours or ours-N"),
+        (["--arms", "ours-x"], "arm 'ours-x': expected dense, naive, whole, ours or ours-N"),
         (["--pairs", "4"], "--pairs is '4': expected batch x length"),
         (["--keep", "2"], "--keep is '2': expected shares"),
         (["--heads", "few"], "--heads is 'few': expected whole or per-head"),

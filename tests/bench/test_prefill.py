@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from blr.compressor.bench import prefill
+from blr.compressor.bench import prefill, prefilled
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.prefilled import GRAPH, Prefilled, find_any
 from blr.compressor.bench.summary import prefill_summary, prefill_text
 from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.modeling import cuda_graphs, float8
+from blr.compressor.modeling import float8
 from blr.compressor.progress import Progress
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -72,7 +72,7 @@ def fail_to_capture(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[Prefilled, Any]:
     """A pico decoder whose passes `capture` captures, its layers as they are in place of compiled."""
-    monkeypatch.setattr(cuda_graphs, "_capture_cuda", capture)
+    monkeypatch.setattr(prefilled, "captured", capture)
     keep = lambda module, **_: setattr(module, "_compiled_call_impl", module._call_impl)  # noqa: E731
     monkeypatch.setattr(nn.Module, "compile", keep)
     models = Prefilled(find_any("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)

@@ -18,6 +18,7 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.modeling import cuda_graphs as captured
 from blr.compressor.modeling import settings
 from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
+from blr.compressor.modeling.masks import is_full
 
 pytestmark = pytest.mark.fast
 
@@ -89,6 +90,29 @@ def test_a_capture_that_fails_is_tried_once(caplog: pytest.LogCaptureFixture) ->
     assert len(attempts) == 1 and caplog.text.count("not permitted") == 1
 
 
+def test_where_no_graph_is_worth_it_the_pass_runs_as_usual() -> None:
+    attempts = []
+    graphs = ForwardGraphs(lambda run: attempts.append(run))
+    for value in (1.0, 2.0):
+        assert graphs.run(forward, ((torch.full((1,), value),), {}))["y"].item() == value
+    assert len(attempts) == 1 and not graphs.failed
+
+
+def test_a_mask_that_hides_nothing_is_left_out_where_that_changes_nothing() -> None:
+    full, padded = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0]])
+    assert is_full(full) and is_full(full.bool())
+    assert not any(is_full(mask) for mask in (padded, None, full.float(), full[:, None]))
+    x = torch.ones(2, 3)
+    needs = lambda x, attention_mask: {"y": x * attention_mask}  # noqa: E731
+    counts = lambda x, attention_mask: x if attention_mask is None else 2 * x  # noqa: E731
+    for model, expected in ((forward_masked, True), (needs, False), (counts, False)):
+        assert ForwardGraphs().ignores(model, (x,), {"attention_mask": full}) is expected
+
+
+def forward_masked(x: torch.Tensor, attention_mask: Any = None) -> dict[str, torch.Tensor]:
+    return {"y": x if attention_mask is None else x * attention_mask}
+
+
 def test_the_least_recently_used_graph_goes() -> None:
     graphs = ForwardGraphs(counter := Graphs())
     for width in (*range(1, MAX_GRAPHS + 1), 1, MAX_GRAPHS + 1):
@@ -110,9 +134,10 @@ def test_an_exported_encoder_gives_the_same_through_its_graph(
         expected = model(**inputs)
         assert "_blr_graphs" not in model.__dict__  # on the CPU nothing is captured
         monkeypatch.setattr(captured, "_capturable", lambda model: True)
-        monkeypatch.setattr(captured, "_capture_cuda", counter := Graphs())
-        for _ in range(2):
-            found = model(**inputs)
+        monkeypatch.setattr(captured, "captured_if_faster", counter := Graphs())
+        full = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        for given in (inputs, full, inputs):
+            found = model(**given)
             assert type(found) is type(expected)
             torch.testing.assert_close(found[0], expected[0])
-    assert (counter.captures, counter.replays) == (1, 2)
+    assert (counter.captures, counter.replays) == (1, 3)

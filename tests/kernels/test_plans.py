@@ -207,6 +207,16 @@ def test_descriptors_are_told_of_other_addresses(compiled: Compiled) -> None:
     assert (told.shape, told.strides, told.padding) == ([1, 12], [12, 1], "zero")
 
 
+def test_an_input_with_gaps_is_done_again_where_it_lies_as_it_did(compiled: Compiled) -> None:
+    again = replay.Launches(variant(Kernel(compiled)))
+    wide, w = torch.zeros(2, 16), given()[1]
+    for _ in range(2):
+        again(wide[:, :12], w, None)
+    assert len(compiled.ran) == 2 and compiled.ran[0][9] == wide.data_ptr()
+    again(torch.zeros(2, 12), w, None)
+    assert len(compiled.ran) == 2, "no gaps this time"
+
+
 def test_what_is_not_as_it_was_takes_the_usual_way(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,3 +452,18 @@ def test_forms_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(inlining.VARIABLE, "fast")
     with pytest.raises(RuntimeError, match="'fast': expected one of auto, plain, operator"):
         inlining.is_plain("lowrank", SHAPE, torch.zeros(64, 12))
+
+
+def test_calls_that_take_longer_than_the_gpu_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a few tokens and many, but not where a CUDA graph calls nothing."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(inlining, "kernel_device", lambda x: True)
+    monkeypatch.setattr(inlining, "choose", lambda *_: ("ours", {}))
+    shape = Shape(4096, 4096, 16, 128)
+    for structure, most in (("monarch", 2441), ("blast", 1220), ("lowrank", 0)):
+        for n in (1, 64, 65, 1000, 2000, 3000):
+            x = torch.empty(n, 1)
+            assert inlining.is_plain(structure, shape, x) == (64 < n <= most)
+    monkeypatch.setattr(config.triton, "cudagraphs", True)
+    assert not inlining.is_plain("monarch", shape, torch.empty(100, 1))

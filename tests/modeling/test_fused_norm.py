@@ -11,7 +11,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from blr.compressor.modeling import fused_norm
-from blr.compressor.modeling.fused_norm import FusedNorm, fuse_norms, is_fused
+from blr.compressor.modeling.fused_norm import FusedLayerNorm, FusedNorm, fuse_norms, is_fused
 
 pytestmark = pytest.mark.fast
 
@@ -38,9 +38,24 @@ def test_the_same_numbers_rounded_once(dtype: torch.dtype, monkeypatch: pytest.M
 
 
 def test_other_norms_are_left_alone() -> None:
-    model = nn.ModuleList([norm(GemmaRMSNorm), nn.LayerNorm(48), nn.Linear(48, 48)])
+    others = [nn.LayerNorm((4, 48)), nn.LayerNorm(48, elementwise_affine=False)]
+    model = nn.ModuleList([norm(GemmaRMSNorm), *others, nn.Linear(48, 48)])
     fuse_norms(model)
-    assert not any(isinstance(module, FusedNorm) for module in model)
+    assert not any(isinstance(module, FusedNorm | FusedLayerNorm) for module in model)
+
+
+def test_layer_norms_of_many_rows_are_one_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = norm(nn.LayerNorm)
+    fused = pickle.loads(pickle.dumps(native))
+    fuse_norms(fused)
+    assert isinstance(fused, FusedLayerNorm) and type(fused).__name__ == "LayerNorm"
+    x, ran = torch.randn(3, 48).bfloat16(), []
+    for many in (False, True):
+        monkeypatch.setattr(fused_norm, "is_fused", lambda *_: True)
+        monkeypatch.setattr(fused_norm, "is_faster", lambda _, many=many: many)
+        monkeypatch.setattr(fused_norm, "layer_norm", lambda *given: ran.append(given) or native(x))
+        assert torch.equal(fused(x), native(x)) and len(ran) == many
+    assert ran[0] == (x, fused.weight, fused.bias, native.eps)
 
 
 def test_gradients_and_single_precision_are_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

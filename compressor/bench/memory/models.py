@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 from blr.compressor.errors import UsageError
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class
+from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import PROJECTIONS, prepare_layers
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.structures.specs import LowRankSpec
@@ -89,6 +91,15 @@ def low_rank_model(
         model = model_class(PREFIX + subject.model)(made).eval()
     prepare_layers(model)
     return model
+
+
+def unfused(model: Any) -> Any:
+    """The same weights in transformers' own modules, but for the low-rank layers."""
+    made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for module in made.modules():
+        if isinstance(module, Extension):
+            module.__class__ = module.native
+    return made
 
 
 def rank_spec(inputs: int, outputs: int, keep: float, groups: int) -> LowRankSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from blr.compressor.bench.memory.models import Subject, rank_spec
 
-DENSE, NAIVE, OURS, FLASHSVD = "dense", "naive", "ours", "flashsvd"
+DENSE, NAIVE, WHOLE, OURS, FLASHSVD = "dense", "naive", "whole", "ours", "flashsvd"
 
 
 def predicted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from time import perf_counter
@@ -13,13 +13,21 @@ from typing import Any
 
 import torch
 
-from blr.compressor.bench.memory.models import Subject, dense_model, find_subject, low_rank_model
-from blr.compressor.bench.memory.predict import DENSE, FLASHSVD, NAIVE, OURS, predicted
+from blr.compressor.bench.memory.models import (
+    Subject,
+    dense_model,
+    find_subject,
+    low_rank_model,
+    unfused,
+)
+from blr.compressor.bench.memory.predict import DENSE, FLASHSVD, NAIVE, OURS, WHOLE, predicted
 from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.bench.results import OK, WRONG, MemoryRow, Report
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
-from blr.compressor.errors import UsageError
+from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.modeling.cuda_graphs import captured
+from blr.compressor.modeling.masks import unpacked, without_padding
 from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -35,13 +43,14 @@ class MemoryOptions:
 
     Attributes:
         models: of configs/bench-memory.yaml. keeps: shares of parameters of the replaced layers.
-        arms: dense, naive, ours, or ours-N for a bound of N MiB. pairs: (batch, length) of every
+        arms: dense, naive (low rank by plain torch), whole (ours without a bound), ours, or ours-N for
+            a bound of N MiB. pairs: (batch, length) of every
             case. per_head: q, k and v factorized head by head. padding: share of the longest
-            length that a batch's shortest row is padded by.
+            length that a batch's shortest row is padded by. graphs: time passes as CUDA graphs.
     """
 
     models: Sequence[str]
-    arms: Sequence[str] = (DENSE, NAIVE, OURS)
+    arms: Sequence[str] = (DENSE, NAIVE, WHOLE, OURS)
     keeps: Sequence[float] = (0.5, 0.75)
     pairs: Sequence[tuple[int, int]] = ((64, 512),)
     per_head: bool = False
@@ -50,6 +59,7 @@ class MemoryOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     seconds: float | None = None
+    graphs: bool = False
 
 
 @dataclass
@@ -64,6 +74,8 @@ class MemoryBench(WholeModels):
         for arm in self.options.arms:
             bound_of(arm)
         widths = [(subject.name, subject.width) for subject in self.subjects]
+        if self.options.graphs and self.device.type != "cuda":
+            raise CapabilityError("--graphs on the CPU: expected a CUDA GPU; leave it out here")
         self.refuse_large(widths, "measure --models pico-bert,pico-llama")
 
     def run_all(self) -> None:
@@ -119,15 +131,27 @@ class MemoryBench(WholeModels):
 
     def _time(self, models: Arms, rows: dict[str, MemoryRow], inputs: dict[str, Any]) -> None:
         """Rounds in which every arm runs once, in turn."""
-        times: dict[str, list[float]] = {arm: [] for arm, row in rows.items() if row.status == OK}
+        runs: dict[str, Callable[[], Any]] = {}
+        for arm, row in rows.items():
+            with recorded(row), bounded(arm):
+                if row.status == OK:
+                    runs[arm] = self._run(models.get(arm), inputs)
+        times: dict[str, list[float]] = {arm: [] for arm in runs}
         for _ in range(self.options.rounds):
             for arm, samples in times.items():
                 with recorded(rows[arm]), bounded(arm):
-                    run = partial(models.get(arm), **inputs)
-                    samples.append(milliseconds(run, self.device))
+                    samples.append(milliseconds(runs[arm], self.device))
         for arm, samples in times.items():
             if rows[arm].status == OK:
                 rows[arm].fill(spread(samples))
+
+    def _run(self, model: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+        """A pass, or its graph, which holds what it takes until it is dropped."""
+        run = partial(model, **inputs)
+        if not self.options.graphs:
+            return run
+        with unpacked(), nullcontext() if self.options.padding else without_padding():
+            return captured(lambda: run().last_hidden_state)
 
     def _release(self) -> None:
         gc.collect()
@@ -137,35 +161,39 @@ class MemoryBench(WholeModels):
 
 @dataclass
 class Arms:
-    """The models of one subject: the dense one and the low-rank one, made when asked for."""
+    """The models of one subject, made when asked for; those of low rank have the same weights."""
 
     subject: Subject
     keep: float
     per_head: bool
     device: torch.device
     dtype: torch.dtype
-    built: dict[bool, Any] = field(default_factory=dict)
+    built: dict[str, Any] = field(default_factory=dict)
 
     def get(self, arm: str) -> Any:
         """The model of an arm."""
-        dense = arm == DENSE
-        if dense not in self.built:
-            place = (self.device, self.dtype)
-            make = (self.subject, self.keep, self.per_head)
-            self.built[dense] = (
-                dense_model(self.subject, *place) if dense else low_rank_model(*make, *place)
-            )
-        return self.built[dense]
+        kind = arm if arm in (DENSE, NAIVE) else OURS
+        if kind not in self.built:
+            self.built[kind] = self._make(kind)
+        return self.built[kind]
+
+    def _make(self, kind: str) -> Any:
+        place = (self.device, self.dtype)
+        if kind == DENSE:
+            return dense_model(self.subject, *place)
+        if kind == NAIVE:
+            return unfused(self.get(OURS))
+        return low_rank_model(self.subject, self.keep, self.per_head, *place)
 
 
 def bound_of(arm: str) -> float | None:
     """MiB of a bounded arm, None of the others. Raises UsageError for what is no arm."""
-    if arm in (DENSE, NAIVE):
+    if arm in (DENSE, NAIVE, WHOLE):
         return None
     name, _, number = arm.partition("-")
     if name == OURS and (not number or (number.isdecimal() and int(number))):
         return int(number or DEFAULT)
-    raise UsageError(f"arm {arm!r}: expected dense, naive, ours or ours-N for a bound of N MiB")
+    raise UsageError(f"arm {arm!r}: expected dense, naive, whole, ours or ours-N for a bound of N MiB")
 
 
 @contextmanager
