@@ -465,5 +465,5 @@ def test_calls_that_take_longer_than_the_gpu_are_taken_apart(monkeypatch: pytest
         for n in (1, 64, 65, 1000, 2000, 3000):
             x = torch.empty(n, 1)
             assert inlining.is_plain(structure, shape, x) == (64 < n <= most)
-    monkeypatch.setattr(config.triton, "cudagraphs", True)
-    assert not inlining.is_plain("monarch", shape, torch.empty(100, 1))
+    with config.patch({"triton.cudagraphs": True}):
+        assert not inlining.is_plain("monarch", shape, torch.empty(100, 1))
