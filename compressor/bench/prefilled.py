@@ -26,7 +26,7 @@ from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import BLOCK, share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
-from blr.compressor.modeling.masks import unpacked, without_padding
+from blr.compressor.modeling.masks import unmasked
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
@@ -95,8 +95,7 @@ class Prefilled:
     def _replayed(self, model: Any, x: Tensor) -> Tensor:
         """`compute` by the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
         graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
-        with unpacked(), without_padding():
-            found: Tensor = graphs.run(lambda x: self.compute(model, x), ((x,), {}))
+        found: Tensor = graphs.run(lambda x: self.compute(model, x), ((x,), {}), inside=unmasked)
         if graphs.failed:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found

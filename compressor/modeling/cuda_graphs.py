@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from blr.compressor.modeling.masks import is_full, unpacked, without_padding
+from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
 
 MAX_GRAPHS = 16  # input shapes kept at once, the least recently used is dropped
@@ -43,10 +43,8 @@ class CapturedForward:
         weights = next(self.parameters()).data_ptr()
         if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
             kwargs = _maskless(kwargs)
-        if len(args) > 1 or any(kwargs.get(name) is not None for name in (MASK, "position_ids")):
-            return graphs.run(native.__call__, (args, kwargs), weights)
-        with unpacked(), without_padding():
-            return graphs.run(native.__call__, (args, kwargs), weights)
+        plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
+        return graphs.run(native.__call__, (args, kwargs), weights, unmasked if plain else nullcontext)
 
 
 class ForwardGraphs:
@@ -71,15 +69,26 @@ class ForwardGraphs:
                 self.maskless = False
         return self.maskless
 
-    def run(self, forward: Callable[..., Any], inputs: Any, weights: int = 0) -> Any:
-        """``forward(*inputs[0], **inputs[1])``; `weights` changes when the parameters are moved."""
+    def run(
+        self,
+        forward: Callable[..., Any],
+        inputs: Any,
+        weights: int = 0,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
+        """``forward(*inputs[0], **inputs[1])``.
+
+        Args:
+            weights: changes when the parameters are moved. inside: what a capture is made in.
+        """
         leaves, spec = tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = None if self.failed else _key(leaves, spec, weights)
         if key is None:
             return forward(*inputs[0], **inputs[1])
         if key not in self.entries:
-            result = self._add(key, forward, leaves, spec)
+            with inside():
+                result = self._add(key, forward, leaves, spec)
             if self.failed or self.entries[key][1] is None:
                 return result
         self.entries.move_to_end(key)

@@ -7,25 +7,40 @@ mask is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
 
+_lock = threading.Lock()
+
+
+@dataclass
+class _Answered:
+    """A function of transformers that some threads get an answer of without asking."""
+
+    native: Any
+    threads: list[int] = field(default_factory=list)  # once for each that is inside
+
+
+_answered: dict[str, _Answered] = {}
+
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """While active, transformers does not look for several sequences in a row of tokens."""
-    with _in_place_of("find_packed_sequence_indices", lambda position_ids: None):
+    """While active, this thread's passes are not searched for several sequences in a row of tokens."""
+    with _answering("find_packed_sequence_indices", None):
         yield
 
 
 @contextmanager
-def without_padding() -> Iterator[None]:
-    """While active, a pass that is given no mask of padding makes none for a capture either."""
-    with _in_place_of("is_tracing", lambda *_: False):
+def unmasked() -> Iterator[None]:
+    """While active, passes of this thread that are given no mask make none, captured or not."""
+    with unpacked(), _answering("is_tracing", False):
         yield
 
 
@@ -36,14 +51,30 @@ def is_full(mask: Any) -> bool:
 
 
 @contextmanager
-def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` as one of transformers', where its release has it."""
-    found = getattr(masking_utils, name, None)
-    if found is None:
+def _answering(name: str, answer: Any) -> Iterator[None]:
+    """`answer` in this thread, where this release of transformers has the function."""
+    if not hasattr(masking_utils, name):
         yield
         return
-    setattr(masking_utils, name, function)
+    me = threading.get_ident()
+    with _lock:
+        if name not in _answered:
+            _answered[name] = found = _Answered(getattr(masking_utils, name))
+            setattr(masking_utils, name, _function(found, answer))
+        _answered[name].threads.append(me)
     try:
         yield
     finally:
-        setattr(masking_utils, name, found)
+        with _lock:
+            _answered[name].threads.remove(me)
+            if not _answered[name].threads:
+                setattr(masking_utils, name, _answered.pop(name).native)
+
+
+def _function(answered: _Answered, answer: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in answered.threads:
+            return answer
+        return answered.native(*args, **kwargs)
+
+    return function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from time import perf_counter
@@ -27,7 +27,7 @@ from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.modeling.cuda_graphs import captured
-from blr.compressor.modeling.masks import unpacked, without_padding
+from blr.compressor.modeling.masks import unmasked, unpacked
 from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -150,7 +150,7 @@ class MemoryBench(WholeModels):
         run = partial(model, **inputs)
         if not self.options.graphs:
             return run
-        with unpacked(), nullcontext() if self.options.padding else without_padding():
+        with unpacked() if self.options.padding else unmasked():
             return captured(lambda: run().last_hidden_state)
 
     def _release(self) -> None:
