@@ -1,10 +1,11 @@
-"""What `torch.compile` makes of our operators: itself a call of one, or the plain products inside it.
+"""What `torch.compile` makes of our operators: a call of one, or the plain products inside it.
 
 Inductor fuses what surrounds a product of the library, and plans its memory; an operator of ours is a
-call between. Where tables choose the plain form for a number of tokens known when compiling, the graph
-gets that form. The environment variable BLR_COMPILED says otherwise: `plain` always, `operator` never
-(default `auto`). Torch keeps compiled graphs on the disk by what was traced, which is the same for all
-forms: another than the default marks those of the process, as it is when inductor is imported.
+call between, of the one without gradients: those are Python, some 6 µs a call on a fast host. Where
+tables choose the plain form for a number of tokens known when compiling, the graph gets that form. The
+environment variable BLR_COMPILED says otherwise: `plain` always, `operator` never (default `auto`).
+Torch keeps compiled graphs on the disk by what was traced, which is the same for all forms: another
+than the default marks those of the process, as it is when inductor is imported.
 """
 
 from __future__ import annotations
@@ -27,25 +28,29 @@ FORMS = ("auto", "plain", "operator")
 # BLAST's plain form is the slower on the GPU). CUDA graphs call nothing.
 HOST_BOUND = {"monarch": 20_000_000, "blast": 10_000_000}
 FEW = 64  # tokens up to which an operator is one or two launches, as decoding asks for it
-_INLINED: list[tuple[Operator, str, Callable[..., Shape]]] = []
+_LOWERED: list[tuple[Operator, Callable[..., Any]]] = []
 
 
 def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
     """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
-    _INLINED.append((operator, structure, shape))
+    _LOWERED.append((operator, _decomposition(operator, structure, shape)))
+    return operator
+
+
+def called(operator: Operator) -> Operator:
+    """`operator`, which compilations call."""
+    _LOWERED.append((operator, operator.bare))
     return operator
 
 
 def add_decompositions() -> None:
-    """Tell inductor, which has just been imported, of every operator given to `inlined`. It takes a
-    decomposition for the only way, unless what calls the operator itself is there before."""
+    """Tell inductor, which has just been imported, what to make of every operator given to the above."""
     from torch._inductor import decomposition, lowering
 
     layout = lowering.tag_to_layout_constraint(torch.Tag.needs_fixed_stride_order)
-    for operator, structure, shape in _INLINED:
-        found = _decomposition(operator, structure, shape)
-        lowering.make_fallback(operator.op, layout, warn=False, override_decomp=True)
-        decomposition.decompositions[operator.op] = found
+    for operator, made in _LOWERED:
+        lowering.make_fallback(operator.bare, layout, warn=False)
+        decomposition.decompositions[operator.op] = made
     decomposition.fast_random_decomps.cache_clear()
     _mark_caches(os.environ.get(VARIABLE, ""))
 
@@ -91,6 +96,6 @@ def _decomposition(operator: Operator, structure: str, shape: Callable[..., Shap
         factors = [t for t in rest[:-1] if isinstance(t, torch.Tensor)]
         if is_plain(structure, shape(*factors), x):
             return operator.plain(x, *rest)
-        return NotImplemented
+        return operator.bare(x, *rest)
 
     return decompose

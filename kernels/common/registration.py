@@ -26,11 +26,12 @@ _libraries: list[torch.library.Library] = []  # an operator lives as long as its
 @dataclass(frozen=True)
 class Operator:
     """A registered operator, the Python function behind it and the same in plain torch, of one
-    signature."""
+    signature. bare: the operator without its gradients, which a compiled graph calls."""
 
     run: Callable[..., Any]
     op: Callable[..., Any]
     plain: Callable[..., Any]
+    bare: Callable[..., Any]
 
 
 def register(
@@ -59,15 +60,28 @@ def register(
     """
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _libraries.append(library)
+    bare = _bare(library, name if backward is None else f"{name}_bare", schema, run, fake)
+    if backward is None:
+        return Operator(run, bare, plain, bare)
     free = _define(library, name, schema)
     library.impl(free, run, "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{free}"
     torch.library.register_fake(qualified, fake, lib=library)
-    if backward is None:
-        library.impl(free, torch.library.fallthrough_kernel, "Autograd")
-    else:
-        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
-    return Operator(run, getattr(getattr(torch.ops, NAMESPACE), free).default, plain)
+    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
+    return Operator(run, _found(free), plain, bare)
+
+
+def _bare(library: Any, name: str, schema: str, run: Any, fake: Any) -> Any:
+    """An operator whose results ask for no gradients."""
+    free = _define(library, name, schema)
+    library.impl(free, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{free}", fake, lib=library)
+    library.impl(free, torch.library.fallthrough_kernel, "Autograd")
+    return _found(free)
+
+
+def _found(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _define(library: torch.library.Library, name: str, schema: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant, dispatch
+from blr.kernels.common.inlining import called
 from blr.kernels.common.registration import apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.kronecker.reference import kronecker_factor
@@ -100,8 +101,10 @@ def _factor_gradient(g: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return (g @ x).permute(0, 2, 3, 1)
 
 
-_LINEAR = register(
-    "kronecker_linear",
-    "(Tensor x, Tensor[] factors, Tensor? bias) -> Tensor",
-    *(_forward, _fake, _setup, _backward, reference),
+_LINEAR = called(
+    register(
+        "kronecker_linear",
+        "(Tensor x, Tensor[] factors, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    )
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
-from blr.kernels.common.inlining import inlined
+from blr.kernels.common.inlining import called, inlined
 from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.lowrank.reference import lowrank_linear as reference
@@ -175,8 +175,10 @@ _LINEAR = inlined(
     "lowrank",
     _shape,
 )
-_GROUP = register(
-    "lowrank_group",
-    "(Tensor x, Tensor[] Us, Tensor[] Vs, Tensor[] biases) -> Tensor[]",
-    *(_group_forward, _group_fake, _group_setup, _group_backward, _group_plain),
+_GROUP = called(
+    register(
+        "lowrank_group",
+        "(Tensor x, Tensor[] Us, Tensor[] Vs, Tensor[] biases) -> Tensor[]",
+        *(_group_forward, _group_fake, _group_setup, _group_backward, _group_plain),
+    )
 )

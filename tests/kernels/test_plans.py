@@ -429,6 +429,7 @@ def test_compilations_look_into_operators_where_they_are_told_to(
         torch.testing.assert_close(found, run(x))
     ours = [str(n.target) for n in graphs[0].graph.nodes if str(n.target).startswith("blr.")]
     assert len(ours) == (0 if form == "plain" else 3)
+    assert all("_bare" in name for name in ours), "without gradients, which are calls of Python"
 
 
 def test_graphs_kept_on_the_disk_are_those_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
