@@ -29,7 +29,7 @@ from blr.compressor.export.tensors import plan_tensors
 from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import native_class, native_errors
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
 from blr.compressor.output.front import TAGS, card_front
@@ -90,8 +90,8 @@ def transposed_modules(checkpoint: Checkpoint) -> set[str]:
     """Structured modules in the place of layers that store their weight [i, o], as GPT-2's do."""
     model = meta_model(checkpoint.source)
     modules = dict(model.named_modules())
-    named = {name: modules.get(module_name(model, name)) for name in checkpoint.specs}
-    return {name for name, module in named.items() if isinstance(module, Conv1D)}
+    named = module_names(model, checkpoint.specs)
+    return {stored for stored, name in named.items() if isinstance(modules.get(name), Conv1D)}
 
 
 def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:

@@ -210,19 +210,20 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
         InputError: no weight of floating-point numbers to make it from.
     """
     from blr.compressor.loading.discover import meta_model
-    from blr.compressor.modeling.classes import module_name
+    from blr.compressor.modeling.classes import module_names
 
     model = meta_model(source)
     name = _head_module(model, kind)
-    structured = next((module for module in specs if module_name(model, module) == name), None)
+    structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
     if structured is not None:
         return Head(structured, kind, None, tied=False)
     shape = tuple(model.get_submodule(name).weight.shape)
-    stored = {
-        module_name(model, entry.name.removesuffix(".weight")): entry
+    alike = {
+        entry.name.removesuffix(".weight"): entry
         for entry in source.entries.values()
         if entry.name.endswith(".weight") and entry.shape == shape and entry.is_float
     }
+    stored = {module: alike[owner] for owner, module in module_names(model, alike).items()}
     if own := stored.get(name):
         return Head(own.name.removesuffix(".weight"), kind, own, tied=False)
     giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")

@@ -22,7 +22,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 
@@ -147,11 +147,9 @@ class BlockModel:
         return self.names[f"{name}.weight"].rpartition(".")[0]
 
     def _loaded_names(self) -> dict[str, str]:
-        stored = {}
-        for name in self.source.entries:
-            module, _, leaf = name.rpartition(".")
-            stored[f"{module_name(self.model, module)}.{leaf}"] = name
-        return stored
+        split = {name: name.rpartition(".") for name in self.source.entries}
+        modules = module_names(self.model, (owner for owner, _, _ in split.values()))
+        return {f"{modules[owner]}.{leaf}": name for name, (owner, _, leaf) in split.items()}
 
     def _load(self, module: nn.Module, prefix: str) -> nn.Module:
         state = {name: self._tensor(prefix + name) for name, _ in module.named_parameters()}

@@ -27,7 +27,7 @@ from blr.compressor.heal.pair import Pair, structured_layers
 from blr.compressor.heal.reading import metric_of
 from blr.compressor.heal.run import METRICS
 from blr.compressor.loading.vendor import vendored_files
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import carried_files
@@ -48,8 +48,7 @@ Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, b
 def packed_layers(pair: Pair, source: Source, inputs: dict[str, Tensor]) -> Packed:
     """Of every layer in few bits, on the CPU. `inputs`: of `read_inputs`, for those in float8."""
     found: Packed = {}
-    for layer in pair.student.config.blr["layers"]:
-        name = module_name(pair.student, layer)
+    for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
         twin, x = pair.twins.get(name), inputs.get(name)
         if twin is not None:
             dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
@@ -106,10 +105,10 @@ def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | Non
 def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
     """Specs of the structured layers, by module, whose rank additions have raised."""
     found = {}
-    for module, spec in checkpoint.specs.items():
-        product = product_of(pair.masters, module_name(pair.student, module))
+    for module, name in module_names(pair.student, checkpoint.specs).items():
+        product = product_of(pair.masters, name)
         if product is not None:
-            found[module] = raised(spec, product[1].shape[0])
+            found[module] = raised(checkpoint.specs[module], product[1].shape[0])
     return found
 
 
@@ -124,8 +123,8 @@ def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str,
     the teacher has a weight of that name to compare with."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
-    for stored, record in records.items():
-        name = module_name(pair.student, stored)
+    for stored, name in module_names(pair.student, records).items():
+        record = records[stored]
         weight = getattr(theirs.get(name), "weight", None)
         ours = _weight(pair, name, packed.get(stored))
         if weight is not None and ours is not None and weight.numel() == ours.numel():

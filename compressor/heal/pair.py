@@ -22,7 +22,7 @@ from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
@@ -290,8 +290,7 @@ def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
     """Put twins (`fitting/twins.py`) in the place of the layers of `student` that `folder` stores in few
     bits; by their names in the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
-    for stored in student.config.blr["layers"]:
-        name = module_name(student, stored)
+    for stored, name in module_names(student, student.config.blr["layers"]).items():
         layer = student.get_submodule(name)
         if not layer.described.quantized:
             continue

@@ -15,7 +15,7 @@ from blr.compressor.architectures import Family
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import REMEDY, native_class, native_errors
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.classes import module_names
 
 
 def discover_family(source: Source) -> Family:
@@ -27,7 +27,7 @@ def discover_family(source: Source) -> Family:
     inner, outer = linear_layers(model)
     transposed = any(isinstance(module, Conv1D) for module in inner.values())
     stored = {name.rpartition(".")[0] for name in source.entries if name.endswith(".weight")}
-    found = {name: module_name(model, name) for name in sorted(stored)}
+    found = module_names(model, sorted(stored))
     modules = {n: n.rpartition(".")[2] for n, module in found.items() if module in inner}
     heads = [n for n, module in found.items() if module in outer]
     alike = [n for n in heads if isinstance(outer[found[n]], Conv1D) == transposed]

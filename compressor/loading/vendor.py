@@ -119,6 +119,7 @@ def exported_classes(auto_map: Mapping[str, str], file: str = EXPORTED) -> dict[
     return {auto: name.replace("modeling_blr.", f"{file}.") for auto, name in auto_map.items()}
 
 
+@cache
 def picks_persistent(gpu: str) -> bool:
     """Whether the shipped table of a GPU has a whole token in one kernel somewhere."""
     return any(rule["variant"] == "persistent" for rule in read_table(shipped_table(gpu)))

@@ -5,7 +5,7 @@ Shipped inside every checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -84,26 +84,31 @@ def _keep_conversions(native: Any, name: str, model_type: str) -> None:
             register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
 
 
-def module_name(model: Any, stored_name: str) -> str:
-    """The module of `model` that holds the layer stored on disk as `stored_name`.
+def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
+    """The modules of `model` that hold the layers stored on disk as `stored_names`, by these.
 
     Applies the renamings that transformers applies to tensors of this architecture, then adds
     or strips the base model's prefix, as its loader does.
     """
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
-    name = rename_source_key(f"{stored_name}.weight", renamings, [])[0].removesuffix(".weight")
-    modules = dict(model.named_modules())
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in modules:
-            return candidate
-    return name
+    modules = {name for name, _ in model.named_modules()}
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for stored in stored_names:
+        name = rename_source_key(f"{stored}.weight", renamings, [])[0].removesuffix(".weight")
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        found[stored] = next((each for each in candidates if each in modules), name)
+    return found
+
+
+def module_name(model: Any, stored_name: str) -> str:
+    """The one of `module_names` for a layer alone."""
+    return module_names(model, [stored_name])[stored_name]
 
 
 def by_module(model: Any, table: dict[str, Any]) -> dict[str, Any]:
     """`table` of layers, as stored on disk, by the modules of `model`: without a head that the class
     named in the configuration has and this one has not."""
-    found = {module_name(model, stored): entry for stored, entry in table.items()}
+    found = {name: table[stored] for stored, name in module_names(model, table).items()}
     named = next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
     if named == type(model).__name__:
         return found

@@ -392,4 +392,5 @@ def _contiguous_entries(module: Any, state: dict[str, Any], prefix: str, _: Any)
 
 def _initialized(shape: tuple[int, ...]) -> nn.Parameter:
     """Random numbers of unit gain over the contracted axis, for training from scratch."""
-    return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+    drawn = torch.empty(shape)
+    return nn.Parameter(drawn if drawn.is_meta else drawn.normal_() / shape[-1] ** 0.5)

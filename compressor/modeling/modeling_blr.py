@@ -14,7 +14,7 @@ import transformers
 
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
-from blr.compressor.modeling.classes import NestedMixin, by_module, made_class, module_name
+from blr.compressor.modeling.classes import NestedMixin, by_module, made_class, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.fused import fuse
@@ -60,8 +60,8 @@ class StructuredModelMixin(NestedMixin):
         """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
         model of another class than was written may have no head."""
         table, modules = (self.config.blr or {}).get("layers", {}), dict(self.named_modules())
-        for name in list(table):
-            layer = modules.get(module_name(self, name))
+        for name, module in module_names(self, table).items():
+            layer = modules.get(module)
             if layer is None:
                 del table[name]
             elif hasattr(layer, "described"):
