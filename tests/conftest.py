@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from killer import Killer
 from limited import Limited
 from patience import PATIENCE
 from running import Invoke, Run
+from syncing import never_wait
 from warm import Warm
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -50,6 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="A decoder's folder to check beside the bundled checkpoint and its compressed copies.",
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: collecting garbage need not look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # what libraries have in compiled code says otherwise that it is still held
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -133,6 +145,12 @@ def pytest_terminal_summary(
 def interpreter() -> None:
     """Where kernels are interpreted, faster than Triton does it."""
     replace_once()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disk_that_is_not_waited_for() -> None:
+    """Where this process writes."""
+    never_wait()
 
 
 @pytest.fixture(scope="session")

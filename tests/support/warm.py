@@ -4,6 +4,7 @@ its own. The one here has compressed and exported; tests say what a job is throu
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -18,6 +19,12 @@ from typing import Any, NamedTuple
 from patience import PATIENCE
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+NOTHING = (  # commands that have nothing to do: what they import, and how they read options
+    *(("compress", "-o", "/tmp/nowhere"), ("export", "-o", "/tmp/nowhere")),
+    *(("inspect",), ("verify",), ("plan",), ("eval", "--text", "/nowhere"), ("generate", "a")),
+    ("heal", "--teacher", "/nowhere", "-o", "/tmp/nowhere"),
+)
+TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 Answer = Callable[[dict[str, Any], Path], dict[str, Any]]  # to a job, with a folder that is removed then
 
 
@@ -55,7 +62,10 @@ class Warm:
 
 
 def serve(answers: dict[str, Answer]) -> None:
-    """Answer jobs from standard input, one JSON object a line, until it is closed."""
+    """Answer jobs from standard input, one JSON object a line, until it is closed. What is there now
+    stays: forks that look through it for garbage would copy it."""
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryDirectory() as scratch:
@@ -103,26 +113,29 @@ def warm_up() -> None:
     from exporting import compress_to, export_to
     from interpreting import replace_once
     from pico import save_pico
+    from syncing import never_wait
 
     import blr.compressor.architectures
     import blr.compressor.cli
-    import blr.compressor.cli.compress
     import blr.compressor.errors
     import blr.compressor.evaluate
     import blr.compressor.generate
+    import blr.compressor.loading.tokenizer
 
     torch.set_num_threads(1)
     replace_once()
-    blr.compressor.cli.command()
+    never_wait()
     blr.compressor.architectures.families()
+    blr.compressor.loading.tokenizer.check_tokenizer(TINY)
     with tempfile.TemporaryDirectory() as folder:
         dense = save_pico("llama-tied", Path(folder) / "dense")
         export_to(compress_to(dense, Path(folder) / "small"), Path(folder) / "exported")
-    try:
-        blr.compressor.cli.compress.compress("/nowhere", output=Path("/tmp/nowhere"))
-    except blr.compressor.errors.InputError:
-        return
-    raise AssertionError("compressed nothing")
+    for name, *options in NOTHING:
+        try:
+            blr.compressor.cli.command()([name, "/nowhere", *options], standalone_mode=False)
+        except (blr.compressor.errors.InputError, blr.compressor.errors.OutputError):
+            continue
+        raise AssertionError(f"blr {name} /nowhere: done")
 
 
 if __name__ == "__main__":
