@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,11 @@ from blr.compressor.bench.stopping import SIGNALS, Stopped, stoppable
 
 SMALL = ("--models", "vit-b", "--structures", "svd,blast", "--blocks", "4", "--dtype", "float32")
 WRONG = "def blr_peer(): return {'svd': lambda x, U, V: x @ V @ U.mT * 1.1}"
-SLOW = """
-import pathlib, time
+STOPPED = """
+import os, signal, time
 def svd(x, U, V):
     if len(x) == 2:
-        pathlib.Path("second").touch()
+        os.kill(os.getpid(), signal.SIGINT)
         while True:
             time.sleep(0.05)
     return x @ V @ U.mT
@@ -77,21 +76,14 @@ def test_kernels_as_json(blr: Run) -> None:
     assert all(row["joules"] is None and row["floor_ms"] is None for row in found["rows"])
 
 
-def test_a_stopped_run_keeps_finished_cases(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    command = [str(Path(sys.executable).with_name("blr")), "bench", "layers", *SMALL, "--n", "1,2"]
-    running = subprocess.Popen(
-        [*command, "--peer", "slow.py", "--repeats", "1", "--output", "out"],
-        **{"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-    )
-    while not (tmp_path / "second").exists() and running.poll() is None:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    stdout, stderr = running.communicate(timeout=PATIENCE)
-    assert running.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
+def test_a_stopped_run_keeps_finished_cases(blr: Run, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(STOPPED)
+    options = ("--n", "1,2", "--peer", "slow.py", "--repeats", "1", "--output", "out")
+    done = blr("bench", "layers", *SMALL, *options)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
     saved = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert saved["stopped"] == json.loads(stdout.splitlines()[-1])["stopped"] == "SIGINT"
+    assert saved["stopped"] == json.loads(done.stdout.splitlines()[-1])["stopped"] == "SIGINT"
     assert {row["n"] for row in saved["rows"]} == {1}
 
 

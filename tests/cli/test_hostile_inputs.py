@@ -1,7 +1,7 @@
 """Hostile checkpoints and recipes through `blr compress`: an exit code, one line, nothing else.
 
-All commands of a kind run in one process each, which also shows that no refusal imports torch
-(but for pickles, which need it) and that the peak of memory stays under a gigabyte.
+Commands that need no torch run in one process, which also shows that no refusal imports it, those
+that do in forks of one that has; the peak of memory stays under a gigabyte in both.
 """
 
 from __future__ import annotations
@@ -64,6 +64,20 @@ def batch(cases: dict[str, tuple[Path, list[str]]]) -> dict[str, dict[str, Any]]
     return results
 
 
+def in_forks(cases: dict[str, tuple[Path, list[str]]], limited: Limited) -> dict[str, dict[str, Any]]:
+    """The same where torch is imported already."""
+    results = {}
+    for name, (folder, argv) in cases.items():
+        before = listing(folder)
+        ended = limited.run(*argv, cwd=folder, env={"COLUMNS": "80"})
+        results[name] = {
+            **{"code": ended.code, "out": ended.out, "err": ended.err},
+            **{"seconds": ended.cpu, "memory": ended.memory},
+            **{"untouched": listing(folder) == before, "canary": (folder / "canary").exists()},
+        }
+    return results
+
+
 def check(result: dict[str, Any], code: int, fragment: str) -> None:
     """One printable line with `fragment`, the exit code, and nothing written, run or used up."""
     assert result["code"] == code, result["err"]
@@ -81,24 +95,25 @@ PLAIN = [case for case, entry in hostile.HOSTILE.items() if not entry.allow_pick
 PICKLED = [case for case, entry in hostile.HOSTILE.items() if entry.allow_pickle]
 
 
-def run_table(names: list[str], root: Path, *options: str) -> dict[str, dict[str, Any]]:
+def table(names: list[str], root: Path, *options: str) -> dict[str, tuple[Path, list[str]]]:
+    """Checkpoints written below `root`, and the arguments that compress them."""
     cases = {}
     for name in names:
         folder = root / name
         (folder / "checkpoint").mkdir(parents=True)
         hostile.HOSTILE[name].build(folder / "checkpoint")
         cases[name] = (folder, ["compress", "./checkpoint", "-o", "out", "--format=json", *options])
-    return batch(cases)
+    return cases
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_table(PLAIN, tmp_path_factory.mktemp("plain"))
+    return batch(table(PLAIN, tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="module")
-def pickled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_table(PICKLED, tmp_path_factory.mktemp("pickled"), "--allow-pickle")
+def pickled(tmp_path_factory: pytest.TempPathFactory, limited: Limited) -> dict[str, dict[str, Any]]:
+    return in_forks(table(PICKLED, tmp_path_factory.mktemp("pickled"), "--allow-pickle"), limited)
 
 
 @pytest.mark.parametrize("case", PLAIN)
@@ -134,14 +149,14 @@ NATIVE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def native(tmp_path_factory: pytest.TempPathFactory, limited: Limited) -> dict[str, dict[str, Any]]:
     cases = {}
     for name, (values, _) in NATIVE.items():
         folder = tmp_path_factory.mktemp("native")
         (folder / "checkpoint").mkdir()
         hostile.write(folder / "checkpoint", **values)
         cases[name] = (folder, ["compress", "./checkpoint", "-o", "out", "--format=json"])
-    return batch(cases)
+    return in_forks(cases, limited)
 
 
 @pytest.mark.parametrize("case", NATIVE)
@@ -165,7 +180,11 @@ def test_refused_by_the_real_command(case: str, tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_code_in_the_source_never_runs(tmp_path: Path) -> None:
+# Standard input is one that nobody writes to or closes
+HELD_OPEN = "import os; reader, writer = os.pipe(); os.dup2(reader, 0)"
+
+
+def test_code_in_the_source_never_runs(limited: Limited, tmp_path: Path) -> None:
     """A good checkpoint whose config and tokenizer ask for code, with standard input held open.
 
     It compresses without a question, and the output asks for no code but our own."""
@@ -173,12 +192,9 @@ def test_code_in_the_source_never_runs(tmp_path: Path) -> None:
     source.mkdir()
     hostile.auto_map(source)
     (source / "tokenizer.json").write_text("{}")
-    command = [Path(sys.executable).with_name("blr"), "compress", source, "-o", "out", "--cf", "1.2"]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(list(map(str, command)), cwd=tmp_path, text=True, **streams)
-    code = run.wait(PATIENCE)
-    assert code == 0, run.stderr.read()
-    run.communicate()
+    command = ("compress", source, "-o", "out", "--cf", "1.2")
+    done = limited.run(*command, cwd=tmp_path, patch=HELD_OPEN)
+    assert done.code == 0, done.err
     assert not (tmp_path / "canary").exists()
     assert b"evil" not in b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert not list((tmp_path / "out").glob("evil*"))

@@ -22,7 +22,7 @@ from producing import files
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 LAYERS = 14
 # One layer, fitted for a second or more in calls that each last long
-LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "250")
+LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "120")
 BLR = Path(sys.executable).with_name("blr")
 
 
@@ -103,9 +103,9 @@ def test_json_tells_the_stop(killer: Killer, dense: Path, tmp_path: Path) -> Non
     assert re.fullmatch(r'\{"error": "stopped by SIGTERM; .*", "exit_code": 143\}\n', stopped.stdout)
 
 
-def start(dense: Path, folder: Path, **options: object) -> subprocess.Popen[str]:
+def start(dense: Path, folder: Path, *before: str, **options: object) -> subprocess.Popen[str]:
     """The real command, caught as it has taken its lock and begins to import torch."""
-    command = [str(BLR), "compress", str(dense), "-o", "out", "-q"]
+    command = [*before, str(BLR), "compress", str(dense), "-o", "out", "-q"]
     run = subprocess.Popen(command, cwd=folder, text=True, stderr=subprocess.PIPE, **options)
     wait_for(folder / "out.blr-lock", run)
     return run
@@ -254,14 +254,17 @@ def test_stopped_while_taking_the_lock(number: int, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_nohup_is_respected(dense: Path, tmp_path: Path) -> None:
-    script = f"trap '' HUP; exec {shlex.quote(str(BLR))} compress {shlex.quote(str(dense))} -o out -q"
-    script += " --no-check"
-    run = subprocess.Popen(["sh", "-c", script], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "out.blr-lock", run)
+def test_nohup_is_respected(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
+    """By a run that goes on to its end, and by the real command, which something else ends then."""
+    fate = {"stop_at": whole[0].events.index("fit"), "stop": signal.SIGHUP, "ignored": signal.SIGHUP}
+    done = killer.run("compress", dense, "-o", "whole", "-q", cwd=tmp_path, **fate)
+    assert (done.code, done.stderr) == (0, "")
+    run = start(dense, tmp_path, "sh", "-c", "trap '' HUP; exec \"$@\"", "sh")
     run.send_signal(signal.SIGHUP)
-    stderr = run.communicate(timeout=PATIENCE)[1]
-    assert (run.returncode, stderr) == (0, "")
+    time.sleep(0.3)
+    run.send_signal(signal.SIGTERM)
+    assert run.communicate(timeout=PATIENCE)[1].startswith("blr: stopped by SIGTERM")
+    assert run.returncode == 143
 
 
 def test_a_forked_helper_is_ended_as_usual() -> None:

@@ -38,6 +38,7 @@ class Fate:
         file_limit: no file may grow beyond so many bytes (RLIMIT_FSIZE).
         blind: the check for free space sees none missing, as if the disk filled up later.
         umask, nobody: of the process; `nobody` runs without the rights of root.
+        ignored: a signal that the process is started with no ear for.
         stdout, stderr: "closed", "full" (a device without room) or "left" (a pipe that its reader
             left), in place of what `Outcome` holds.
     """
@@ -50,6 +51,7 @@ class Fate:
     file_limit: int | None = None
     blind: bool = False
     umask: int | None = None
+    ignored: int | None = None
     nobody: bool = False
     stdout: str | None = None
     stderr: str | None = None
@@ -180,6 +182,8 @@ def _limit(fate: Fate) -> None:
         shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**15, 0, 10**15)
     if fate.umask is not None:
         os.umask(fate.umask)
+    if fate.ignored is not None:
+        signal.signal(fate.ignored, signal.SIG_IGN)
     if fate.nobody:
         os.setgroups([])
         os.setgid(NOBODY)
