@@ -127,9 +127,12 @@ class Job:
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
         from blr.compressor.heal.data import reading_of
+        from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
+        if line := strangeness(self.checkpoint, self.teacher):
+            self.progress.notes([line])
         reading_of(self.teacher, self.options)
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
