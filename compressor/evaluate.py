@@ -43,7 +43,7 @@ class Spearman:
 
 
 def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Tensor:
-    """Token ids [n] of a text or .jsonl file, without special tokens, cut to `max_tokens`.
+    """Token ids [n] of a text, .jsonl or .json file, without special tokens, cut to `max_tokens`.
 
     Raises InputError for a file that is missing, empty, malformed or not UTF-8.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.checkpoint.regular import read_lines, read_pieces, read_start, read_text
+from blr.compressor.checkpoint.regular import read_lines, read_pieces, read_start, read_text, refuse
 from blr.compressor.errors import HubError, InputError
 from blr.compressor.quoting import first_line, is_text, quote
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
+MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
 PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
@@ -50,7 +51,8 @@ def read_calibration(
     """Tokenize calibration text.
 
     Args:
-        name: a .jsonl file with a `text` field, any other text file, or a hub data set's name.
+        name: a .jsonl file with a `text` field, a .json file of the same or of a list of such objects
+            or of strings, any other text file, or a hub data set's name.
         samples: windows (packed) or documents to use at most; seq_len: tokens a window.
         packed: decoders see consecutive windows of one long text, encoders one line at a time.
 
@@ -98,21 +100,21 @@ def _known(name: str) -> Path:
 
 
 def read_documents(name: str, offline: bool = False) -> Iterator[str]:
-    """The documents of a file (its lines, or the `text` of its JSON lines) or of a data set."""
+    """The documents of a file (its lines, or those of its JSON) or of a data set."""
     path = _known(name)
     if not os.path.exists(path):
         return _dataset(name, offline)
     if _holds_json(path):
-        return _json_lines(path, MAX_BYTES)
+        return _json_documents(path, MAX_BYTES)
     return _written(name, read_lines(path, MAX_BYTES, MAX_LINE))
 
 
 def read_whole_text(path: Path, limit: int) -> str:
-    """A file as one text: as it is, or the `text` of all its JSON lines. `limit`: its bytes at most.
+    """A file as one text: as it is, or all documents of its JSON. `limit`: its bytes at most.
 
     Raises InputError: missing, larger, not UTF-8 or malformed.
     """
-    return "".join(_json_lines(path, limit)) if _holds_json(path) else read_text(path, limit)
+    return "".join(_json_documents(path, limit)) if _holds_json(path) else read_text(path, limit)
 
 
 def read_first_text(path: Path) -> str:
@@ -120,7 +122,7 @@ def read_first_text(path: Path) -> str:
     if not _holds_json(path):
         return read_start(path)
     start = ""
-    for document in _json_lines(path, MAX_BYTES):
+    for document in _json_documents(path, MAX_BYTES):
         start += document
         if len(start) >= PAGES:
             break
@@ -128,7 +130,7 @@ def read_first_text(path: Path) -> str:
 
 
 def _holds_json(path: Path) -> bool:
-    return path.suffix.lower() == ".jsonl"
+    return path.suffix.lower() in (".json", ".jsonl")
 
 
 def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
@@ -141,6 +143,13 @@ def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
         raise InputError(f"{name}: empty; expected text; give a file that holds some")
 
 
+def _json_documents(path: Path, limit: int) -> Iterator[str]:
+    """Of JSON lines, or of a list where a .json file starts like one (`datasets` writes either)."""
+    if path.suffix.lower() == ".json" and read_start(path).lstrip("\ufeff \r\n\t").startswith("["):
+        return _json_list(path, min(limit, MAX_LIST))
+    return _json_lines(path, limit)
+
+
 def _json_lines(path: Path, limit: int) -> Iterator[str]:
     for number, line in enumerate(read_lines(path, limit, MAX_LINE), 1):
         if not line.strip():
@@ -150,7 +159,24 @@ def _json_lines(path: Path, limit: int) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str) or not is_text(document):
-            raise InputError(f"{path}:{number}: expected a JSON object with a string field 'text'")
+            expected = "a JSON object with a string field 'text'"
+            if path.suffix.lower() == ".json":
+                expected += " on every line, as in a .jsonl, or one list of them"
+            raise InputError(f"{path}:{number}: expected {expected}")
+        yield document + "\n"
+
+
+def _json_list(path: Path, limit: int) -> Iterator[str]:
+    try:
+        items = json.loads(read_text(path, limit))
+    except (ValueError, RecursionError) as error:
+        reason = first_line(error, 160)
+        refuse(path, f"no JSON ({reason})", "a list of texts", "repair it, or save it as .jsonl")
+    for number, item in enumerate(items, 1):
+        document = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(document, str) or not is_text(document):
+            expected = "a string, or a JSON object with a string field 'text'"
+            raise InputError(f"{path}: item {number} of the list: expected {expected}")
         yield document + "\n"
 
 

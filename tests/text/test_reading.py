@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from heal_models import save_characters
 from transformers import AutoTokenizer
 
 from blr.compressor.errors import BlrError, HubError, InputError
-from blr.compressor.text.reading import Calibration, read_calibration
+from blr.compressor.text.reading import (
+    Calibration,
+    read_calibration,
+    read_first_text,
+    read_whole_text,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -36,6 +42,25 @@ def test_json_lines_give_their_text_fields(tiny: Path, sample: Path, tmp_path: P
     assert read(tiny, path).ids[0].equal(read(tiny, sample).ids[0])
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda lines: json.dumps(lines),
+        lambda lines: "\ufeff\n" + json.dumps([{"text": line, "id": 3} for line in lines], indent=2),
+        lambda lines: "\n".join(json.dumps({"text": line}) for line in lines),
+    ],
+    ids=["a list of strings", "a list of objects", "lines, as datasets writes them"],
+)
+def test_json_gives_its_texts_too(
+    written: Callable[[list[str]], str], tiny: Path, sample: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.json"
+    path.write_text(written(sample.read_text().splitlines()))
+    assert read(tiny, path).ids[0].equal(read(tiny, sample).ids[0])
+    assert read_whole_text(path, 1 << 20).splitlines() == sample.read_text().splitlines()
+    assert read_first_text(path).startswith(sample.read_text()[:200])
+
+
 def test_sentences_are_padded_and_masked(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("one short line\n\na somewhat longer line of text that has more tokens\n")
@@ -59,6 +84,10 @@ def test_sentences_need_a_token_to_pad_with(tmp_path: Path) -> None:
         ("short.txt", b"too short", InputError, "expected at least one window of 32"),
         ("latin.txt", "façade ".encode("latin-1") * 99, InputError, "UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": 3}\n', InputError, "broken.jsonl:2"),
+        ("object.json", b'{\n "text": "a"\n}\n', InputError, r"object.json:1: .* as in a .jsonl"),
+        ("broken.json", b'["a", "b"', InputError, "no JSON .* save it as .jsonl"),
+        ("wrong.json", b'["a", {"title": "b"}]', InputError, "item 2 of the list: expected a string"),
+        ("half.json", rb'["\ud800"]', InputError, "item 1 of the list: expected a string"),
         ("missing.txt", None, InputError, "no such file"),
         ("owner/name", None, HubError, "--offline"),
     ],
