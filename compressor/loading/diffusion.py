@@ -179,14 +179,15 @@ def trial_inputs(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """No output of diffusers but errors."""
+    """No output of diffusers but errors, and then what was there before."""
     from diffusers.utils import logging
 
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()

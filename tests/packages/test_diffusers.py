@@ -20,7 +20,7 @@ from patience import PATIENCE
 
 from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import InputError
-from blr.compressor.loading.diffusion import load_diffusion, trial_inputs
+from blr.compressor.loading.diffusion import load_diffusion, quiet_diffusers, trial_inputs
 from blr.compressor.loading.trial import run
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.progress import Progress
@@ -147,3 +147,20 @@ def test_weights_of_another_class(tmp_path: Path) -> None:
     source = save_diffusion(tmp_path / "dit", attention_bias=False)
     with pytest.raises(InputError, match="unexpected tensors"):
         compress(source, make_recipe(), tmp_path / "out", Settings("dit"), Progress(quiet=True))
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_what_diffusers_says_is_what_it_said_before(bars: bool) -> None:
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        with quiet_diffusers():
+            inside = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        assert inside == (logging.ERROR, False)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, bars)
+    finally:
+        logging.set_verbosity(before[0])
+        (logging.enable_progress_bar if before[1] else logging.disable_progress_bar)()
