@@ -16,6 +16,7 @@ from blr.compressor.parallel import environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PAUSE = 0.1  # seconds between two looks at what runs
+LAST = 10.0  # seconds that killed ones are waited for: one in the kernel's hands may not end
 
 
 class Running(Protocol):
@@ -113,9 +114,12 @@ class Pool:
 
 
 def _end(running: list[tuple[Chain, Running, dict[str, str]]]) -> None:
-    """What still runs when the pool is left: an error has stopped it."""
+    """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
     for _, process, _ in running:
         process.kill()
+    until = time.monotonic() + LAST
+    while any(process.poll() is None for _, process, _ in running) and time.monotonic() < until:
+        time.sleep(PAUSE)
 
 
 class Chain(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,9 +13,11 @@ from limited import Limited, refused
 
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.sweep import launch
 from blr.compressor.sweep.folder import Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
+from blr.compressor.sweep.launch import Command, Pool
 from blr.compressor.sweep.page import table
 
 # The sweep's own processes as forks of the warm one
@@ -134,6 +137,40 @@ def test_a_stopped_sweep_says_how_to_go_on(
     ended = limited.run(*arguments, cwd=tmp_path, patch=FORKED + stopping)
     assert ended.code == 143
     assert "finished points are kept in out; resume with: blr sweep" in ended.err
+
+
+class Failing:
+    """A chain whose second command cannot be made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.given = folder, 0
+
+    def command(self) -> Command:
+        self.given += 1
+        if self.given > 1:
+            raise ValueError("no second one")
+        return Command(("true",), self.folder / "out", self.folder / "log")
+
+    def ended(self, code: int) -> None:
+        pass
+
+
+class Endless(Failing):
+    def command(self) -> Command:
+        return Command(("sleep", "infinity"), self.folder / "out", self.folder / "log")
+
+
+def test_a_pool_that_is_left_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command.arguments))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "start", start)
+    with pytest.raises(ValueError, match="no second one"):
+        Pool([{}, {}]).run([Endless(tmp_path), Failing(tmp_path)])
+    assert [process.returncode for process in started] == [-9, 0]  # known of those waited for alone
 
 
 def test_a_folder_of_something_else_is_left_alone(
