@@ -211,12 +211,11 @@ def _decoder(model: Any) -> Any:
     from blr.compressor.runtime.phases import supports
 
     settings = export_settings(model.config)
-    limit = getattr(model.config, "max_position_embeddings", MAX_CONTEXT)
     if reason := obstacle(model.device) or supports(model):
         raise CapabilityError(f"no fused runtime for this model: {reason}; leave --profile out")
     if settings is not None:
         return held_decoder(model, settings)
-    return Decoder(model, batch=1, context=min(limit, MAX_CONTEXT))
+    return Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
 
 
 def _streams(model: Any, sampling: Sampling) -> bool:

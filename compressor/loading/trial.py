@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.errors import BlrError, InputError, NumericsError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.machine.exhaustion import raise_exhausted
@@ -132,8 +133,8 @@ def _tokens(model: Any) -> Tensor | None:
     if size is None:
         return None
     usable = plain_tokens(text)
-    limit = getattr(text, "max_position_embeddings", None) or TOKENS * 2
-    drawn = torch.randint(len(usable), (1, max(min(TOKENS, limit // 2), 1)), generator=_generator())
+    length = min(TOKENS, max(context_of(text.to_dict()) // 2, 1))
+    drawn = torch.randint(len(usable), (1, length), generator=_generator())
     ids = usable[drawn]
     end = text.eos_token_id
     if isinstance(end, int) and 0 <= end < size:

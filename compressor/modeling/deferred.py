@@ -15,21 +15,10 @@ from torch import Tensor
 
 from blr.compressor.modeling.chunked import CONSUMERS
 from blr.compressor.modeling.expressions import Node, Source, leaves, mapped
+from blr.compressor.modeling.facts import FACTS
 from blr.compressor.modeling.recording import record
 from blr.compressor.modeling.settings import warn_once
 from blr.kernels.common.transient import bound_for
-
-_FACTS = {
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
-} | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.__len__,
-}
 
 
 class Deferred(Tensor):
@@ -47,7 +36,7 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")

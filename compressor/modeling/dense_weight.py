@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What is answered without the product
-_FACTS = {
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point}
+from blr.compressor.modeling.facts import FACTS
 
 
 class DenseWeight(Tensor):
@@ -37,7 +33,7 @@ class DenseWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FACTS:
+        if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
         args, kwargs = torch.utils._pytree.tree_map_only(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import context_of
 from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
@@ -316,6 +317,6 @@ def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str
         raise UnsupportedError(f"mode 'persistent' with ops {ops!r}: expected ops 'triton'")
     if not 1 <= batch <= MAX_BATCH:
         raise BatchError(f"batch {batch}: expected 1 to {MAX_BATCH}; decode in several batches")
-    limit = getattr(model.config, "max_position_embeddings", context)
+    limit = context_of(model.config.to_dict())
     if not 1 <= context <= limit:
         raise ContextError(f"context {context}: expected 1 to the model's {limit}; lower it")
