@@ -12,7 +12,10 @@ from running import Run
 
 from blr.compressor.bench.memory.models import find_subject, rank_spec
 from blr.compressor.bench.memory.predict import predicted
+from blr.compressor.bench.memory.run import MemoryOptions, run_memory
 from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.errors import CapabilityError
+from blr.compressor.progress import Progress
 
 SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds", "1", "--keep", "0.5")
 
@@ -41,6 +44,11 @@ def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
     assert report["summary"]["not_ok"] == 0 and len(report["summary"]["cases"]) == 2
     with (tmp_path / "out" / "results.csv").open() as file:
         assert [row["arm"] for row in csv.DictReader(file)] == ["dense", "naive", "whole", "ours-1"] * 2
+
+
+def test_graphs_want_a_gpu() -> None:
+    with pytest.raises(CapabilityError, match="--graphs on the CPU"):
+        run_memory(MemoryOptions(models=["pico-bert"], graphs=True, device="cpu"), Progress(quiet=True))
 
 
 @pytest.mark.sampled(3)
