@@ -112,6 +112,15 @@ def _check_surroundings() -> None:
         )
 
 
+def _called(context: Any) -> str:
+    """The command that a context of click is of, without what stands before `blr`."""
+    names: list[str] = []
+    while context is not None and context.parent is not None:
+        names.insert(0, str(context.info_name))
+        context = context.parent
+    return " ".join(("blr", *names))
+
+
 def main() -> None:
     """Entry point: runs a command and turns every outcome into an exit code.
 
@@ -130,11 +139,8 @@ def main() -> None:
         if error.ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help(), file=sys.stderr)
             sys.exit(UsageError.exit_code)
-        _fail(
-            error,
-            UsageError.exit_code,
-            f"{error.format_message() or 'No command given.'} See `blr --help`.",
-        )
+        said = error.format_message().rstrip(".?") or "No command given"
+        _fail(error, UsageError.exit_code, f"{said}; see `{_called(error.ctx)} --help`")
     except KeyboardInterrupt:
         _fail(KeyboardInterrupt(), 130, "interrupted")
     except (streams.ReaderGone, BrokenPipeError):

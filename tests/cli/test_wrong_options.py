@@ -128,6 +128,24 @@ def test_wrong_options_are_usage_errors_before_anything_is_read(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("heal X", "blr heal"),
+        ("recipes show", "blr recipes show"),
+        ("compress X --wings", "blr compress"),
+        ("generate X a --max-new-tokens 0", "blr generate"),
+        ("bench wings", "blr bench"),
+        ("compres X", "blr"),
+    ],
+)
+def test_what_cannot_be_read_names_the_help_of_its_own_command(
+    words: str, named: str, invoke: Invoke
+) -> None:
+    code, out, err = invoke(*words.split())
+    assert (code, out) == (2, "") and err.endswith(f"; see `{named} --help`\n"), err
+
+
 PATTERNS = {
     "no chain": ("(1,2,3,4)(1,5,6,1)", "do not meet"),
     "zero": ("(1,0,3,4)", "positive integers"),
