@@ -36,7 +36,7 @@ def open_regular(path: Path) -> io.FileIO:
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            refuse(path, "a folder, FIFO or device", "a regular file", "replace it by the file")
+            refuse(path, "a folder, FIFO or device", "a regular file", "name one, or put it there")
         # O_NONBLOCK: the path may have become a FIFO since it was looked at
         file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def open_regular(path: Path) -> io.FileIO:
         refuse(path, f"no readable file ({reason})", "a regular file", "check name and permissions")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        refuse(path, "a FIFO or device", "a regular file", "replace it by the file")
+        refuse(path, "a FIFO or device", "a regular file", "name one, or put it there")
     return file
 
 

@@ -13,7 +13,8 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.fingerprint import headers_digest
 from blr.compressor.checkpoint.regular import read_pieces
-from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.loading.checked import open_checked
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import Progress
@@ -69,7 +70,7 @@ def sweep(
         as it is known: the dense model cannot be evaluated, so that nothing can be judged.
     """
     check_apart(output, folder)
-    source, gpu = open_source(folder), find_gpu(settings.gpu)
+    source, gpu = open_checked(folder), find_gpu(settings.gpu)
     place = Folder(output, _common(source, settings))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)

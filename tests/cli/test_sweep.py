@@ -130,6 +130,16 @@ def test_a_dense_model_that_cannot_be_judged_ends_a_sweep_before_its_points(
     assert [path.name for path in (tmp_path / "out/logs").glob("*.log")] == ["dense.log"]
 
 
+def test_what_is_compressed_already_is_refused_before_anything_runs(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    source, given = arguments[1], ("--method", "svd", "--cf", "1.5", "--device", "cpu")
+    assert limited.run("compress", source, "-o", "small", *given, cwd=tmp_path).code == 0
+    again = ["small" if part == source else part for part in arguments]
+    refused(limited.run(*again, cwd=tmp_path, patch=FORKED), 4, "already compressed by blr")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stopped_sweep_says_how_to_go_on(
     limited: Limited, arguments: list[str], tmp_path: Path
 ) -> None:
