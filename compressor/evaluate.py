@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import InputError, NumericsError
 from blr.compressor.loading.sentences import Sentences

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 import torch
 
-from blr.compressor.checkpoint.config import context_of, read_config
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageError
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.device import pick_device

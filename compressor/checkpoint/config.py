@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,6 @@ LIMITS = ((_LAYERS, MAX_LAYERS), (_EXPERTS, 2**16), (_SIZES, 2**24))
 # What a checkpoint of few tensors may announce all the same: thresholds are named like counts, and
 # the defaults of a family like a model that is larger
 FEW_LAYERS, FEW_EXPERTS = 128, 1024
-UNLIMITED = 1 << 30  # tokens of context where a model names no limit
-# Families whose first position is the one behind the padding id, as fairseq counts them
-_BEHIND_PADDING = re.compile(
-    r"(blr_)?(.*roberta.*|camembert|data2vec-text|ibert|lilt|longformer|luke|mpnet|xmod)"
-)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -67,18 +62,6 @@ def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
                 found = f"{quote(key, 40)[1:-1]} {quote(value)} with {tensors} tensors"
                 remedy = "take config.json and weights from the same model"
                 refuse(folder / "config.json", found, f"at most {limit}", remedy)
-
-
-def context_of(config: Mapping[str, Any]) -> int:
-    """Tokens that a model with `config` has positions for; `UNLIMITED` where it sets no limit."""
-    # GPT-2's name for it; T5's `n_positions` is no limit, its positions are relative
-    limit = config.get("n_positions" if "n_embd" in config else "max_position_embeddings")
-    if type(limit) is not int or limit < 1:
-        return UNLIMITED
-    if not _BEHIND_PADDING.fullmatch(str(config.get("model_type"))):
-        return limit
-    padding = config.get("pad_token_id")
-    return max(1, limit - 1 - (padding if isinstance(padding, int) else 1))
 
 
 def depth(value: Any) -> int:

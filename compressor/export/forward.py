@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.config import UNLIMITED, context_of
+from blr.compressor.checkpoint.context import UNLIMITED, context_of
 from blr.compressor.errors import CapabilityError
 from blr.compressor.quoting import first_line
 

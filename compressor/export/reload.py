@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint

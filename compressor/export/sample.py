@@ -45,7 +45,7 @@ def check_loss(loss: float | None, kind: str, folder: Path) -> None:
 
 
 def _of_file(source: Source, text: Path) -> Tensor:
-    from blr.compressor.checkpoint.config import context_of
+    from blr.compressor.checkpoint.context import context_of
     from blr.compressor.loading.load import load_tokenizer
     from blr.compressor.text.reading import read_first_text
 
@@ -59,7 +59,7 @@ def _of_file(source: Source, text: Path) -> Tensor:
 
 
 def _own(model: Any) -> Tensor:
-    from blr.compressor.checkpoint.config import context_of
+    from blr.compressor.checkpoint.context import context_of
     from blr.compressor.loading.trial import plain_tokens
     from blr.compressor.text.own import OwnText, continued
 

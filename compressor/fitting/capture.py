@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.blocks import Batch
+from blr.compressor.modeling.cuda_graphs import capturing
 
 WARM_UP = 2  # eager passes before a capture: libraries set themselves up in the first
 
@@ -35,7 +36,7 @@ class Captured:
             self._forget()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL has threads too
+        with capturing(self.graph, capture_error_mode="thread_local"):  # NCCL has threads too
             passes(*self.inputs)
         self.gradients = [parameter.grad for parameter in parameters]
         self._forget()

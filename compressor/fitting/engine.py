@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blr.compressor.architectures import find_family
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start

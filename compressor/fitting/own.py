@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work

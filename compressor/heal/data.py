@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint

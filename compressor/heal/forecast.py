@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.heal.settings import CHUNK, HealOptions
 from blr.compressor.planning.plan import Plan

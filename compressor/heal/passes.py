@@ -9,6 +9,7 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.heal.embedding import Embedding
 from blr.compressor.heal.objective import Objective
 from blr.compressor.heal.pair import Pair
+from blr.compressor.modeling.cuda_graphs import capturing
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import first_line
 
@@ -110,7 +111,7 @@ class Captured:
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # Threads of NCCL may ask for their events meanwhile
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with capturing(self.graph, capture_error_mode="thread_local"):
             self.loss = passes._eager(self.windows)
         self.parameters = [part.parameter for part in self.pair.trained.values()]
         self.gradients = [parameter.grad for parameter in self.parameters]

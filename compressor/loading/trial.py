@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.errors import BlrError, InputError, NumericsError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.machine.exhaustion import raise_exhausted

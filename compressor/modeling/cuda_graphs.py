@@ -41,6 +41,8 @@ class CapturedForward:
             return native.__call__(*args, **kwargs)
         graphs = self.__dict__.setdefault("_blr_graphs", ForwardGraphs())
         weights = next(self.parameters()).data_ptr()
+        if graphs.failed:
+            return native.__call__(*args, **kwargs)
         if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
             kwargs = _maskless(kwargs)
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
@@ -172,8 +174,18 @@ def _equal(a: Any, b: Any) -> bool:
 def captured(run: Callable[[], Any]) -> Replay:
     """The kernels of `run` as a CUDA graph."""
     warm_up(run)
+    return _capture(run)
+
+
+def captured_if_faster(run: Callable[[], Any]) -> Replay | None:
+    """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
+    hold the memory of a large pass."""
+    return _capture(run) if warm_up(run) > BOUND else None
+
+
+def _capture(run: Callable[[], Any]) -> Replay:
     graph = torch.cuda.CUDAGraph()
-    with _numbers_after_failures(), torch.cuda.graph(graph):
+    with capturing(graph):
         result = run()
 
     def replay() -> Any:
@@ -181,12 +193,6 @@ def captured(run: Callable[[], Any]) -> Replay:
         return result
 
     return replay
-
-
-def captured_if_faster(run: Callable[[], Any]) -> Replay | None:
-    """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
-    hold the memory of a large pass."""
-    return captured(run) if warm_up(run) > BOUND else None
 
 
 def warm_up(run: Callable[[], Any]) -> float:
@@ -206,13 +212,14 @@ def warm_up(run: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def _numbers_after_failures() -> Iterator[None]:
-    """A capture that fails leaves torch's generator waiting for it: every random number drawn on the
-    GPU from then on would be an error. It goes on from its state before."""
+def capturing(graph: Any, **options: Any) -> Iterator[None]:
+    """`torch.cuda.graph`. Where it fails, torch's generator is left waiting for it, and every random
+    number drawn on the GPU from then on would be an error: it goes on from its state before."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.clone_state()
     try:
-        yield
+        with torch.cuda.graph(graph, **options):
+            yield
     except BaseException:
         generator.graphsafe_set_state(before)
         raise

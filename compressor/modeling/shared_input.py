@@ -42,7 +42,7 @@ class SharedInput:
     """
 
     def __init__(self, layers: Sequence[LowRankLinear]) -> None:
-        self.layers, self.keys = tuple(layers), tuple(map(id, layers))
+        self.layers = tuple(layers)
         self.stored: Tensor | None = pack_shared_input(layers)
         self.places = [layer.V.data_ptr() for layer in layers]
         self.ranks = [layer.V.shape[1] for layer in layers]
@@ -84,7 +84,7 @@ class SharedInput:
         stored = self.stored
         if stored is None or stored.device != x.device or stored.dtype != x.dtype:
             return False
-        return id(layer) in self.keys
+        return layer in self.layers
 
     def _outputs(self, x: Tensor) -> dict[int, Tensor]:
         inner: Any = torch.split_with_sizes(linear(x, self.stored), self.ranks, -1)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.config import context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError

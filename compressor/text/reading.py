@@ -162,7 +162,7 @@ def _json_lines(path: Path, limit: int) -> Iterator[str]:
             expected = "a JSON object with a string field 'text'"
             if path.suffix.lower() == ".json":
                 expected += " on every line, as in a .jsonl, or one list of them"
-            raise InputError(f"{path}:{number}: expected {expected}")
+            raise InputError(f"{path}:{number}: expected {expected}; repair the line")
         yield document + "\n"
 
 
@@ -176,7 +176,7 @@ def _json_list(path: Path, limit: int) -> Iterator[str]:
         document = item.get("text") if isinstance(item, dict) else item
         if not isinstance(document, str) or not is_text(document):
             expected = "a string, or a JSON object with a string field 'text'"
-            raise InputError(f"{path}: item {number} of the list: expected {expected}")
+            raise InputError(f"{path}: item {number} of the list: expected {expected}; repair it")
         yield document + "\n"
 
 

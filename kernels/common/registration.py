@@ -60,24 +60,21 @@ def register(
     """
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _libraries.append(library)
-    bare = _bare(library, name if backward is None else f"{name}_bare", schema, run, fake)
+    bare = _implemented(library, name if backward is None else f"{name}_bare", schema, run, fake)
+    library.impl(bare, torch.library.fallthrough_kernel, "Autograd")
     if backward is None:
-        return Operator(run, bare, plain, bare)
-    free = _define(library, name, schema)
-    library.impl(free, run, "CompositeExplicitAutograd")
-    qualified = f"{NAMESPACE}::{free}"
-    torch.library.register_fake(qualified, fake, lib=library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=library)
-    return Operator(run, _found(free), plain, bare)
+        return Operator(run, _found(bare), plain, _found(bare))
+    full = _implemented(library, name, schema, run, fake)
+    torch.library.register_autograd(f"{NAMESPACE}::{full}", backward, setup_context=setup, lib=library)
+    return Operator(run, _found(full), plain, _found(bare))
 
 
-def _bare(library: Any, name: str, schema: str, run: Any, fake: Any) -> Any:
-    """An operator whose results ask for no gradients."""
+def _implemented(library: Any, name: str, schema: str, run: Any, fake: Any) -> str:
+    """The name of an operator that has still to be told of gradients."""
     free = _define(library, name, schema)
     library.impl(free, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{free}", fake, lib=library)
-    library.impl(free, torch.library.fallthrough_kernel, "Autograd")
-    return _found(free)
+    return free
 
 
 def _found(name: str) -> Any:

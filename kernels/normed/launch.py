@@ -10,9 +10,7 @@ from blr.kernels.common.launching import launch
 from blr.kernels.normed.reference import layer_norm as reference
 
 WIDEST = 4096  # features, all in registers
-LEAST = (
-    1 << 21
-)  # numbers from which it is a matter of the GPU's time: torch's own takes less of the host
+LEAST = 1 << 21  # numbers from which the GPU's time counts: torch's own kernel takes less of the host
 TILE = 4096  # numbers of a program
 
 

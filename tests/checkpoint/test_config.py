@@ -9,7 +9,8 @@ import torch
 from pico import save_pico
 from transformers import AutoModel
 
-from blr.compressor.checkpoint.config import UNLIMITED, context_of, read_config
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.context import UNLIMITED, context_of
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "opt", "roberta", "xlm-roberta"])

@@ -44,9 +44,9 @@ class MemoryOptions:
     Attributes:
         models: of configs/bench-memory.yaml. keeps: shares of parameters of the replaced layers.
         arms: dense, naive (low rank by plain torch), whole (ours without a bound), ours, or ours-N for
-            a bound of N MiB. pairs: (batch, length) of every
-            case. per_head: q, k and v factorized head by head. padding: share of the longest
-            length that a batch's shortest row is padded by. graphs: time passes as CUDA graphs.
+            a bound of N MiB. pairs: (batch, length) of every case. per_head: q, k and v factorized
+            head by head. padding: share of the longest length that a batch's shortest row is padded
+            by. graphs: time passes as CUDA graphs.
     """
 
     models: Sequence[str]

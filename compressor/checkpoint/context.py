@@ -1,0 +1,25 @@
+"""How long a text a model has positions for. Shipped inside every export: it imports nothing of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+UNLIMITED = 1 << 30  # tokens of context where a model names no limit
+# Families whose first position is the one behind the padding id, as fairseq counts them
+_BEHIND_PADDING = re.compile(
+    r"(blr_)?(.*roberta.*|camembert|data2vec-text|ibert|lilt|longformer|luke|mpnet|xmod)"
+)
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens that a model with `config` has positions for; `UNLIMITED` where it sets no limit."""
+    # GPT-2's name for it; T5's `n_positions` is no limit, its positions are relative
+    limit = config.get("n_positions" if "n_embd" in config else "max_position_embeddings")
+    if type(limit) is not int or limit < 1:
+        return UNLIMITED
+    if not _BEHIND_PADDING.fullmatch(str(config.get("model_type"))):
+        return limit
+    padding = config.get("pad_token_id")
+    return max(1, limit - 1 - (padding if isinstance(padding, int) else 1))
