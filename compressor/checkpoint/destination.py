@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
@@ -20,9 +21,16 @@ def sibling(output: Path, kind: str) -> Path:
     return output.with_name(f"{output.name}.blr-{kind}")
 
 
-def check_output(output: Path, overwrite: bool = False) -> None:
-    """Raise OutputError unless `output` can be written."""
+def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
+    """Raise OutputError unless `output` can be written.
+
+    Args:
+        reads: names of what the run reads; of folders among them it must be apart, which is told first.
+    """
     output = absolute(output)
+    for folder in map(Path, map(os.path.expanduser, reads)):
+        if os.path.isdir(folder):
+            check_apart(output, folder)
     parent = output.parent
     with storage_errors(parent):
         if not is_text(str(output)):
@@ -43,8 +51,8 @@ def check_apart(output: Path, source: Path) -> None:
     output = absolute(output)
     place, read = Path(os.path.realpath(output)), Path(os.path.realpath(source))
     if place.is_relative_to(read):
-        what = "the checkpoint that is read" if place == read else f"inside {source}, which is read"
-        raise OutputError(f"{output}: {what}; choose another --output, outside of it")
+        what = "the model itself" if place == read else f"inside {source}"
+        raise OutputError(f"{output}: {what}, which is read; choose another --output, outside of it")
     for path in (place, *(sibling(place, kind) for kind in KINDS)):
         if read.is_relative_to(path):
             raise OutputError(

@@ -187,7 +187,7 @@ def compress(
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():
-            check_output(output, overwrite)
+            check_output(output, overwrite, (model,))
         heal_minutes = checked_minutes(heal)
         whole = bool(heal_minutes or mix or calibration == SELF or allow_pickle)
         if stream and whole:

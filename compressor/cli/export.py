@@ -140,7 +140,7 @@ def export(
         )
         check_options(options)
         running.output, running.resumes = output, False
-        check_output(output, overwrite)
+        check_output(output, overwrite, (checkpoint,))
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         summary = run(found.folder, output, options.named(found.name, found.revision), Progress(quiet))
     print_result(asdict(summary), _export_text, format)

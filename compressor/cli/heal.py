@@ -215,7 +215,7 @@ def heal(
         options = check_options(options)
         running.output, running.kept = output, "the state that was saved last is"
         if first := environment.is_first():
-            check_output(output, overwrite)
+            check_output(output, overwrite, (checkpoint, teacher))
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         dense = resolve_model(teacher, offline=offline)
         from blr.compressor.heal.run import heal as run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.text.own import ROOM, OwnText
-from blr.compressor.text.reading import read_documents
+from blr.compressor.text.reading import calibration_digest, read_documents
 from blr.compressor.text.windows import Stream, digest, interleaved, text_stream, tokenize
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
@@ -138,18 +139,18 @@ def make_data(
 
     Raises:
         InputError, HubError: a text that is missing, malformed or too short.
-        UsageError: a batch of less than one window of each.
+        UsageError: as `batch_windows`.
     """
     streams = reading.texts(options)
-    share = (options.mix or 0.0) if reading.sentences is None else 0.0
-    batch = _windows(options, reading, gpu)
+    share = _own_share(options, reading)
+    batch = batch_windows(options, reading, gpu)
     if share > 0:
         length = min(options.window + ROOM, reading.context)
         count = max(_own_tokens(options, batch * length, gpu), 3 * length)
         rows = write(OwnText(count, length, options.seed, author()))
         streams[SELF] = Stream(rows, reading.window, options.seed)
     counts = _shares(streams, share, batch)
-    parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True) if c]
+    parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
     found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
 
@@ -177,30 +178,68 @@ def _label(name: str, taken: dict[str, Stream]) -> str:
     return label
 
 
-def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
-    window = reading.window
-    if options.batch is None:
-        several = 1 if reading.sentences is None else SHORTER
-        return several * (GPU_BATCH if gpu else CPU_BATCH)
-    if options.batch < window:
+def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: int = 1) -> int:
+    """Windows a step. Raises UsageError for less than one of each text, or for each process."""
+    batch, window, texts = _windows(options, reading, gpu), reading.window, len(options.files)
+    share = _own_share(options, reading)
+    if batch < 1:
         raise UsageError(
             f"--batch {options.batch}: less than a window of {window} tokens; raise it or lower --window"
         )
-    return options.batch // window
+    if batch - _own_windows(share, batch) < texts:
+        enough = next(b for b in count(batch) if b - _own_windows(share, b) >= texts)
+        own = " and the teacher's own" if share else ""
+        raise UsageError(
+            f"a batch of {batch} windows has no room for {texts} of --data{own}; "
+            f"give --batch {enough * window} or more, or fewer texts"
+        )
+    if batch < processes:
+        raise UsageError(f"a batch of {batch} windows for {processes} processes; raise --batch")
+    return batch
+
+
+def text_digests(names: list[str]) -> list[str]:
+    """SHA-256 of every text, as `calibration_digest` takes it.
+
+    Raises InputError for one that is not there, UsageError for one that comes twice, also under two
+    names: it would count as two texts.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        digest = calibration_digest(name)
+        if digest in known:
+            same = "given twice" if name == known[digest] else f"the same text as {known[digest]}"
+            raise UsageError(f"--data {name}: {same}; give every text once")
+        known[digest] = name
+    return list(known)
+
+
+def _own_share(options: HealOptions, reading: Reading) -> float:
+    """Of a batch; encoders write no text."""
+    return (options.mix or 0.0) if reading.sentences is None else 0.0
+
+
+def _own_windows(share: float, batch: int) -> int:
+    """Of the own text in a batch: one at least, where it has a share."""
+    return min(max(round(share * batch), 1), batch) if share > 0 else 0
+
+
+def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
+    if options.batch is not None:
+        return options.batch // reading.window
+    several = 1 if reading.sentences is None else SHORTER
+    return several * (GPU_BATCH if gpu else CPU_BATCH)
 
 
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """Windows of every stream in a batch: `own` of them own text, texts by their size."""
+    """Windows of every stream in a batch, which has room for all: `own` of them own text, texts by
+    their size."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
-    mine = 0 if SELF not in streams else batch if not texts else min(max(round(own * batch), 1), batch)
+    mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())
-    if texts and own < 1 and left < len(texts):
-        raise UsageError(
-            f"a batch of {batch} windows has no room for {len(streams)} texts; raise --batch"
-        )
     given, waiting = {}, len(texts)
     for name, size in texts.items():
         waiting -= 1
-        given[name] = min(max(round(left * size / total), 1), left - waiting) if left else 0
+        given[name] = min(max(round(left * size / total), 1), left - waiting)
         left, total = left - given[name], total - size
     return [mine if name == SELF else given[name] for name in streams]

@@ -126,18 +126,18 @@ class Job:
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
-        from blr.compressor.heal.data import reading_of
         from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
         if line := strangeness(self.checkpoint, self.teacher):
             self.progress.notes([line])
-        reading_of(self.teacher, self.options)
+        fingerprint = self._fingerprint() if self.processes.first else {}
+        self._reading()
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
-                workspace.open(self._fingerprint())
+                workspace.open(fingerprint)
             self.processes.wait()
             read = self._digest()
             if not self._finished(read):
@@ -172,18 +172,13 @@ class Job:
         return bool(self.processes.agreed(done)[0])
 
     def _train(self, read: str) -> tuple[Pair, Data]:
-        from blr.compressor.heal.data import reading_of
         from blr.compressor.heal.pair import load_pair, load_teacher, task_of
         from blr.compressor.heal.trainer import Place, Trainer
 
-        reading = reading_of(self.teacher, self.options)
+        reading = self._reading()
         sharding = self._plan_sharding()
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
         data = self._data(teacher, reading)
-        if data.batch < self.processes.count:
-            raise UsageError(
-                f"a batch of {data.batch} windows for {self.processes.count} processes; raise --batch"
-            )
         folder, kinds = self.checkpoint.source.folder, self.options.train
         added = (self.options.lora, self.options.seed) if self.options.lora else None
         how = kinds, reading.sentences, added
@@ -195,6 +190,15 @@ class Job:
             self.state = trainer.run()
         self.facts = self._facts(pair, data)
         return self._whole(pair, how) if sharding else pair, data
+
+    def _reading(self) -> Reading:
+        """How the teacher reads. Raises as `reading_of` and `batch_windows`."""
+        from blr.compressor.heal.data import batch_windows, reading_of
+
+        reading = reading_of(self.teacher, self.options)
+        gpu = self.processes.device.type == "cuda"
+        batch_windows(self.options, reading, gpu, self.processes.count)
+        return reading
 
     def _whole(self, pair: Pair, how: Any) -> Pair:
         """A pair that was shared out, whole on the CPU in the first process."""
@@ -354,12 +358,12 @@ class Job:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on; not how many processes there are."""
-        from blr.compressor.text.reading import calibration_digest
+        from blr.compressor.heal.data import text_digests
 
         return {
             "source": headers_digest(self.checkpoint.source),
             "teacher": headers_digest(self.teacher.source),
-            "texts": [calibration_digest(name) for name in self.options.files],
+            "texts": text_digests(self.options.files),
             "heal": self.options.fingerprint(),
             "versions": versions(),
         }

@@ -317,9 +317,24 @@ def test_a_removed_current_folder_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 def test_source_and_output_are_apart(output: str, source: str, tmp_path: Path) -> None:
     (tmp_path / "m" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to("m")
-    with pytest.raises(OutputError, match="choose another --output"):
+    with pytest.raises(OutputError, match=r"read.* choose another --output"):
         check_apart(tmp_path / output, tmp_path / source)
     check_apart(tmp_path / "m2", tmp_path / source)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_output_that_is_read_is_told_so_and_not_to_be_removed(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First of all, by any name of the folder; a hub id is no folder."""
+    for name in ("m", "teacher"):
+        whole(tmp_path / name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for output, said in (("m", "the model itself"), ("teacher", "itself"), ("m/out", "inside")):
+        with pytest.raises(OutputError, match=said) as refused:
+            check_output(tmp_path / output, overwrite, ("owner/name", "~/m", str(tmp_path / "teacher")))
+        assert "remove" not in str(refused.value)
+    check_output(tmp_path / "m2", overwrite, ("owner/name", "~/m"))
 
 
 def test_mount_points_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

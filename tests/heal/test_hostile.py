@@ -68,6 +68,17 @@ def test_a_healed_checkpoint_heals_again(
     assert (output / "README.md").read_text().count("## Healed") == 2
 
 
+def test_texts_and_outputs_given_twice(
+    killer: Killer, compressed: Path, dense: Path, text: Path, tmp_path: Path
+) -> None:
+    """Told before anything is written, and before what else they would be refused for."""
+    twice = ("--batch", 16, "--data", text, "--data", text)
+    one_line(heal(killer, compressed, dense, tmp_path, *twice), 2, "text.txt: given twice; give every")
+    for place in (compressed, dense):
+        one_line(heal(killer, compressed, dense, tmp_path, "-o", place), 5, "the model itself")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_compressed_checkpoint(
     killer: Killer, compressed: Path, dense: Path, tmp_path: Path
 ) -> None:

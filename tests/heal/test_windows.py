@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from blr.compressor.errors import InputError, UsageError
-from blr.compressor.heal.data import Data, Part, _shares
+from blr.compressor.heal.data import Data, Part, Reading, _shares, batch_windows, text_digests
+from blr.compressor.heal.settings import HealOptions, check_options
 from blr.compressor.text.windows import Stream, text_stream
 
 WINDOW = 8
@@ -64,9 +70,38 @@ def test_shares_of_a_batch(texts: dict[str, int], own: float, batch: int, expect
     assert _shares(streams, own, batch) == expected  # type: ignore[arg-type]
 
 
-def test_a_batch_without_room_for_a_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="raise --batch"):
-        _shares({"a": [None], "b": [None]}, 0.0, 1)  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("options", "enough"),
+    [
+        ({"batch": 7}, "raise it or lower --window"),
+        ({"batch": 8, "data": ("a",)}, "1 of --data and the teacher's own; give --batch 16 or more"),
+        ({"batch": 24, "data": ("a", "b"), "mix": 2 / 3}, "--batch 40 or more"),
+        ({"batch": 8, "data": ("a", "b"), "mix": 0.0}, "2 of --data; give --batch 16 or more"),
+    ],
+    ids=str,
+)
+def test_a_batch_without_room_for_a_text_is_refused(options: dict[str, Any], enough: str) -> None:
+    """Before any of them is read or written; what is said to be enough is."""
+    given = check_options(HealOptions("c", "d", window=WINDOW, **options))
+    with pytest.raises(UsageError, match=enough):
+        batch_windows(given, Reading(None, WINDOW, 64), False)
+    if found := re.search(r"--batch (\d+)", enough):
+        given = replace(given, batch=int(found[1]))
+        assert batch_windows(given, Reading(None, WINDOW, 64), False) == int(found[1]) // WINDOW
+
+
+def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
+    """By what it holds: it would be two of the texts that share a batch."""
+    first, copy, other = (str(tmp_path / name) for name in ("first", "copy", "other"))
+    for name, text in ((first, "a"), (copy, "a"), (other, "b")):
+        Path(name).write_text(text)
+    assert len(set(text_digests([first, other]))) == 2
+    for names, said in (
+        ([first, other, first], f"--data {first}: given twice; give every text once"),
+        ([first, copy], f"--data {copy}: the same text as {first}; give every text once"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            text_digests(names)
 
 
 def test_every_share_of_the_rows_has_some_of_each_part() -> None:
