@@ -2,11 +2,12 @@
 
 A small batch through an encoder is bound by launches. The first call with inputs of new shapes
 captures all of its kernels in a CUDA graph with buffers of its own; later calls copy the inputs in,
-replay the graph and return copies of the outputs.
+replay the graph and return copies of the outputs. Threads take turns at buffers and graphs.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,6 +62,12 @@ class ForwardGraphs:
         self.entries: OrderedDict[Any, tuple[list[Tensor], Replay | None]] = OrderedDict()
         self.failed = False
         self.maskless: bool | None = None  # whether a mask that hides nothing is as good as none
+        self.turn = threading.RLock()
+        self.stream: Any = None  # of the last replay
+
+    def __reduce__(self) -> Any:
+        """A copy of a model makes graphs of its own."""
+        return ForwardGraphs, ()
 
     def ignores(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether ``forward`` computes the same without a mask that hides nothing; tried once."""
@@ -84,10 +91,18 @@ class ForwardGraphs:
             weights: changes when the parameters are moved. inside: what a capture is made in.
         """
         leaves, spec = tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = None if self.failed else _key(leaves, spec, weights)
-        if key is None:
-            return forward(*inputs[0], **inputs[1])
+        if key is not None:
+            with self.turn:
+                result = self._result(key, forward, leaves, spec, inside)
+            if result is not None:
+                return result
+        return forward(*inputs[0], **inputs[1])
+
+    def _result(
+        self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any, inside: Any
+    ) -> Any:
+        """What a graph gives, made first for a new key; None where the pass is to run as usual."""
         if key not in self.entries:
             with inside():
                 result = self._add(key, forward, leaves, spec)
@@ -96,10 +111,19 @@ class ForwardGraphs:
         self.entries.move_to_end(key)
         buffers, replay = self.entries[key]
         if replay is None:
-            return forward(*inputs[0], **inputs[1])
-        for buffer, tensor in zip(buffers, tensors, strict=True):
+            return None
+        self._follow(buffers)
+        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
             buffer.copy_(tensor)
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
+
+    def _follow(self, buffers: list[Tensor]) -> None:
+        """Let this thread's stream wait for the one that read and wrote the buffers last."""
+        if buffers and buffers[0].is_cuda:
+            here = torch.cuda.current_stream(buffers[0].device)
+            if self.stream not in (None, here):
+                here.wait_stream(self.stream)
+            self.stream = here
 
     def _add(self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
         """Capture for `key`; a failure is remembered, and the eager result returned."""
@@ -116,8 +140,7 @@ class ForwardGraphs:
             warn_once(f"the forward pass is not captured as a CUDA graph ({reason}); it runs eagerly")
             self.failed = True
             return result
-        buffers = [leaf for leaf in held if isinstance(leaf, Tensor)]
-        self.entries[key] = ([], None) if replay is None else (buffers, replay)
+        self.entries[key] = ([], None) if replay is None else (_tensors(held), replay)
         if len(self.entries) > MAX_GRAPHS:
             self.entries.popitem(last=False)
         return result
@@ -133,6 +156,10 @@ def _capturable(model: Any) -> bool:
         return False
     hooked = model._forward_hooks or model._forward_pre_hooks or hasattr(model, "_hf_hook")
     return not hooked and export_settings(model.config) is not None
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _key(leaves: list[Any], spec: Any, weights: int) -> Any:
@@ -185,7 +212,7 @@ def captured_if_faster(run: Callable[[], Any]) -> Replay | None:
 
 def _capture(run: Callable[[], Any]) -> Replay:
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph):
+    with capturing(graph, capture_error_mode="thread_local"):  # other threads may go on
         result = run()
 
     def replay() -> Any:

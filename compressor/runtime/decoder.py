@@ -26,6 +26,7 @@ from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import left_padded, prefill_chunks
 from blr.compressor.runtime.sampling import Sampler, check_logits
+from blr.compressor.runtime.turns import Turn
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.tables import token_mode
@@ -41,6 +42,8 @@ FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
 
 class Decoder:
     """Decodes with `model`, whose parameters it reads in place.
+
+    One cache serves all calls: threads that `generate` take turns.
 
     Args:
         model: a causal language model of transformers (dense or structured layers in any mixture),
@@ -88,6 +91,7 @@ class Decoder:
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
         self._runs: dict[tuple[int, int], Run] = {}
+        self._turn = Turn()
         self.persistent = None
         if self.mode == "persistent":
             try:
@@ -174,17 +178,25 @@ class Decoder:
             BatchError, ContextError: more rows or tokens than the decoder was made for.
             ValueError: sampling parameters out of range.
             NumericsError: logits that choose no token.
+            BusyError: a call by `on_token` of this decoder's own.
         """
         sampler = Sampler(temperature, top_k, top_p)
         if max_new_tokens < 1:
             raise BatchError(f"max_new_tokens {max_new_tokens}: expected at least 1")
         self._check_room(input_ids.shape[1] + max_new_tokens)
+        with self._turn:
+            logits = self.prefill(*left_padded(input_ids, attention_mask))
+            collector = Collector(self.rows, max_new_tokens, self.model.device, stop_ids, on_token)
+            return self._continue(logits, sampler, collector, max_new_tokens, seed)
+
+    def _continue(
+        self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
+    ) -> list[list[int]]:
+        """The tokens of `steps` steps behind a prefill with these logits, or until all rows ended."""
         device = self.model.device
-        logits = self.prefill(*left_padded(input_ids, attention_mask))
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
-        collector = Collector(self.rows, max_new_tokens, device, stop_ids, on_token)
         tokens = self.state.tokens[: self.rows]
-        for step in range(max_new_tokens):
+        for step in range(steps):
             if step > 0:
                 self._advance()
                 logits = self.state.buffers["logits"][: self.rows]
@@ -267,7 +279,7 @@ class Decoder:
         for tensor, value in zip((self.state.tokens, self.state.pos), kept, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
             for run in runs:
                 run()
         return partial(_replay, graph, runs)

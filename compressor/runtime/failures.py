@@ -17,3 +17,7 @@ class ContextError(DecoderError):
 
 class BatchError(DecoderError):
     """More rows than the decoder was made for, or rows of a shape it does not take."""
+
+
+class BusyError(DecoderError):
+    """A call from inside another one, whose caches it would overwrite."""

@@ -3,8 +3,11 @@ be had. A graph is replaced by a function that runs the same pass on the same bu
 
 from __future__ import annotations
 
+import copy
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,28 @@ def test_a_mask_that_hides_nothing_is_left_out_where_that_changes_nothing() -> N
 
 def forward_masked(x: torch.Tensor, attention_mask: Any = None) -> dict[str, torch.Tensor]:
     return {"y": x if attention_mask is None else x * attention_mask}
+
+
+def test_threads_take_turns_at_the_buffers_of_a_graph() -> None:
+    """Without turns each reads the result of whoever came last."""
+
+    class Slow(Graphs):
+        def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+            replay = super().__call__(run)
+            return lambda: (time.sleep(0.02), replay())[1]  # others copy their inputs in meanwhile
+
+    graphs = ForwardGraphs(Slow())
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(
+            lambda v: graphs.run(forward, ((torch.full((1,), v),), {}))["y"].item(), [1.0, 2, 3, 4]
+        )
+    assert list(found) == [1, 2, 3, 4]
+
+
+def test_a_copy_makes_graphs_of_its_own() -> None:
+    graphs = ForwardGraphs(Graphs())
+    graphs.run(forward, ((torch.ones(1),), {}))
+    assert len(graphs.entries) == 1 and not copy.deepcopy(graphs).entries
 
 
 def test_the_least_recently_used_graph_goes() -> None:

@@ -3,6 +3,9 @@ does not. The runtime stands on its plain torch operations here, which run witho
 
 from __future__ import annotations
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import blr.compressor.modeling
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling import settings
 from blr.compressor.modeling.requests import Request, read_request
+from blr.compressor.runtime.failures import DecoderError
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 PADDED = [[7, 8, 9, 10, 11], [0, 0, 50, 51, 52]]
@@ -92,7 +96,7 @@ def test_keys_and_values_in_int8(
     model, source = load(folder), load(sources["svd"])
     ids = torch.tensor([list(range(100, 130))])
     found, right = (m.generate(ids, **GREEDY) for m in (model, source))
-    assert model._blr_decoder[1].state.kv.data.dtype == torch.int8 and len(calls) == 1
+    assert model._blr_decoder.decoder.state.kv.data.dtype == torch.int8 and len(calls) == 1
     assert torch.equal(found[:, :33], right[:, :33])  # rounding may part them later
     code, _, said = invoke("export", sources["svd"], "-o", tmp_path / "x", "--kv-quantize", "int4")
     assert code == 2 and "--kv-quantize int4: expected one of int8, none" in said
@@ -237,13 +241,48 @@ def test_more_than_the_model_has_positions_is_an_error(model: Any) -> None:
 def test_moved_weights_get_a_decoder_of_their_own(model: Any, calls: list[dict[str, Any]]) -> None:
     ids = torch.tensor([PADDED[0]])
     first = model.generate(ids, **GREEDY)
-    held = model.__dict__["_blr_decoder"][1]
+    held = model.__dict__["_blr_decoder"].decoder
     model.generate(ids, **GREEDY)
-    assert model.__dict__["_blr_decoder"][1] is held
+    assert model.__dict__["_blr_decoder"].decoder is held
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(model.generate(ids, **GREEDY), first) and len(calls) == 3
-    assert model.__dict__["_blr_decoder"][1] is not held
+    assert model.__dict__["_blr_decoder"].decoder is not held
+
+
+def test_threads_take_turns_at_the_one_cache(model: Any, calls: list[dict[str, Any]]) -> None:
+    """A server answers requests in threads: none may read what another one decodes."""
+    prompts = [torch.tensor([list(range(start, start + 9))]) for start in (20, 120, 220, 320)]
+    expected = [model.generate(ids, **GREEDY) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: model.generate(ids, **GREEDY), prompts * 2))
+    assert all(map(torch.equal, found, expected * 2)) and len(calls) == 12
+
+
+def test_a_sequence_inside_another_is_an_error(model: Any, calls: list[dict[str, Any]]) -> None:
+    ids = torch.tensor([PADDED[0]])
+
+    class Nested:
+        def put(self, value: Any) -> None:
+            if value.numel() == 1:
+                model.generate(ids, **GREEDY)
+
+        def end(self) -> None:
+            """Nothing is left to do."""
+
+    with pytest.raises(DecoderError, match="expected one at a time"):
+        model.generate(ids, streamer=Nested(), **GREEDY)
+    assert model.generate(ids, **GREEDY).shape[1] > ids.shape[1]  # and nothing is held
+
+
+def test_copies_and_pickles_decode_by_themselves(model: Any, calls: list[dict[str, Any]]) -> None:
+    ids = torch.tensor([PADDED[0]])
+    expected = model.generate(ids, **GREEDY)
+    copied = copy.deepcopy(model)
+    assert copied.__dict__["_blr_decoder"] is None
+    assert torch.equal(copied.generate(ids, **GREEDY), expected)
+    assert copied.__dict__["_blr_decoder"].decoder.model is copied
+    assert pickle.loads(pickle.dumps(model.__dict__["_blr_decoder"])) is None
 
 
 def test_without_a_gpu_one_warning_and_the_tokens_of_transformers(
