@@ -48,7 +48,6 @@ ROOMS = (
         "inspect",
         "sweep",
         "bench",
-        "tune_float8",
         "tune",
         "cli",
         "__main__",

@@ -17,7 +17,7 @@ from blr.compressor.machine.dtypes import DTYPES
 from blr.compressor.quoting import printable
 
 if TYPE_CHECKING:
-    from blr.compressor.tune import Tuning
+    from blr.compressor.tune.run import Tuning
 
 
 def tune(
@@ -71,9 +71,10 @@ def tune(
     layers = find_layers(words(shapes))
     if output is not None:
         check_table(output)
-    from blr.compressor import tune as library
     from blr.compressor.bench.runner import Runner
     from blr.compressor.progress import Progress
+    from blr.compressor.tune import run as library
+    from blr.compressor.tune.rules import winners_table
     from blr.kernels.common.available import gpu_key
 
     target, progress = library.tuning_device(device), Progress(quiet)
@@ -92,7 +93,7 @@ def tune(
     try:
         result = library.write_rules(tuning, path, gpu, target)
     except BlrError:
-        print(_winners(library.winners_table(tuning.points)))
+        print(_winners(winners_table(tuning.points)))
         raise
     _show({**result, "stopped": stopped}, tuning, progress, format)
 
@@ -101,7 +102,7 @@ HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 
 
 def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
-    from blr.compressor.tune import winners_table
+    from blr.compressor.tune.rules import winners_table
 
     progress.notes(tuning.refused)
     if result["stopped"]:

@@ -21,6 +21,7 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions
+from blr.compressor.machine.device import device_name
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import Progress
@@ -244,7 +245,7 @@ class Job:
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
         crew = Crew(self.processes.count, bool(self.options.fsdp), room)
         found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
-        said = words(found, _device_name(device), None).partition(", at most")[0]
+        said = words(found, device_name(device), None).partition(", at most")[0]
         if not found.fits:
             raise CapabilityError(said)
         self.progress.notes([said])
@@ -318,7 +319,7 @@ class Job:
         assert state is not None
         return {
             "teacher": options.teacher_name,
-            "device": _device_name(pair.device),
+            "device": device_name(pair.device),
             "steps": state.step,
             "tokens": state.step * data.tokens,
             "minutes": state.seconds / 60,
@@ -388,11 +389,3 @@ class Job:
             for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):
                 setattr(found, name, self.facts[name])
         return found
-
-
-def _device_name(device: Any) -> str:
-    if device.type != "cuda":
-        return "the CPU"
-    import torch
-
-    return torch.cuda.get_device_name(device)

@@ -44,6 +44,13 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What the driver calls a GPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
 def float_dtype(name: str) -> torch.dtype:
     """ "bfloat16" -> torch.bfloat16. Raises UsageError for what kernels do not compute in."""
     import torch

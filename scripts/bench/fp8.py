@@ -29,7 +29,7 @@ from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.summary import prefill_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
 from blr.compressor.progress import Progress
-from blr.compressor.tune_float8 import TILES
+from blr.compressor.tune.float8 import TILES
 from blr.kernels.blast.op import blast_linear
 from blr.kernels.fp8 import launch, layers, library
 from blr.kernels.fp8.launch import Tile

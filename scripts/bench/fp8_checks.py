@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.tune_float8 import TILES
+from blr.compressor.tune.float8 import TILES
 from blr.kernels.blast.reference import blast_linear as blast_reference
 from blr.kernels.fp8 import launch, layers, library, reference
 from blr.kernels.fp8.op import fp8_product, fp8_rows

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor import tune
 from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.layers import LayerBench
 from blr.compressor.bench.precision import PRECISIONS
@@ -43,7 +42,9 @@ from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import spread
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers, structured_linear
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
-from blr.compressor.tune import Candidate, Tuning
+from blr.compressor.tune import run as tune
+from blr.compressor.tune.rules import OURS, Candidate
+from blr.compressor.tune.run import Tuning
 from blr.compressor.tuned_table import read_table, table_text
 from blr.kernels.common.tables import BUCKETS, PLAIN
 from blr.kernels.fp8.op import fp8_device
@@ -198,7 +199,7 @@ def least_loss(structure: str, times: list[dict[str, float]]) -> str | None:
     losses = {}
     for label in set.intersection(*map(set, times)) - {"dense"}:
         ours = label not in PLAIN[structure]
-        if ours and any(t[label] * tune.OURS > p for t, p in zip(times, plain, strict=True)):
+        if ours and any(t[label] * OURS > p for t, p in zip(times, plain, strict=True)):
             continue
         losses[label] = sum(log(t[label] / ms) for t, ms in zip(times, best, strict=True))
     return min(losses, key=losses.__getitem__) if losses else None

@@ -12,7 +12,6 @@ import pytest
 import torch
 import typer
 
-from blr.compressor import tune, tune_float8
 from blr.compressor.bench.precision import PRECISIONS
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer
@@ -21,7 +20,10 @@ from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.progress import Progress
 from blr.compressor.structures.registry import TUNED
-from blr.compressor.tune import Candidate, Point, Tuning, rules_of
+from blr.compressor.tune import float8
+from blr.compressor.tune import run as tune
+from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
+from blr.compressor.tune.run import Tuning
 from blr.compressor.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import dispatch, tables
@@ -100,7 +102,7 @@ def test_an_older_table_keeps_what_is_not_measured_again() -> None:
         {"structure": "blast", "dtype": "bfloat16", "variant": "old"},
         {"structure": "lowrank", "variant": "general"},
     ]
-    found = tune.merged(rules, old)
+    found = merged(rules, old)
     assert [rule["variant"] for rule in found if rule in old] == ["other", "general"]
     assert [rule for rule in found if rule in rules] == rules
     exact = ["inputs" in rule for rule in found]
@@ -254,12 +256,12 @@ def test_products_in_float8_are_tuned_and_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arms check themselves, rules name tiles, and a product asks for its rule."""
-    monkeypatch.setattr(tune_float8, "fp8_device", lambda device: True)
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     small = {"small": Tile(16, 16, 32, stages=2, warps=4), "wide": Tile(32, 16, 32, stages=2, warps=4)}
-    monkeypatch.setattr(tune_float8, "TILES", small)
+    monkeypatch.setattr(float8, "TILES", small)
     tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
     layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(tune_float8.float8_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
+    cases = list(float8.float8_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
     assert {n for _, _, n in cases} == {16} and len(cases) == 10
     for case, found, n in cases[:2]:
         tuning.run(case, found, n)
@@ -274,7 +276,7 @@ def test_products_in_float8_are_tuned_and_chosen(
     dispatch.forget()
     try:
         made = [tables.product_choice(shape, n, torch.device("cpu")) for n in (9, 50)]
-        assert made == [("tile", tune_float8.config_of(small["wide"])), ("library", {})]
+        assert made == [("tile", float8.config_of(small["wide"])), ("library", {})]
         sizes = (shape.outputs, shape.inputs, shape.blocks)
         tile = launch.chosen_tile(9, *sizes, torch.device("cpu"))
         assert tile == Tile(32, 16, stages=2, warps=4)
@@ -288,10 +290,10 @@ def test_products_in_float8_are_tuned_and_chosen(
 
 def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float8 or dequantized: both arms check themselves, and a layer asks for its rule."""
-    monkeypatch.setattr(tune_float8, "fp8_device", lambda device: True)
+    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
     layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(tune_float8.layer_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
+    cases = list(float8.layer_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
     assert {(found.structure, n) for _, found, n in cases} == {
         (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
     }

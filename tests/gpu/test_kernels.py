@@ -30,7 +30,7 @@ from blr.compressor.structures.specs import (
     MonarchSpec,
     Spec,
 )
-from blr.compressor.tune import variants_of
+from blr.compressor.tune.run import variants_of
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import in_order, with_zeros
 from blr.kernels.common.orders import order_of
