@@ -68,6 +68,9 @@ def perplexity(
     Windows of `window` tokens start every `stride`; a token is scored in the first window that
     has it beyond its first position, so with stride = window each window's first token is not
     scored, and with a smaller stride every token has at least `window − stride` before it.
+
+    Raises InputError for a window longer than the model's context, or ids that it has not;
+    NumericsError for a loss that is no finite number.
     """
     limit = context_of(model.config.to_dict())
     if window > limit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -135,6 +135,15 @@ def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 # --- text -------------------------------------------------------------------------------------
 
 
+def titled(
+    rows: Sequence[Any], title: Callable[[Any], str], line: Callable[[Any], Sequence[str]]
+) -> Iterator[Sequence[str] | str]:
+    """A line a row, every run of rows with one title under it, as `aligned` takes them."""
+    for heading, found in groupby(rows, key=title):
+        yield heading
+        yield from map(line, found)
+
+
 def layers_text(report: Report) -> str:
     """One line an arm, a heading a case."""
     lines: list[list[str] | str] = [[*LAYER_HEAD, *(["J"] if _energy(report) else []), ""]]
@@ -169,12 +178,8 @@ def decode_text(report: Report) -> str:
     """One line an arm, a heading a model, context and batch."""
     copied = report.machine.get("copy_tbps")
     head = f"{report.machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
-    lines: list[Sequence[str] | str] = [head, DECODE_HEAD]
-    headings = (f"{r.model}, context {r.context}, batch {r.batch}, {r.dtype}" for r in report.rows)
-    for heading, found in groupby(zip(headings, report.rows, strict=True), key=lambda pair: pair[0]):
-        lines.append(heading)
-        lines += [_decode_line(row) for _, row in found]
-    return aligned(lines, numbers=range(1, 8))
+    title = "{0.model}, context {0.context}, batch {0.batch}, {0.dtype}".format
+    return aligned([head, DECODE_HEAD, *titled(report.rows, title, _decode_line)], numbers=range(1, 8))
 
 
 def _decode_line(row: DecodeRow) -> list[str]:
@@ -187,12 +192,8 @@ def _decode_line(row: DecodeRow) -> list[str]:
 def prefill_text(report: Report) -> str:
     """One line an arm, a heading a model and number of tokens."""
     head = f"{report.machine.get('name')}: milliseconds to the first token"
-    lines: list[Sequence[str] | str] = [head, PREFILL_HEAD]
-    headings = (f"{r.model}, {r.batch} x {r.tokens} tokens" for r in report.rows)
-    for heading, found in groupby(zip(headings, report.rows, strict=True), key=lambda pair: pair[0]):
-        lines.append(heading)
-        lines += [_prefill_line(row) for _, row in found]
-    return aligned(lines, numbers=range(2, 7))
+    title = "{0.model}, {0.batch} x {0.tokens} tokens".format
+    return aligned([head, PREFILL_HEAD, *titled(report.rows, title, _prefill_line)], numbers=range(2, 7))
 
 
 def _prefill_line(row: PrefillRow) -> list[str]:

@@ -126,7 +126,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes."""
+    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes.
+
+    Raises StorageError.
+    """
     try:
         free = shutil.disk_usage(folder).free
     except OSError:  # a file system that does not tell: then writing will
@@ -139,4 +142,5 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def pieces(data: bytes | Path) -> Iterator[bytes]:
+    """Of bytes, all at once; of a file, a chunk at a time."""
     return read_chunks(data) if isinstance(data, Path) else iter([data])

@@ -1,7 +1,7 @@
 """What numbers and names in options may be: wrong ones are refused before anything is read.
 
 Used as callbacks of options. Beside the ranges that the options state they refuse what such ranges
-let pass (NaN) and what no library below holds (integers of hundreds of digits).
+let pass (NaN) and what no library below holds (integers of hundreds of digits). All raise UsageError.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def plain_forward(model: Any) -> nn.Module:
 
 
 def tensors(found: Any) -> dict[str, Tensor]:
+    """Those of a model's results, by name."""
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 

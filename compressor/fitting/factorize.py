@@ -192,7 +192,8 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def layer_errors(job: Job) -> Iterator[None]:
-    """Name the layer in the errors of its factorization."""
+    """Name the layer in the errors of its factorization: NumericsError, and CapabilityError where
+    memory ran out."""
     try:
         yield
     except NumericsError as error:

@@ -28,7 +28,7 @@ from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
 from blr.compressor.rounding.bank import Banks
 from blr.compressor.rounding.latent import Latent, Plain, Trained
-from blr.compressor.text.own import working_dtype
+from blr.compressor.text.own import model_dtype
 
 SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
@@ -190,7 +190,7 @@ def load_teacher(
     folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
 ) -> Any:
     """The dense model, frozen, in `dtype`, by default that to compute in."""
-    model = load_model(folder, task, dtype=dtype or working_dtype(device), device=str(device))
+    model = load_model(folder, task, dtype=dtype or model_dtype(device), device=str(device))
     fuse_norms(model)
     return model.requires_grad_(False)
 

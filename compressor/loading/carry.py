@@ -77,7 +77,13 @@ def check_generation(folder: Path) -> None:
 
 
 def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
-    """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same."""
+    """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same.
+
+    Returns:
+        What was rewritten (size, SHA-256).
+
+    Raises OutputError when the tokenizer still gives other ids.
+    """
     before = token_ids(source)
     if before is None or before[1] == (token_ids(folder) or (None, None))[1]:
         return {}

@@ -55,7 +55,7 @@ def load_written(folder: Path) -> Any:
 
 def _structured(source: Source, dtype: str | None) -> Any:
     cls = structured_class(source.model_type, source)
-    stored = getattr(torch, dtype) if dtype else working_dtype(source)
+    stored = getattr(torch, dtype) if dtype else stored_dtype(source)
     with native_errors(source), quiet_diffusers():
         return cls.from_pretrained(source.folder, torch_dtype=stored, local_files_only=True)
 
@@ -124,7 +124,7 @@ def _diffusers(source: Source) -> Any:
     return diffusers
 
 
-def working_dtype(source: Source) -> torch.dtype:
+def stored_dtype(source: Source) -> torch.dtype:
     """That of most of its weights."""
     sizes: dict[str, int] = {}
     for entry in source.entries.values():

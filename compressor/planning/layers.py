@@ -45,20 +45,7 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
 
     Raises InputError when there are none, or all are stored as integers or in 8 bits.
     """
-    family = find_family(source.model_type)
-    if family is None and source.library is DIFFUSERS:
-        raise InputError(
-            f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
-            f"of diffusers that has one: {', '.join(_known())}"
-        )
-    if family is None:
-        from blr.compressor.loading.discover import discover_family
-
-        family = discover_family(source)
-        notes.append(
-            f"model type {source.model_type!r} has no table in configs/: "
-            f"compressing the {len(family.modules)} linear layers found in the model"
-        )
+    family = _family(source, notes)
     # a tied head is the embedding, whether or not a copy of it is stored
     heads = bool(recipe.include) and not source.config.get("tie_word_embeddings")
     found = (_layer(source, entry, family, heads) for entry in source.entries.values())
@@ -80,6 +67,25 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             "computes with all of a layer in one tensor"
         )
     return [layer for layer in layers if layer.entry.is_float]
+
+
+def _family(source: Source, notes: list[str]) -> Family:
+    """The one that lists the model type, or what the model that transformers builds has of layers."""
+    if found := find_family(source.model_type):
+        return found
+    if source.library is DIFFUSERS:
+        raise InputError(
+            f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
+            f"of diffusers that has one: {', '.join(_known())}"
+        )
+    from blr.compressor.loading.discover import discover_family
+
+    found = discover_family(source)
+    notes.append(
+        f"model type {source.model_type!r} has no table in configs/: "
+        f"compressing the {len(found.modules)} linear layers found in the model"
+    )
+    return found
 
 
 def _known() -> list[str]:

@@ -98,6 +98,8 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
     mix with S, which reads and writes n·b·r numbers; for one token it is the prologue of the second
     product. Kronecker-sparse: one fused kernel a factor. Packed weights are unpacked as they are read; a
     correction is a layer of its own.
+
+    Raises TypeError for a spec of no structure known here.
     """
     if isinstance(spec, CorrectedSpec):
         for _, part in spec.parts():

@@ -72,7 +72,7 @@ def write_own_text(
     return rows[:samples]
 
 
-def working_dtype(device: torch.device) -> str:
+def model_dtype(device: torch.device) -> str:
     """bfloat16 on a GPU, float32 elsewhere."""
     return "bfloat16" if device.type == "cuda" else "float32"
 

@@ -12,7 +12,6 @@ from blr.kernels.attention.launch import split_count, tile_shape
 from blr.kernels.gemv.launch import power_of_two
 from blr.kernels.persistent.program import Table, Tuning
 
-CHOICE_BLOCK = 4096  # as in phases.py: logits that a program compares at once
 REGISTERS = 65536  # of a multiprocessor, from compute capability 7 on
 MOST_REGISTERS = 255  # of a thread
 

@@ -17,7 +17,6 @@ from blr.compressor.compress import Settings, compress
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
-SHARD = "model.safetensors"
 Invoke = Callable[..., tuple[int, str, str]]
 
 

@@ -144,10 +144,15 @@ def test_export_takes_it_and_says_so(saved: Path, tmp_path: Path, invoke: Invoke
     torch.testing.assert_close(logits(output), logits(saved / "checkpoint"))
 
 
+def with_head(layers: dict[str, Any]) -> dict[str, Any]:
+    """With an entry for a layer that is dense."""
+    return {**layers, "lm_head": next(iter(layers.values()))}
+
+
 # What is done to a saved folder -> what verify says.
 BROKEN = {
     "tensor gone": (
-        lambda f: retable(f, "layers", lambda t: {**t, "lm_head": next(iter(t.values()))}),
+        lambda f: retable(f, "layers", with_head),
         "",
     ),
     "code gone": (lambda f: os.remove(f / "modeling_blr.py"), "modeling_blr.py missing"),
@@ -155,11 +160,6 @@ BROKEN = {
     "not ours": (lambda f: retable(f, "saved", lambda t: None), "not written by blr"),
     "saved by nobody": (lambda f: retable(f, "saved", lambda t: 3), "not written by blr"),
 }
-
-
-def with_head(layers: dict[str, Any]) -> dict[str, Any]:
-    """With an entry for a layer that is dense."""
-    return {**layers, "lm_head": next(iter(layers.values()))}
 
 
 def retable(folder: Path, key: str, change: Any) -> None:

@@ -217,7 +217,7 @@ def test_half_precision_keeps_masters_in_float32(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes in, on the CPU; small rates would be lost in bfloat16."""
-    monkeypatch.setattr(pair, "working_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(pair, "model_dtype", lambda device: "bfloat16")
     summary = run(compressed, dense, tmp_path / "out", rate=0.002, batch=128)
     assert summary.after["self"]["kl"] < 0.99 * summary.before["self"]["kl"]
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -14,8 +14,6 @@ from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
 from blr.kernels.lowrank import op as lowrank_op
 
-SHAPE = Shape(12, 10, 1, 4)
-
 
 @pytest.fixture
 def factors() -> tuple[Tensor, Tensor, Tensor]:

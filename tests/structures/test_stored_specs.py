@@ -124,7 +124,6 @@ def test_bits_of_a_small_correction_are_its_numbers_and_scales_alone() -> None:
     assert QuantizedSpec(DenseSpec(384, 1024), 2).stored_bits() == 384 * 1024 * 2.125
 
 
-NARROW = {"structure": "svd", "in_features": 32, "out_features": 64, "rank": 4}
 DENSE = {"structure": "dense", "in_features": 64, "out_features": 64}
 SVD = {"structure": "svd", "in_features": 64, "out_features": 64, "rank": 4}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from blr.compressor.bench.results import OK, MemoryRow, Report
+from blr.compressor.bench.summary import titled
 from blr.compressor.tables import aligned
 
 HEAD = ["arm", "transient MiB", "of naive", "of dense", "predicted", "FlashSVD's", "peak MiB"]
@@ -16,11 +16,8 @@ MIB = 1 << 20
 
 def memory_text(report: Report) -> str:
     """One line an arm, a heading a case."""
-    lines: list[Sequence[str] | str] = [str(report.machine.get("name")), [*HEAD, *TIMES]]
-    for title, rows in groupby(report.rows, key=_title):
-        lines.append(title)
-        lines += [_line(row) for row in rows]
-    return aligned(lines, numbers=range(1, 7))
+    head = [str(report.machine.get("name")), [*HEAD, *TIMES]]
+    return aligned([*head, *titled(report.rows, _title, _line)], numbers=range(1, 7))
 
 
 def memory_summary(rows: Sequence[MemoryRow]) -> dict[str, Any]:
