@@ -29,10 +29,10 @@ def decode(
     arms: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: hf- or ours- with dense, lowrank, pivoted, blast, monarch (ours "
-            "only the last three) or, for a checkpoint, own; ours may go on with -int8, -int4, -int3 or "
-            "-int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8, then "
-            "-graph, -persistent or -eager.",
+            help="Comma-separated: hf- or ours- with dense, lowrank or, for a checkpoint, own; ours- "
+            "also with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, "
+            "-int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values "
+            "in int8, then -graph, -persistent or -eager.",
             show_default="all usual ones",
         ),
     ] = None,

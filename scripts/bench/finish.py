@@ -75,7 +75,7 @@ def _try_all(given: argparse.Namespace, started: float, run: Run, starts: list[B
     tokens = sum(batch.tokens for batch in starts)
     _say(f"fit {monotonic() - started:.0f} s, {run.plan.bits:.3f} bits, {tokens} tokens")
     tokenizer = load_tokenizer(run.work.source.folder)
-    texts = [_text(run, tokenizer, Path(name), given) for name in given.texts]
+    texts = [_text(tokenizer, Path(name), given) for name in given.texts]
     dense = [
         _loss(run, text, [run.model.load_block(n) for n in range(len(run.model))]) for text in texts
     ]
@@ -128,7 +128,7 @@ def _report(run: Run, texts: list[Any], dense: list[float], blocks: list[Any], s
     _say(" / ".join(f"{value:.4f}" for value in lost) + "  " + said)
 
 
-def _text(run: Run, tokenizer: Any, path: Path, given: argparse.Namespace) -> Calibration:
+def _text(tokenizer: Any, path: Path, given: argparse.Namespace) -> Calibration:
     ids = read_tokens(path, tokenizer)
     start = min(given.from_token, max(len(ids) - given.tokens, 0))
     ids = ids[start : start + given.tokens]
