@@ -18,6 +18,7 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageError
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.device import pick_device
+from blr.compressor.modeling.basis import Check
 from blr.compressor.modeling.requests import unusual_settings
 from blr.compressor.quoting import first_line, is_text, quote
 from blr.compressor.runtime.sampling import check_logits
@@ -106,15 +107,16 @@ def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tens
         ) from error
 
 
-@contextmanager
-def _watched(model: Any) -> Iterator[None]:
-    """While active, a forward pass whose logits choose no token raises NumericsError."""
-
-    def check(_: Any, __: Any, output: Any) -> None:
+class _LogitsCheck(Check):
+    def __call__(self, _: Any, __: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output.logits
         check_logits(logits[:, -1])
 
-    handle = model.register_forward_hook(check)
+
+@contextmanager
+def _watched(model: Any) -> Iterator[None]:
+    """While active, a forward pass whose logits choose no token raises NumericsError."""
+    handle = model.register_forward_hook(_LogitsCheck())
     try:
         yield
     finally:

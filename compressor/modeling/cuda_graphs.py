@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
 
 MAX_GRAPHS = 16  # input shapes kept at once, the least recently used is dropped
+MAX_REMADE = 8  # models made of other modules or weights than before, until no graph is made any more
 WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
 BOUND = 0.8  # the host's share of a pass from which on it is bound by launches
 MASK = "attention_mask"
@@ -40,14 +42,13 @@ class CapturedForward:
         native: Any = super()
         if not _capturable(self):
             return native.__call__(*args, **kwargs)
-        graphs = self.__dict__.setdefault("_blr_graphs", ForwardGraphs())
-        weights = next(self.parameters()).data_ptr()
-        if graphs.failed:
+        graphs = _graphs_of(self)
+        if graphs is None or graphs.failed:
             return native.__call__(*args, **kwargs)
         if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
             kwargs = _maskless(kwargs)
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
-        return graphs.run(native.__call__, (args, kwargs), weights, unmasked if plain else nullcontext)
+        return graphs.run(native.__call__, (args, kwargs), unmasked if plain else nullcontext)
 
 
 class ForwardGraphs:
@@ -65,10 +66,6 @@ class ForwardGraphs:
         self.turn = threading.RLock()
         self.stream: Any = None  # of the last replay
 
-    def __reduce__(self) -> Any:
-        """A copy of a model makes graphs of its own."""
-        return ForwardGraphs, ()
-
     def ignores(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether ``forward`` computes the same without a mask that hides nothing; tried once."""
         if self.maskless is None:
@@ -82,16 +79,15 @@ class ForwardGraphs:
         self,
         forward: Callable[..., Any],
         inputs: Any,
-        weights: int = 0,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Any:
         """``forward(*inputs[0], **inputs[1])``.
 
         Args:
-            weights: changes when the parameters are moved. inside: what a capture is made in.
+            inside: what a capture is made in.
         """
         leaves, spec = tree_flatten(inputs)
-        key = None if self.failed else _key(leaves, spec, weights)
+        key = None if self.failed else _key(leaves, spec)
         if key is not None:
             with self.turn:
                 result = self._result(key, forward, leaves, spec, inside)
@@ -154,15 +150,24 @@ def _capturable(model: Any) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    hooked = model._forward_hooks or model._forward_pre_hooks or hasattr(model, "_hf_hook")
-    return not hooked and export_settings(model.config) is not None
+    return not hasattr(model, "_hf_hook") and export_settings(model.config) is not None
+
+
+def _graphs_of(model: Any) -> ForwardGraphs | None:
+    """The graphs of `model` as it stands; None while somebody listens to its modules, or where they are
+    others at every call."""
+    held = held_for(model, "_blr_graphs", ForwardGraphs)
+    if held.times > MAX_REMADE:
+        warn_once("the forward pass is not captured as a CUDA graph (modules or weights keep changing)")
+        return None
+    return None if held.basis.is_watched() else held.made
 
 
 def _tensors(leaves: list[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _key(leaves: list[Any], spec: Any, weights: int) -> Any:
+def _key(leaves: list[Any], spec: Any) -> Any:
     """What two calls must share to share a graph; None for inputs that no graph can take."""
     parts: list[Any] = []
     for leaf in leaves:
@@ -174,7 +179,7 @@ def _key(leaves: list[Any], spec: Any, weights: int) -> Any:
             parts.append((type(leaf), leaf))
         else:
             return None
-    return tuple(parts), str(spec), weights, torch.is_autocast_enabled("cuda")
+    return tuple(parts), str(spec), torch.is_autocast_enabled("cuda")
 
 
 def _check_output(result: Any) -> None:

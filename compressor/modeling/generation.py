@@ -7,30 +7,15 @@ transformers from the same layers.
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
 from blr.kernels.common.available import gpu_key, has_triton, kernel_device
-
-_making = threading.Lock()  # a second thread waits for the decoder of the first
-
-
-@dataclass(frozen=True)
-class Held:
-    """The decoder of a model, and of which weights: it holds their addresses."""
-
-    place: tuple[int, torch.dtype]
-    decoder: Any
-
-    def __reduce__(self) -> Any:
-        """None in copies and pickles of the model: their weights lie elsewhere."""
-        return type(None), ()
 
 
 class FusedGeneration:
@@ -75,17 +60,14 @@ def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -
 
 
 def held_decoder(model: Any, settings: ExportSettings) -> Any:
-    """The decoder of `model`, made once; or a text, why there can be none."""
-    weight = next(model.parameters())
-    place = weight.data_ptr(), weight.dtype
-    with _making:
-        held = model.__dict__.get("_blr_decoder")
-        if held is None or held.place != place:
-            if reason := _unsupported(model):
-                return reason
-            _compare_gpu(model.device, settings)
-            held = model.__dict__["_blr_decoder"] = Held(place, _make_decoder(model, settings))
-    return held.decoder
+    """The decoder of `model`, made once while that stays as it is; or a text, why there can be none."""
+    if reason := _unsupported(model):
+        return reason
+    held = held_for(model, "_blr_decoder", lambda: _make_decoder(model, settings))
+    if held.basis.is_watched():
+        return "a hook on one of its modules, or a forward put in place of its own"
+    _compare_gpu(model.device, settings)
+    return held.made
 
 
 def _check_positions(model: Any, request: Request) -> None:

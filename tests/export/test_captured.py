@@ -3,7 +3,6 @@ be had. A graph is replaced by a function that runs the same pass on the same bu
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from exporting import compress_to, export_to
 from pico import inputs_for, save_pico
+from torch import nn
 from transformers import AutoModel
 
 import blr.compressor.modeling  # noqa: F401
@@ -62,8 +62,7 @@ def test_results_are_right_and_survive_the_next_call() -> None:
     graphs.run(forward, ((x,), {"scale": 3.0}))
     graphs.run(forward, ((x[:1],), {"scale": 3.0}))
     graphs.run(forward, ((x.double(),), {"scale": 3.0}))
-    graphs.run(forward, ((x,), {"scale": 3.0, "shift": x}), weights=1)
-    assert counter.captures == 5
+    assert counter.captures == 4
 
 
 def test_inputs_and_results_that_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,12 +127,6 @@ def test_threads_take_turns_at_the_buffers_of_a_graph() -> None:
     assert list(found) == [1, 2, 3, 4]
 
 
-def test_a_copy_makes_graphs_of_its_own() -> None:
-    graphs = ForwardGraphs(Graphs())
-    graphs.run(forward, ((torch.ones(1),), {}))
-    assert len(graphs.entries) == 1 and not copy.deepcopy(graphs).entries
-
-
 def test_the_least_recently_used_graph_goes() -> None:
     graphs = ForwardGraphs(counter := Graphs())
     for width in (*range(1, MAX_GRAPHS + 1), 1, MAX_GRAPHS + 1):
@@ -161,4 +154,12 @@ def test_an_exported_encoder_gives_the_same_through_its_graph(
             found = model(**given)
             assert type(found) is type(expected)
             torch.testing.assert_close(found[0], expected[0])
-    assert (counter.captures, counter.replays) == (1, 3)
+        assert (counter.captures, counter.replays) == (1, 3)
+        seen: list[Any] = []
+        handle = model.encoder.layer[0].register_forward_hook(lambda *given: seen.append(given[0]))
+        model(**inputs)
+        assert (len(seen), counter.replays) == (1, 3)  # a graph would not call it
+        handle.remove()
+        model.pooler.dense = nn.Linear(model.config.hidden_size, model.config.hidden_size)
+        torch.testing.assert_close(model(**inputs)[1], model.forward(**inputs)[1])
+        assert (counter.captures, counter.replays) == (2, 4)

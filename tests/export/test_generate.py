@@ -14,6 +14,7 @@ import torch
 from exporting import export_to
 from pico import inputs_for, save_pico
 from running import Invoke
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -96,7 +97,7 @@ def test_keys_and_values_in_int8(
     model, source = load(folder), load(sources["svd"])
     ids = torch.tensor([list(range(100, 130))])
     found, right = (m.generate(ids, **GREEDY) for m in (model, source))
-    assert model._blr_decoder.decoder.state.kv.data.dtype == torch.int8 and len(calls) == 1
+    assert model._blr_decoder.made.state.kv.data.dtype == torch.int8 and len(calls) == 1
     assert torch.equal(found[:, :33], right[:, :33])  # rounding may part them later
     code, _, said = invoke("export", sources["svd"], "-o", tmp_path / "x", "--kv-quantize", "int4")
     assert code == 2 and "--kv-quantize int4: expected one of int8, none" in said
@@ -241,13 +242,13 @@ def test_more_than_the_model_has_positions_is_an_error(model: Any) -> None:
 def test_moved_weights_get_a_decoder_of_their_own(model: Any, calls: list[dict[str, Any]]) -> None:
     ids = torch.tensor([PADDED[0]])
     first = model.generate(ids, **GREEDY)
-    held = model.__dict__["_blr_decoder"].decoder
+    held = model.__dict__["_blr_decoder"].made
     model.generate(ids, **GREEDY)
-    assert model.__dict__["_blr_decoder"].decoder is held
+    assert model.__dict__["_blr_decoder"].made is held
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(model.generate(ids, **GREEDY), first) and len(calls) == 3
-    assert model.__dict__["_blr_decoder"].decoder is not held
+    assert model.__dict__["_blr_decoder"].made is not held
 
 
 def test_threads_take_turns_at_the_one_cache(model: Any, calls: list[dict[str, Any]]) -> None:
@@ -281,8 +282,47 @@ def test_copies_and_pickles_decode_by_themselves(model: Any, calls: list[dict[st
     copied = copy.deepcopy(model)
     assert copied.__dict__["_blr_decoder"] is None
     assert torch.equal(copied.generate(ids, **GREEDY), expected)
-    assert copied.__dict__["_blr_decoder"].decoder.model is copied
+    assert copied.__dict__["_blr_decoder"].made.model is copied
     assert pickle.loads(pickle.dumps(model.__dict__["_blr_decoder"])) is None
+
+
+def _native(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "obstacle", lambda device: "asked for")
+        return model.generate(ids, **GREEDY)
+
+
+def test_what_changes_in_a_model_changes_its_tokens(
+    model: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters put layers in the place of others; merges replace weights; neither moves all of them."""
+    ids = torch.tensor([PADDED[0]])
+    found = [model.generate(ids, **GREEDY)]
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False)
+    found += [model.generate(ids, **GREEDY), _native(model, ids, monkeypatch)]
+    model.model.norm.weight = nn.Parameter(-model.model.norm.weight)
+    found += [model.generate(ids, **GREEDY), _native(model, ids, monkeypatch)]
+    assert torch.equal(found[1], found[2]) and torch.equal(found[3], found[4])
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[3])
+    assert len(calls) == 3
+
+
+def test_hooks_and_other_forwards_see_every_token(
+    model: Any, calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    ids, seen = torch.tensor([PADDED[0]]), []
+    expected = model.generate(ids, **GREEDY)
+    layer = model.model.layers[1]
+    handle = layer.register_forward_hook(lambda *given: seen.append(given[0]))
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert len(seen) == 12 and len(calls) == 1 and "a hook on one of its modules" in caplog.text
+    handle.remove()
+    model.generate(ids, **GREEDY)
+    assert len(seen) == 12 and len(calls) == 2
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: 0 * forward(x)
+    assert not torch.equal(model.generate(ids, **GREEDY), expected) and len(calls) == 2
 
 
 def test_without_a_gpu_one_warning_and_the_tokens_of_transformers(

@@ -88,8 +88,8 @@ if job["new"]:
         new = model.generate(prompt, max_new_tokens=job["new"], **options)[:, prompt.shape[1]:]
         tokens.append(new.tolist())
 torch.save([[tensor.cpu() for tensor in pair] for pair in found], job["outputs"])
-graphs = model.__dict__.get("_blr_graphs")
-print(json.dumps({{"graphs": len(graphs.entries) if graphs else 0, "tokens": tokens}}))
+held = model.__dict__.get("_blr_graphs")
+print(json.dumps({{"graphs": len(held.made.entries) if held else 0, "tokens": tokens}}))
 """
 
 

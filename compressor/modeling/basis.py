@@ -1,0 +1,76 @@
+"""What is made for a model as it stands: a decoder, graphs. Shipped in every export.
+
+Both know addresses and what modules did when they were made. Adapters that are put in, a layer that is
+replaced, weights that move: they are made anew. Hooks are not called by them: see `is_watched`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+_making = threading.RLock()  # a second thread waits for what the first makes
+
+
+class Check:
+    """A hook of ours, for passes by transformers: what is made for a model checks the same by itself."""
+
+
+class Basis:
+    """The modules of a model, and where its parameters and buffers lie."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        held: list[dict[str, Any]] = []
+        for module in modules:
+            held += module._modules, module._parameters, module._buffers
+        entries = [(found, name, value) for found in held for name, value in found.items()]
+        self.holders: list[dict[str, Any]] = [found for found, _, _ in entries]
+        self.names = [name for _, name, _ in entries]
+        self.values = [value for _, _, value in entries]
+        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
+        self.addresses = list(map(Tensor.data_ptr, self.tensors))
+        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.own = [m.__dict__ for m in modules]
+
+    def holds(self) -> bool:
+        """Whether all of it is there as it was."""
+        if not all(map(is_, map(dict.get, self.holders, self.names), self.values)):
+            return False
+        return list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+
+    def is_watched(self) -> bool:
+        """Whether a call of some module is more than its class's forward: a hook, another forward."""
+        if any("forward" in own for own in self.own):
+            return True
+        found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
+        return not all(isinstance(hook, Check) for hook in found)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something made for a model, and what it rests on. times: it was made, with those before it."""
+
+    basis: Basis
+    made: Any
+    times: int
+
+    def __reduce__(self) -> Any:
+        """None in copies and pickles of the model: their weights lie elsewhere."""
+        return type(None), ()
+
+
+def held_for(model: nn.Module, name: str, make: Callable[[], Any]) -> Held:
+    """What `make` gives, kept as `name` beside the model until something changes that it rests on."""
+    with _making:
+        found: Held | None = model.__dict__.get(name)
+        if found is None or not found.basis.holds():
+            made = make()  # which may put weights elsewhere
+            found = Held(Basis(model), made, 1 if found is None else found.times + 1)
+            model.__dict__[name] = found
+    return found
