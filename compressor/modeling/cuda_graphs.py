@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -27,6 +27,7 @@ MAX_REMADE = 8  # models made of other modules or weights than before, until no 
 WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
 BOUND = 0.8  # the host's share of a pass from which on it is bound by launches
 MASK = "attention_mask"
+ASKED = ("output_hidden_states", "output_attentions", "return_dict")  # of a config: what results hold
 Replay = Callable[[], Any]
 Capture = Callable[[Callable[[], Any]], Replay | None]
 
@@ -48,7 +49,11 @@ class CapturedForward:
         if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
             kwargs = _maskless(kwargs)
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
-        return graphs.run(native.__call__, (args, kwargs), unmasked if plain else nullcontext)
+        inside, asked = (
+            unmasked if plain else nullcontext,
+            [getattr(self.config, name, None) for name in ASKED],
+        )
+        return graphs.run(native.__call__, (args, kwargs), inside, asked)
 
 
 class ForwardGraphs:
@@ -80,14 +85,15 @@ class ForwardGraphs:
         forward: Callable[..., Any],
         inputs: Any,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        asked: Sequence[Any] = (),
     ) -> Any:
         """``forward(*inputs[0], **inputs[1])``.
 
         Args:
-            inside: what a capture is made in.
+            inside: what a capture is made in. asked: what else results depend on.
         """
         leaves, spec = tree_flatten(inputs)
-        key = None if self.failed else _key(leaves, spec)
+        key = None if self.failed else _key([*leaves, *asked], spec)
         if key is not None:
             with self.turn:
                 result = self._result(key, forward, leaves, spec, inside)

@@ -15,6 +15,7 @@ import torch
 from exporting import compress_to, export_to
 from pico import inputs_for, save_pico
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import AutoModel
 
 import blr.compressor.modeling  # noqa: F401
@@ -38,7 +39,7 @@ class Graphs:
         def replay() -> Any:
             self.replays += 1
             for key, value in run().items():
-                kept[key].copy_(value)
+                tree_map(torch.Tensor.copy_, kept[key], value)
             return kept
 
         return replay
@@ -155,11 +156,14 @@ def test_an_exported_encoder_gives_the_same_through_its_graph(
             assert type(found) is type(expected)
             torch.testing.assert_close(found[0], expected[0])
         assert (counter.captures, counter.replays) == (1, 3)
+        model.config.output_hidden_states = True
+        assert model(**inputs).hidden_states is not None
+        model.config.output_hidden_states = False
         seen: list[Any] = []
         handle = model.encoder.layer[0].register_forward_hook(lambda *given: seen.append(given[0]))
         model(**inputs)
-        assert (len(seen), counter.replays) == (1, 3)  # a graph would not call it
+        assert (len(seen), counter.replays) == (1, 4)  # a graph would not call it
         handle.remove()
         model.pooler.dense = nn.Linear(model.config.hidden_size, model.config.hidden_size)
         torch.testing.assert_close(model(**inputs)[1], model.forward(**inputs)[1])
-        assert (counter.captures, counter.replays) == (2, 4)
+        assert (counter.captures, counter.replays) == (3, 5)
