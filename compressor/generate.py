@@ -58,7 +58,7 @@ def generate(
         CapabilityError: one that leaves no room in the model's context.
         NumericsError: logits that choose no token.
     """
-    inputs = tokenizer(_text(prompt), return_tensors="pt").to(model.device)
+    inputs = tokenizer(_text(prompt), return_tensors="pt", verbose=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     context = context_of(model.config.to_dict())
     if length == 0:

@@ -13,7 +13,7 @@ from typing import Any
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.manifest import MANIFEST, saved_by
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import check_is_folder, parse_json, read_whole
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
@@ -30,8 +30,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
     Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
     """
-    if not folder.is_dir():
-        raise InputError(f"{quote(folder, 160)[1:-1]}: no such folder; give one that blr compress wrote")
+    check_is_folder(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
         config = _read(folder / "config.json")

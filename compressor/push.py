@@ -12,7 +12,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_manifest, with_file
-from blr.compressor.checkpoint.regular import inside, parse_json, read_text, read_whole
+from blr.compressor.checkpoint.regular import check_is_folder, inside, parse_json, read_text, read_whole
 from blr.compressor.errors import HubError, InputError, UsageError
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.front import read_front, write_front
@@ -53,8 +53,7 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     """
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give one that blr wrote")
+    check_is_folder(folder, "one that blr wrote")
     verify_manifest(folder)
     manifest = read_manifest(folder)
     front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)

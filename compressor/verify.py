@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import check_is_folder, parse_json, read_whole
 from blr.compressor.errors import InputError, VerifyError
 
 
@@ -18,8 +18,9 @@ def verify_output(folder: Path) -> dict[str, Any]:
     Raises:
         VerifyError: something differs.
         OutputError: a folder that neither `blr` nor a model of ours wrote.
-        InputError: malformed files in a folder that transformers saved.
+        InputError: no folder, or malformed files in one that transformers saved.
     """
+    check_is_folder(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:
         return {"output": str(folder), "files": _check_saved(folder), "ok": True, "saved": saved}

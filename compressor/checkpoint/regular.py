@@ -28,6 +28,14 @@ def refuse(path: Path, found: str, expected: str, remedy: str = DAMAGED) -> NoRe
     raise InputError(f"{quote(path, 160)[1:-1]}: found {found}; expected {expected}; {remedy}")
 
 
+def check_is_folder(path: Path, expected: str) -> None:
+    """Raises `InputError` unless there is a folder at `path`, which is `expected` to be something."""
+    if os.path.isfile(path):
+        refuse(path, "a file", expected, "give the folder it lies in")
+    if not os.path.isdir(path):
+        refuse(path, "no such folder", expected, "check the path")
+
+
 def open_regular(path: Path) -> io.FileIO:
     """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device.
 

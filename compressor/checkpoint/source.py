@@ -19,6 +19,7 @@ from blr.compressor.checkpoint.header import TensorEntry, check_name, read_heade
 from blr.compressor.checkpoint.library import TRANSFORMERS, Library, kind_of, library_of
 from blr.compressor.checkpoint.mistaken import in_place_of
 from blr.compressor.checkpoint.regular import (
+    check_is_folder,
     inside,
     open_regular,
     parse_json,
@@ -130,10 +131,7 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
     """
     folder = Path(folder)
-    if os.path.isfile(folder):
-        refuse(folder, "a file", "a checkpoint folder", "give the folder it lies in")
-    if not os.path.isdir(folder):
-        refuse(folder, "no such folder", "a checkpoint folder", "check the path")
+    check_is_folder(folder, "a checkpoint folder")
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
     config = read_config(folder)

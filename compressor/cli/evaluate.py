@@ -99,6 +99,7 @@ def evaluate(
     data = [*(text or ()), *([sts] if sts else ())]
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
+    tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text or ()]
     task = "AutoModel" if sts else "AutoModelForCausalLM"
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, **options)
@@ -108,7 +109,6 @@ def evaluate(
         result = asdict(library.sts_spearman(model, tokenizer, sts, batch, progress, head))
     if text:
         size = window or library.fitting_window(model, WINDOW)
-        tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text]
         found = [library.perplexity(model, ids, size, stride or size, batch, progress) for ids in tokens]
         result = _of_texts(text, [asdict(each) for each in found])
     if tasks:

@@ -81,7 +81,7 @@ TAKES_PATHS: dict[str, tuple[tuple[str, ...], int]] = {
     "text": (("eval", "model", "--text", "{}"), 4),
     "sts": (("eval", "model", "--sts", "{}"), 4),
     "inspect": (("inspect", "{}"), 4),
-    "verify": (("verify", "{}"), 5),
+    "verify": (("verify", "{}"), 4),
 }
 
 
@@ -110,6 +110,23 @@ def test_prompt_of_a_locale_without_its_characters(limited: Limited, dense: Path
     disguised = "the é protocol".encode().decode("ascii", "surrogateescape")
     command = ("generate", dense, disguised, "--max-new-tokens", "2", "--format", "json")
     assert limited.run(*command, cwd=dense.parent).code == 0
+
+
+def test_a_prompt_beyond_the_context_is_told_in_one_line(limited: Limited, tiny: Path) -> None:
+    """Not in two, by the tokenizer, too."""
+    ended = limited.run("generate", tiny, "hello " * 1500, cwd=tiny.parent)
+    refused(ended, 9, "context of 1024")
+    assert ended.err.count("\n") == 1, ended.err
+
+
+@pytest.mark.parametrize(("text", "code", "said"), [("", 4, "t.txt: 0 tokens"), ("the", 7, "NaN")])
+def test_a_text_without_tokens_is_told_before_weights_are_read(
+    text: str, code: int, said: str, limited: Limited, model: Path
+) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000] + b"\xff" * 1000)
+    (model.parent / "t.txt").write_text(f"{text} " * 9)
+    refused(limited.run("eval", "model", "--text", "t.txt", cwd=model.parent), code, said)
 
 
 def test_calibration_with_half_a_character(limited: Limited, model: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_link_to_nothing_is_no_name_of_the_hub(limited: Limited, tmp_path: Pat
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "gone").symlink_to("nowhere")
     refused(limited.run("plan", "models/gone", cwd=tmp_path), 4, "models/gone: a link to nothing")
-    refused(limited.run("inspect", "models/gone", cwd=tmp_path), 4, "models/gone: no such folder")
+    refused(limited.run("inspect", "models/gone", cwd=tmp_path), 4, "models/gone: found no such folder")
 
 
 def test_windows_are_as_long_as_a_short_model_has_positions(limited: Limited, model: Path) -> None:

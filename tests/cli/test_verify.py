@@ -163,7 +163,16 @@ def test_manifest_that_is_no_file(make: Any, tmp_path: Path, invoke: Invoke) -> 
         make(tmp_path / MANIFEST)
     code, _, err = invoke("verify", tmp_path)
     assert code == 5 and "not written by blr" in err
-    assert invoke("verify", tmp_path / "nowhere")[0] == 5
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_no_folder_is_told_apart_from_one_that_is_not_ours(
+    command: str, tmp_path: Path, invoke: Invoke
+) -> None:
+    (tmp_path / "file").touch()
+    for name, said in (("nowhere", "found no such folder; expected one that blr"), ("file", "a file;")):
+        code, _, err = invoke(command, tmp_path / name)
+        assert code == 4 and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"format":1,"format":1,"files":{}}', "\xff"])
