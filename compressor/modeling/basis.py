@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+CAPTURING = "transformers.utils.output_capturing"
 _making = threading.RLock()  # a second thread waits for what the first makes
 
 
@@ -49,7 +50,13 @@ class Basis:
         if any("forward" in own for own in self.own):
             return True
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
-        return not all(isinstance(hook, Check) for hook in found)
+        return not all(map(_is_inert, found))
+
+
+def _is_inert(hook: Any) -> bool:
+    """Whether a hook changes nothing: a check of ours, or what transformers leaves on modules once it
+    was asked for hidden states, which acts where they are asked for again."""
+    return isinstance(hook, Check) or getattr(hook, "__module__", None) == CAPTURING
 
 
 @dataclass(frozen=True)

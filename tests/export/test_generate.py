@@ -320,9 +320,12 @@ def test_hooks_and_other_forwards_see_every_token(
     handle.remove()
     model.generate(ids, **GREEDY)
     assert len(seen) == 12 and len(calls) == 2
+    assert model(ids, output_hidden_states=True).hidden_states is not None  # leaves hooks of transformers
+    model.generate(ids, **GREEDY)
+    assert len(calls) == 3
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: 0 * forward(x)
-    assert not torch.equal(model.generate(ids, **GREEDY), expected) and len(calls) == 2
+    assert not torch.equal(model.generate(ids, **GREEDY), expected) and len(calls) == 3
 
 
 def test_without_a_gpu_one_warning_and_the_tokens_of_transformers(
