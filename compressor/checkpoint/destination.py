@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
@@ -28,6 +29,8 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
         reads: names of what the run reads; of folders among them it must be apart, which is told first.
     """
     output = absolute(output)
+    if not output.name:
+        raise OutputError(f"{output}: not a folder that can be made; choose another --output")
     for folder in map(Path, map(os.path.expanduser, reads)):
         if os.path.isdir(folder):
             check_apart(output, folder)
@@ -53,7 +56,7 @@ def check_apart(output: Path, source: Path) -> None:
     if place.is_relative_to(read):
         what = "the model itself" if place == read else f"inside {source}"
         raise OutputError(f"{output}: {what}, which is read; choose another --output, outside of it")
-    for path in (place, *(sibling(place, kind) for kind in KINDS)):
+    for path in chain((place,), (sibling(place, kind) for kind in KINDS)):  # the root has no siblings
         if read.is_relative_to(path):
             raise OutputError(
                 f"{source}: the checkpoint that is read lies in {path}, which this run replaces; "
@@ -72,8 +75,6 @@ def absolute(output: Path) -> Path:
 
 
 def _check_name(output: Path) -> None:
-    if not output.name:
-        raise OutputError(f"{output}: not a folder that can be made; choose another --output")
     if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
         raise OutputError(
             f"{output}: a name kept for what lies beside an output; choose another --output"

@@ -141,6 +141,7 @@ def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
         ("file/out", "no such folder"),
         ("file", "exists and is not a folder"),
         ("link", "a link, whose place a finished folder would take"),
+        ("root", "which this run replaces"),
         ("full", "not empty"),
         ("/", "not a folder that can be made"),
         ("x" * 250, "file name too long"),
@@ -152,6 +153,7 @@ def test_impossible_output(
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "root").symlink_to("/")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
