@@ -17,7 +17,7 @@ from blr.compressor.checkpoint.regular import check_is_folder, parse_json, read_
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
-from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.tables import aligned
 
 MAX_BYTES = 64 * 2**20
@@ -76,25 +76,14 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     """
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
-    sizes = [
-        size
-        for shape in ((spec.in_features, spec.out_features), *spec.shapes().values())
-        for size in shape
-    ]
-    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for size in sizes):
-        raise ValueError(f"layer {quote(name)} of sizes that are none")
-    kind, error, notes = record["type"], record["error"], record["notes"]
+    _check_sizes(name, spec)
+    _check_said(name, record)
     bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
         raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
-    measured = type(error) in (int, float) and math.isfinite(error)
-    if type(kind) is not str or not (measured or error is None):
-        raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)} and error {quote(error, 40)}")
-    if type(notes) is not list or not all(type(note) is str for note in notes):
-        raise ValueError(f"layer {quote(name)} with notes that are no texts")
     return {
         "module": name,
-        "type": kind,
+        "type": record["type"],
         "structure": spec.structure,
         "shape": [spec.out_features, spec.in_features],
         "rank": spec.describe(),
@@ -102,9 +91,24 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "parameters": spec.parameters,
         "cf": spec.dense_parameters / spec.parameters,
         "bits": bits,
-        "error": error,
-        "notes": notes,
+        "error": record["error"],
+        "notes": record["notes"],
     }
+
+
+def _check_sizes(name: str, spec: Spec) -> None:
+    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
+    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
+        raise ValueError(f"layer {quote(name)} of sizes that are none")
+
+
+def _check_said(name: str, record: dict[str, Any]) -> None:
+    kind, error, notes = record["type"], record["error"], record["notes"]
+    measured = type(error) in (int, float) and math.isfinite(error)
+    if type(kind) is not str or not (measured or error is None):
+        raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)} and error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
 
 
 def inspect_text(result: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -148,19 +148,24 @@ def main() -> None:
         streams.let_go()
         sys.exit(128 + 13)
     except Exception as error:
-        try:
-            raise_exhausted(error)
-        except CapabilityError as lack:
-            _fail(error, lack.exit_code, str(lack))
-        if isinstance(error, OSError) and (found := unforeseen(error)):
-            _fail(error, found.exit_code, str(found))
-        message = f"{type(error).__name__}: {error}; this is a bug in blr, BLR_DEBUG=1 shows where"
-        _fail(error, 1, message)
+        _fail_unforeseen(error)
     except BaseException as error:
         if not is_panic(error):
             raise
         reason = "the tokenizer gave up in the middle of a text"
         _fail(error, InputError.exit_code, f"{reason} ({error}); take the one of the model's repository")
+
+
+def _fail_unforeseen(error: Exception) -> NoReturn:
+    """What no code of ours foresaw: a machine that ran out of something, or a bug."""
+    try:
+        raise_exhausted(error)
+    except CapabilityError as lack:
+        _fail(error, lack.exit_code, str(lack))
+    if isinstance(error, OSError) and (found := unforeseen(error)):
+        _fail(error, found.exit_code, str(found))
+    message = f"{type(error).__name__}: {error}; this is a bug in blr, BLR_DEBUG=1 shows where"
+    _fail(error, 1, message)
 
 
 def _wait_for_first() -> None:
@@ -176,7 +181,7 @@ def _plain_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _fail(error: BaseException, code: int, message: str | None = None) -> None:
+def _fail(error: BaseException, code: int, message: str | None = None) -> NoReturn:
     """Report on one line, after the traceback if BLR_DEBUG=1 asks for it, and exit."""
     if os.environ.get("BLR_DEBUG") == "1":
         import traceback
