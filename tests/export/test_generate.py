@@ -320,7 +320,7 @@ def test_hooks_and_other_forwards_see_every_token(
     handle.remove()
     model.generate(ids, **GREEDY)
     assert len(seen) == 12 and len(calls) == 2
-    assert model(ids, output_hidden_states=True).hidden_states is not None  # leaves hooks of transformers
+    assert model(ids, output_hidden_states=True).hidden_states is not None  # leaves hooks
     model.generate(ids, **GREEDY)
     assert len(calls) == 3
     forward = layer.mlp.forward
