@@ -214,11 +214,12 @@ def _decoder(model: Any) -> Any:
     from blr.compressor.runtime.phases import supports
 
     settings = export_settings(model.config)
-    if reason := obstacle(model.device) or supports(model):
-        raise CapabilityError(f"no fused runtime for this model: {reason}; leave --profile out")
-    if settings is not None:
-        return held_decoder(model, settings)
-    return Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
+    found = obstacle(model.device) or supports(model)
+    if settings is not None and found is None:
+        found = held_decoder(model, settings)
+    if isinstance(found, str):
+        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
+    return found or Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
 
 
 def _streams(model: Any, sampling: Sampling) -> bool:

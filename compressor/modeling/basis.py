@@ -37,7 +37,7 @@ class Basis:
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
         self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.own = [m.__dict__ for m in modules]
+        self.own = [m.__dict__ for m in modules[1:]]  # not the model's, which would hold itself
 
     def holds(self) -> bool:
         """Whether all of it is there as it was."""
@@ -45,9 +45,10 @@ class Basis:
             return False
         return list(map(Tensor.data_ptr, self.tensors)) == self.addresses
 
-    def is_watched(self) -> bool:
-        """Whether a call of some module is more than its class's forward: a hook, another forward."""
-        if any("forward" in own for own in self.own):
+    def is_watched(self, model: nn.Module) -> bool:
+        """Whether a call of a module of `model`, whose this is, is more than its class's forward: a
+        hook, another forward."""
+        if "forward" in model.__dict__ or any("forward" in own for own in self.own):
             return True
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
         return not all(map(_is_inert, found))
@@ -77,7 +78,8 @@ def held_for(model: nn.Module, name: str, make: Callable[[], Any]) -> Held:
     with _making:
         found: Held | None = model.__dict__.get(name)
         if found is None or not found.basis.holds():
+            times = 1 if found is None else found.times + 1
+            model.__dict__[name] = found = None  # its memory is free for the next
             made = make()  # which may put weights elsewhere
-            found = Held(Basis(model), made, 1 if found is None else found.times + 1)
-            model.__dict__[name] = found
+            model.__dict__[name] = found = Held(Basis(model), made, times)
     return found

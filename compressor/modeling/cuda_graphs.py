@@ -49,10 +49,8 @@ class CapturedForward:
         if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
             kwargs = _maskless(kwargs)
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
-        inside, asked = (
-            unmasked if plain else nullcontext,
-            [getattr(self.config, name, None) for name in ASKED],
-        )
+        inside = unmasked if plain else nullcontext
+        asked = [getattr(self.config, name, None) for name in ASKED]
         return graphs.run(native.__call__, (args, kwargs), inside, asked)
 
 
@@ -150,6 +148,8 @@ class ForwardGraphs:
 
 def _capturable(model: Any) -> bool:
     """Whether a call of `model` now may replay a graph."""
+    if getattr(model, "_is_replica", False):  # of DataParallel, its weights are there for one call
+        return False
     if model.device.type != "cuda" or model.training or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -166,7 +166,7 @@ def _graphs_of(model: Any) -> ForwardGraphs | None:
     if held.times > MAX_REMADE:
         warn_once("the forward pass is not captured as a CUDA graph (modules or weights keep changing)")
         return None
-    return None if held.basis.is_watched() else held.made
+    return None if held.basis.is_watched(model) else held.made
 
 
 def _tensors(leaves: list[Any]) -> list[Tensor]:

@@ -61,12 +61,11 @@ def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -
 
 def held_decoder(model: Any, settings: ExportSettings) -> Any:
     """The decoder of `model`, made once while that stays as it is; or a text, why there can be none."""
-    if reason := _unsupported(model):
-        return reason
-    held = held_for(model, "_blr_decoder", lambda: _make_decoder(model, settings))
-    if held.basis.is_watched():
+    held = held_for(model, "_blr_decoder", lambda: _unsupported(model) or _make_decoder(model, settings))
+    if held.basis.is_watched(model):
         return "a hook on one of its modules, or a forward put in place of its own"
-    _compare_gpu(model.device, settings)
+    if not isinstance(held.made, str):
+        _compare_gpu(model.device, settings)
     return held.made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import AutoModel
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.modeling import cuda_graphs as captured
 from blr.compressor.modeling import settings
+from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
 
 pytestmark = pytest.mark.fast
@@ -167,3 +169,13 @@ def test_an_exported_encoder_gives_the_same_through_its_graph(
         model.pooler.dense = nn.Linear(model.config.hidden_size, model.config.hidden_size)
         torch.testing.assert_close(model(**inputs)[1], model.forward(**inputs)[1])
         assert (counter.captures, counter.replays) == (3, 5)
+
+
+def test_a_model_goes_with_what_is_held_for_it() -> None:
+    """Whoever deletes a model has its memory back at once, not when garbage is collected."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    held = held_for(model, "_made", object)
+    assert held_for(model, "_made", object) is held and held.basis.holds()
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
