@@ -8,20 +8,18 @@ end is this process's alone, and end when it does, however that happens.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from blr.compressor.cli.signals import Running, leave_at_once, resume_command, state_of
 from blr.compressor.errors import CapabilityError, LostProcess, UsageError
+from blr.compressor.machine.scratch import make_scratch, remove_scratch
 from blr.compressor.parallel import environment
 
 ERROR = "blr: error: "
@@ -61,7 +59,7 @@ class Crew:
     def __init__(self, count: int, running: Running) -> None:
         self.count, self.running, self.over = count, running, False
         self.lock = threading.Lock()
-        self.folder = Path(tempfile.mkdtemp(prefix="blr-"))
+        self.folder = make_scratch()
         shared = {
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
@@ -94,7 +92,7 @@ class Crew:
             with suppress(subprocess.TimeoutExpired):
                 member.wait(LEAVING)
             member.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_scratch(self.folder)
 
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
         own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
@@ -123,7 +121,6 @@ class Crew:
                 self._end(number, code, list(last))
 
     def _end(self, number: int, code: int, said: list[str]) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
         reports = [line.removeprefix("blr: ") for line in said if line.startswith(ERROR)]
         if reports and code > 0:
             leave_at_once(reports[-1], code)

@@ -23,6 +23,7 @@ from types import FrameType
 from blr.compressor.checkpoint.destination import sibling
 from blr.compressor.checkpoint.lock import HELD_LOCKS, LOCKING
 from blr.compressor.cli.failure import report_now
+from blr.compressor.machine.scratch import remove_scratch
 from blr.compressor.parallel import environment
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -118,13 +119,14 @@ def _stop(number: int, running: Running) -> None:
 
 
 def leave_at_once(message: str, code: int) -> None:
-    """End the process from any of its threads, with one line; its locks go with it."""
+    """End the process from any of its threads, with one line; its locks and temporary folders go with it."""
     try:
         LOCKING.acquire(timeout=SETTLING)  # never released: no lock is taken any more
         for lock in tuple(HELD_LOCKS):
             with suppress(OSError):
                 lock.unlink()
         report_now(message, code)
+        remove_scratch()
     finally:
         os._exit(code)
 

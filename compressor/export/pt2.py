@@ -13,7 +13,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from blr.compressor.checkpoint.disk import flush, sha256_file
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
 from blr.compressor.export.options import COMPILED
+from blr.compressor.machine.scratch import scratch_folder
 
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.
@@ -93,8 +93,8 @@ def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Raises CapabilityError where it cannot be loaded or run: some versions of torch crash there.
     """
-    with TemporaryDirectory() as folder:
-        given, found = Path(folder) / "inputs", Path(folder) / "outputs"
+    with scratch_folder() as folder:
+        given, found = folder / "inputs", folder / "outputs"
         torch.save(inputs, given)
         command = [sys.executable, "-c", RUN, str(path), str(given), str(found)]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
@@ -16,10 +15,11 @@ from blr.compressor.checkpoint.hints import REMEDY, carried
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import CapabilityError, OutputError
+from blr.compressor.errors import OutputError
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
+from blr.compressor.machine.scratch import scratch_folder
 from blr.compressor.quoting import first_line, quote
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
@@ -35,8 +35,7 @@ def check_carried(source: Source, config: Mapping[str, Any]) -> None:
     check_tokenizer(source.folder)
     check_generation(source.folder)
     _check_modules(source)
-    with _scratch() as scratch, storage_errors(Path(scratch)):
-        folder = Path(scratch)
+    with scratch_folder() as folder, storage_errors(folder):
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         for name, path in source.extra_files().items():
             data = carried(path)
@@ -53,13 +52,6 @@ def _check_modules(source: Source) -> None:
     for name in source.extras.pickled:
         remedy = "convert them, or pass --allow-pickle if you trust them"
         refuse(source.folder / name, "only pickled weights of a module", "safetensors", remedy)
-
-
-def _scratch() -> TemporaryDirectory[str]:
-    try:
-        return TemporaryDirectory(prefix="blr-")
-    except OSError as error:
-        raise CapabilityError(f"no folder for temporary files ({error}); set TMPDIR to one") from None
 
 
 def check_generation(folder: Path) -> None:

@@ -254,6 +254,24 @@ def test_stopped_while_taking_the_lock(number: int, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+# A stop while a temporary folder is in use.
+SCRATCH = """
+import os, signal, time
+from blr.compressor.cli import signals
+from blr.compressor.machine.scratch import scratch_folder
+with signals.stop_on_signals(), scratch_folder() as folder:
+    (folder / "held").write_text("text")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+def test_temporary_folders_go_with_a_stop(tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", SCRATCH], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 143 and os.listdir(tmp_path) == []
+
+
 def test_nohup_is_respected(killer: Killer, dense: Path, whole: tuple, tmp_path: Path) -> None:
     """By a run that goes on to its end, and by the real command, which something else ends then."""
     fate = {"stop_at": whole[0].events.index("fit"), "stop": signal.SIGHUP, "ignored": signal.SIGHUP}
