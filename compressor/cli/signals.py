@@ -119,7 +119,7 @@ def _stop(number: int, running: Running) -> None:
 
 
 def leave_at_once(message: str, code: int) -> None:
-    """End the process from any of its threads, with one line; its locks and temporary folders go with it."""
+    """End the process from any of its threads, with one line; locks and temporary folders go with it."""
     try:
         LOCKING.acquire(timeout=SETTLING)  # never released: no lock is taken any more
         for lock in tuple(HELD_LOCKS):
