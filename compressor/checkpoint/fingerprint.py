@@ -1,10 +1,13 @@
-"""What runs of every command must agree on to finish each other's work: source and versions."""
+"""What runs of every command must agree on to finish each other's work: source and versions, and how two
+of them differ."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from importlib.metadata import version
+from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.journal import canonical_json
@@ -25,3 +28,20 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
+
+
+def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two fingerprints, named down to the single setting."""
+    found = []
+    for key in {**left, **now}:
+        was, is_now = left.get(key), now.get(key)
+        if type(was) is dict and type(is_now) is dict:
+            found += changes(was, is_now, f"{prefix}{key}.")
+        elif was != is_now:
+            found.append(f"{prefix}{key} was {_short(was)}, now {_short(is_now)}")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,7 +6,6 @@ is absent until all of it has been written, flushed and listed in the manifest.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 from blr.compressor.checkpoint import ownership
 from blr.compressor.checkpoint.destination import absolute, check_output, sibling
 from blr.compressor.checkpoint.disk import check_space, folder_bytes, fsync_folder
+from blr.compressor.checkpoint.fingerprint import changes
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.lock import Lock
 from blr.compressor.checkpoint.manifest import (
@@ -278,27 +278,10 @@ class Workspace:
         return (self.partial / MANIFEST).exists() or any(self.journal.folder.glob("*.safetensors"))
 
     def _check_fingerprint(self, left: dict[str, Any]) -> None:
-        changed = _changes(left, self.fingerprint)
+        changed = changes(left, self.fingerprint)
         if changed:
             discard = "pass --restart to discard it" if self._is_marked() else "move it away"
             raise OutputError(
                 f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
                 f"run again with those, or {discard}"
             )
-
-
-def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two fingerprints, named down to the single setting."""
-    found = []
-    for key in {**left, **now}:
-        was, is_now = left.get(key), now.get(key)
-        if type(was) is dict and type(is_now) is dict:
-            found += _changes(was, is_now, f"{prefix}{key}.")
-        elif was != is_now:
-            found.append(f"{prefix}{key} was {_short(was)}, now {_short(is_now)}")
-    return found
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

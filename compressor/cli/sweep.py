@@ -130,7 +130,6 @@ def sweep(
         given["gpu"] = gpu  # of equal structures the fastest there
     common = {k: v for k, v in given.items() if v is not None}
     recipes = points_of(grid, common, calibration is not None)
-    offline_too = ("--offline",) if offline else ()
     judging = (("--window", window), ("--max-tokens", max_tokens))
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
     with stop_on_signals() as running:
@@ -141,13 +140,13 @@ def sweep(
             texts=tuple(text),
             common=common,
             calibration=calibration,
-            more=offline_too,
-            evaluate=(*tokens, *offline_too),
+            evaluate=tokens,
             device=device,
             jobs=jobs,
             keep=keep,
             restart=restart,
             gpu=gpu,
+            offline=offline,
         )
         result = run(found.folder, recipes, output, settings, Progress(quiet))
     print_result(result, table, format)

@@ -49,7 +49,7 @@ class PointChain:
         if self.done == 0:
             self.begun(self.name)
             self.began, output = time.monotonic(), self.folder.output(self.name)
-            if self.compress is not None and not (output / MANIFEST).exists():
+            if self.compress is not None and not self._is_written():
                 arguments = (
                     "compress",
                     self.model,
@@ -80,9 +80,18 @@ class PointChain:
             self.tidy()
 
     def tidy(self) -> None:
-        """Remove the checkpoint of a point that is done, unless checkpoints are kept."""
-        if self.compress is not None and not self.keep:
+        """Remove the checkpoint of a point that is done, unless it was made to be kept."""
+        if self.compress is not None and not (self.folder.record(self.name) or {}).get("kept"):
             shutil.rmtree(self.folder.output(self.name), ignore_errors=True)
+
+    def missing(self) -> bool:
+        """Whether it is to be made: it has no record, or not the checkpoint that is to be kept."""
+        if self.folder.record(self.name) is None:
+            return True
+        return self.keep and self.compress is not None and not self._is_written()
+
+    def _is_written(self) -> bool:
+        return (self.folder.output(self.name) / MANIFEST).exists()
 
     @property
     def _out(self) -> Path:
@@ -103,7 +112,7 @@ class PointChain:
         if self.compress is not None:
             output = self.folder.output(self.name)
             record |= {"bits": read_json(output / REPORT)["totals"]["bits"], "bytes": _bytes(output)}
-        return record | {"seconds": round(time.monotonic() - self.began, 1)}
+        return record | {"seconds": round(time.monotonic() - self.began, 1), "kept": self.keep}
 
 
 def _bytes(folder: Path) -> int:

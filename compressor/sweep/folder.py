@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from blr.compressor.checkpoint.disk import write_stream
+from blr.compressor.checkpoint.fingerprint import changes
 from blr.compressor.checkpoint.lock import Lock
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
@@ -84,10 +84,9 @@ class Folder:
         return found["common"]
 
     def _differs(self, found: dict[str, Any]) -> NoReturn:
-        names = [key for key in {**found, **self.common} if found.get(key) != self.common.get(key)]
         raise OutputError(
-            f"{self.path}: a sweep that differs in {', '.join(names)}; choose another --output, or "
-            "pass --restart to begin it anew"
+            f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
+            "again with those, choose another --output, or pass --restart to begin it anew"
         )
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -106,11 +105,6 @@ class Folder:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         write_stream(self.path / name, [text.encode()])
-
-    @cached_property
-    def source(self) -> str:
-        """The model's name."""
-        return str(self.common["model"])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.fingerprint import headers_digest
 from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import tokens_per_second
@@ -36,22 +37,22 @@ PAGE = "sweep.html"
 class Settings:
     """How a sweep runs.
 
-    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes, `more`
-    further options of `blr compress`, `evaluate` of `blr eval`; `jobs` run at once on each GPU; `keep`
-    keeps the checkpoints; `gpu` is what speed is predicted for.
+    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
+    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `keep` keeps the checkpoints; `gpu`
+    is what speed is predicted for; `offline` opens no socket.
     """
 
     model: str
     texts: tuple[Path, ...]
     common: dict[str, Any] = field(default_factory=dict)
     calibration: str | None = None
-    more: tuple[str, ...] = ()
     evaluate: tuple[str, ...] = ()
     device: str = "auto"
     jobs: int = 1
     keep: bool = False
     restart: bool = False
     gpu: str = "h200"
+    offline: bool = False
 
 
 def sweep(
@@ -71,7 +72,7 @@ def sweep(
     """
     check_apart(output, folder)
     source, gpu = open_checked(folder), find_gpu(settings.gpu)
-    place = Folder(output, _common(source, settings))
+    place = Folder(output, _common(source, settings, progress))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
         _run(chains, settings, progress)
@@ -83,19 +84,36 @@ def sweep(
     return result
 
 
-def _common(source: Source, settings: Settings) -> dict[str, Any]:
-    """What all points of a sweep have in common, and another run of it must have as well."""
-    calibration = settings.calibration
+def _common(source: Source, settings: Settings, progress: Progress) -> dict[str, Any]:
+    """What all points of a sweep have in common, and another run of it must have as well: models and
+    texts by what they hold, whatever they are called."""
+    from blr.compressor.checkpoint.scan import scan_source
+    from blr.compressor.machine.device import pick_device
+
+    calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
+    texts, device = _digests(settings.texts), pick_device(settings.device)
+    floats = {entry.name for entry in source.entries.values() if entry.is_float}
     return {
-        "model": settings.model,
         "headers": headers_digest(source),
+        "weights": scan_source(source, floats, remedy, progress).digest,
         "settings": settings.common,
         "calibration": None if calibration is None else calibration_digest(calibration),
-        "texts": {str(path): _digest(path) for path in settings.texts},
-        "compress": list(settings.more),
+        "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
         "evaluate": list(settings.evaluate),
+        "device": device.type,
         "version": __version__,
     }
+
+
+def _digests(texts: Sequence[Path]) -> list[str]:
+    """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
+    found = [_digest(path) for path in texts]
+    for number, digest in enumerate(found):
+        if (first := found.index(digest)) < number:
+            raise UsageError(
+                f"--eval {texts[number]}: the same text as {texts[first]}; give every text once"
+            )
+    return found
 
 
 def _digest(path: Path) -> str:
@@ -108,7 +126,7 @@ def _digest(path: Path) -> str:
 def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
     """By name, the dense model first."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
-    here = ("--device", settings.device)
+    here = ("--device", settings.device, *["--offline"] * settings.offline)
     evaluate = (*judged, *settings.evaluate, *here)
     found = {DENSE: PointChain(place, DENSE, settings.model, None, evaluate)}
     for point in points:
@@ -122,12 +140,12 @@ def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[
 def _options(point: Point, settings: Settings) -> tuple[str, ...]:
     """Of `blr compress`, as a user would give them."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
-    return (*point.options, *text, *common_options(settings.common, point), *settings.more)
+    return (*point.options, *text, *common_options(settings.common, point))
 
 
 def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) -> None:
     """Make what there is no record of, some at once."""
-    missing = [chain for name, chain in chains.items() if chain.folder.record(name) is None]
+    missing = [chain for chain in chains.values() if chain.missing()]
     for chain in chains.values():
         if chain not in missing:
             chain.tidy()  # a run was killed before it did

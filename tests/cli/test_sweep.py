@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from limited import Limited, refused
+from safetensors.torch import load_file, save_file
 
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
@@ -107,8 +109,42 @@ def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
     ElementTree.fromstring((tmp_path / "out/sweep.html").read_text().partition("\n")[2])
     again = limited.run(*arguments, "--format", "json", cwd=tmp_path, patch=FORKED)
     assert json.loads(again.out)["points"] == found["points"]
-    other = [part.replace("one.txt", "two.txt") for part in arguments]
-    refused(limited.run(*other, cwd=tmp_path), 5, "differs in texts")
+
+
+def test_what_a_sweep_was_made_of_is_known_by_what_it_holds(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    """Figures of other weights, or of texts in another order, would be shown as those of these."""
+    swaps = {"2,500": "2", "int4": "none", "--group": "--seed", "32": "0", "out": str(tmp_path / "out")}
+    model, few = tmp_path / "model", [swaps.get(part, part) for part in arguments]
+    shutil.copytree(few[1], model)
+    few[1] = "model"
+    assert limited.run(*few, cwd=tmp_path, patch=FORKED).code == 0
+
+    def refuse(line: list[str], code: int, said: str) -> None:
+        refused(limited.run(*line, cwd=tmp_path, patch=FORKED), code, said)
+
+    swapped = [{"one.txt": "two.txt", "two.txt": "one.txt"}.get(part, part) for part in few]
+    refuse(swapped, 5, "other settings (texts.1 was ")
+    twice = [part.replace("two.txt", "./one.txt") for part in few]
+    refuse(twice, 2, "--eval one.txt: the same text as one.txt; give every text once")
+    elsewhere = [f"../{part}" if part in ("model", "one.txt", "two.txt") else part for part in few]
+    (tmp_path / "inside").mkdir()
+    again = limited.run(*elsewhere, "--offline", cwd=tmp_path / "inside", patch=FORKED)
+    assert "2 of 2 points are there already" in again.err
+    stored = model / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(stored).items()}, stored, {"format": "pt"})
+    refuse(few, 5, "other settings (weights was ")
+
+
+def test_checkpoints_are_kept_where_that_is_asked_for_once(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    few = [{"2,500": "2", "int4": "none", "--group": "--seed", "32": "0"}.get(p, p) for p in arguments]
+    kept = tmp_path / "out/outputs/svd-cf2"
+    for more, there in (((), False), (("--keep",), True), ((), True)):
+        assert limited.run(*few, *more, cwd=tmp_path, patch=FORKED).code == 0
+        assert kept.exists() is there, more
 
 
 @pytest.mark.parametrize(("patch", "code"), [("", 2), (OTHERWISE, 9)], ids=["one", "several"])
@@ -205,7 +241,10 @@ def test_a_second_sweep_leaves_alone_what_the_first_one_has(tmp_path: Path) -> N
         assert (tmp_path / "out/points/svd.json").exists()
     with other.held(restart=True):
         assert not list((tmp_path / "out/points").iterdir())
-    with pytest.raises(OutputError, match="differs in model"), place.held(restart=False):
+    with (
+        pytest.raises(OutputError, match=r'other settings .model was "n", now "m"'),
+        place.held(restart=False),
+    ):
         pass
 
 
