@@ -134,7 +134,7 @@ Heads = Annotated[
 KvRank = Annotated[
     int | None,
     typer.Option(
-        help="k and v in this rank a head; the cache of keys and values then holds ranks.",
+        help="Rank of k and v, of each group of heads; the cache of keys and values then holds ranks.",
         show_default="none",
     ),
 ]

@@ -274,6 +274,7 @@ def words(found: Forecast, gpu: str, minutes: float | None) -> str:
             ("composed weights", found.composed),
             ("activations", found.activations),
             ("logits", found.logits),
+            ("CUDA and fragments", RESERVED),
         )
     )
     each = "" if found.gpus == 1 else f"each of {found.gpus} "

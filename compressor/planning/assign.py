@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd, log
+from math import ceil, gcd, log
 
 from blr.compressor.errors import UsageError
 from blr.compressor.planning.budget import Item, exact_ranks, snap
@@ -82,6 +82,22 @@ class Task:
         limit = min(limit, o - 1) if self.structure.pivots else limit
         return max(limit - limit % self.step, self.step)
 
+    @property
+    def bpw(self) -> float | None:
+        """Bits a weight that a base and its correction may take, where these size it."""
+        return self.settings.stored.bpw
+
+    @property
+    def corrections(self) -> Sequence[int]:
+        """The ranks that a correction may have which bits size."""
+        unit = max(self.step, RANK_UNIT // self.step * self.step)
+        return range(unit, self.most + 1, unit) or [self.step]
+
+    def bits(self, rank: int) -> float:
+        """Stored bits a weight, of a correction of this rank with its base."""
+        stored = stored_spec(self.spec(rank), self.settings.stored, self.width)
+        return stored.stored_bits(self.width) / self.size
+
     def spec(self, rank: int) -> Spec:
         """The structure of this layer with `rank`."""
         o, i = self.layer.shape
@@ -113,6 +129,7 @@ class Assigner:
         Raises UsageError when rank or chain do not fit, or the budget is below the smallest ranks.
         """
         tasks = [self._shaped(task) for task in tasks]
+        self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
         own: dict[str, list[Task]] = {}
         for task in tasks:
@@ -177,8 +194,8 @@ class Assigner:
             patterns = parse_patterns(settings.pattern, i, o)
             validate_chain(patterns, i, o)
             return KroneckerSpec(i, o, patterns), task.decided("chain as given")
-        if settings.stored.bpw is not None:
-            return self._within(task, settings.stored.bpw)
+        if task.bpw is not None:
+            return self._within(task, task.bpw)
         if settings.rank is None:
             return None
         rank = min(max(settings.rank // task.step, 1) * task.step, task.most)
@@ -189,20 +206,23 @@ class Assigner:
     def _within(self, task: Task, bpw: float) -> tuple[Spec, str]:
         """The largest correction with which all that is stored takes `bpw` bits a weight."""
 
-        def bits(rank: int) -> float:
-            stored = stored_spec(task.spec(rank), task.settings.stored, task.width)
-            return stored.stored_bits(task.width) / task.size
-
-        unit = max(task.step, RANK_UNIT // task.step * task.step)
-        ranks = range(unit, task.most + 1, unit) or [task.step]
-        found = bisect_right(ranks, bpw, key=bits)  # groups that fill up make steps, but none downwards
-        if not found:
-            o, i = task.layer.shape
-            raise UsageError(
-                f"bpw {bpw:g} cannot be met: int{task.settings.stored.base} and the smallest correction "
-                f"take {bits(ranks[0]):.3g} bits a weight of {task.layer.module} ({o}x{i})"
-            )
+        ranks = task.corrections
+        found = bisect_right(ranks, bpw, key=task.bits)  # groups fill up by steps, but none downwards
         return task.spec(ranks[found - 1]), task.decided(f"at most {bpw:g} bits a weight")
+
+    def _check_bits(self, tasks: Sequence[Task]) -> None:
+        """Raise UsageError for fewer bits a weight than the smallest correction takes, with the layer of
+        which it takes most."""
+        least = {n: task.bits(task.corrections[0]) for n, task in enumerate(tasks) if task.bpw}
+        short = [n for n, bits in least.items() if bits > (tasks[n].bpw or 0)]
+        if short:
+            n = max(short, key=lambda number: least[number])
+            task, (o, i) = tasks[n], tasks[n].layer.shape
+            raise UsageError(
+                f"bpw {task.bpw:g} cannot be met: int{task.settings.stored.base} and the smallest "
+                f"correction take {least[n]:.4g} bits a weight of {task.layer.module} ({o}x{i}); "
+                f"give {ceil(100 * least[n]) / 100:g}, take a base of fewer bits, or exclude the layer"
+            )
 
     def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:
         """Specs of tasks that share `budget` parameters."""

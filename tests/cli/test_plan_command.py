@@ -89,6 +89,17 @@ def test_what_cannot_be_met_is_an_error(
     assert message in done.stderr.splitlines()[-1]
 
 
+def test_bits_that_no_correction_has_are_told_with_those_that_the_tightest_layer_takes(
+    tiny: Path, blr: Run
+) -> None:
+    command = ("plan", tiny, "--base", "int2", "--method", "blast", "--bpw")
+    done = blr(*command, 2.3)
+    assert done.returncode == 2
+    assert "of model.layers.0.self_attn.k_proj (64x192); give " in done.stderr, done.stderr
+    enough = done.stderr.partition("give ")[2].partition(",")[0]
+    assert blr(*command, enough).returncode == 0
+
+
 def test_dense_rules_that_take_the_whole_budget_are_refused(
     tiny: Path, blr: Run, tmp_path: Path
 ) -> None:
