@@ -285,24 +285,20 @@ class Job:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
-        settings = self.settings
+        from blr.compressor.machine.device import pick_device
+
+        settings, device = self.settings, pick_device(self.settings.device).type
         return {
             "source": headers_digest(self.source),
             "revision": settings.revision,
             "recipe": self.recipe.model_dump(),
             "max_shard_size": settings.max_shard_size,
-            "device": settings.device,
-            "threads": settings.threads if self._computes_on_cpu() else None,
+            "device": device,
+            "threads": settings.threads if device == "cpu" else None,
             "calibration": _calibration(settings),
             "heal": settings.heal,
             "versions": versions(),
         }
-
-    def _computes_on_cpu(self) -> bool:
-        """Where the number of threads is one of the things that results depend on."""
-        from blr.compressor.machine.device import pick_device
-
-        return pick_device(self.settings.device).type == "cpu"
 
     def _digest(self) -> str:
         """SHA-256 over everything that is read. Raises NumericsError for weights that are not finite."""

@@ -169,7 +169,7 @@ def _layers_text(summary: dict[str, Any]) -> list[str]:
     if summary["kind"] == Kind.dense:
         return [f"layers: {summary['densified']} structured, made dense"]
     if summary["kind"] == Kind.plain:
-        rest = f"; {summary['densified']} of other structure, made dense" if summary["densified"] else ""
+        rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
         return [f"layers: {summary['layers']} low-rank, each two linear ones{rest}"]
     batch, context = summary["batch"], summary["context"]
     use = f", batch {batch}, context {context} tokens" if context is not None else ""

@@ -60,7 +60,7 @@ class PlainJob(Job):
 
 
 def _card(plan: ExportPlan, name: str) -> str:
-    dense = f"; {len(plan.densified)} of other structure are dense" if plan.densified else ""
+    dense = f"; {len(plan.densified)} of other form are dense" if plan.densified else ""
     task = "ForCausalLM" if "AutoModelForCausalLM" in plan.config["auto_map"] else ""
     facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "task": task, "version": __version__}
     return TEMPLATE.format(name=name, **facts)

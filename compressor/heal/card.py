@@ -11,9 +11,10 @@ Trained for {steps:,} steps ({tokens:,} tokens of {texts}, {minutes:.1f} minutes
 as `{teacher}` does: {loss}, {parameters:,} parameters ({kinds}) at {rate:g} of their root mean square a
 step, seed {seed}. The state after step {best_step:,} was kept, the best by windows of the same texts
 that were not trained on; {table}
-
-Sizes and errors above are those before healing; `blr inspect` gives the present ones, and
-`metrics.jsonl` the course of the training.
+"""
+FOOT = """
+Sizes, errors and what is unchanged stand above as they were before healing; `blr inspect` gives the
+present sizes and errors, and `metrics.jsonl` the course of the last training.
 """
 LOSSES = {
     "kl": "divergence of the next token's distribution",
@@ -33,9 +34,9 @@ COSINES = """there:
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:
-    """`card` with a section on a run of which `facts` are told (`Job.facts`)."""
+    """`card` with a section on a run of which `facts` are told (`Job.facts`), behind earlier ones."""
     texts = " and ".join(_label(name, "its own text") for name in facts["before"])
-    return card + SECTION.format(
+    section = SECTION.format(
         **{key: facts[key] for key in ("steps", "tokens", "minutes", "device", "teacher", "rate")},
         **{key: facts[key] for key in ("parameters", "seed", "best_step")},
         kinds=", ".join(facts["train"]),
@@ -43,6 +44,7 @@ def healed_card(card: str, facts: dict[str, Any]) -> str:
         texts=texts,
         table=_table(facts["before"], facts["after"]),
     )
+    return card.removesuffix(FOOT) + section + FOOT
 
 
 def _table(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> str:

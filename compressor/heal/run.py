@@ -365,7 +365,7 @@ class Job:
             "source": headers_digest(self.checkpoint.source),
             "teacher": headers_digest(self.teacher.source),
             "texts": text_digests(self.options.files),
-            "heal": self.options.fingerprint(),
+            "heal": {**self.options.fingerprint(), "device": self.processes.device.type},
             "versions": versions(),
         }
 

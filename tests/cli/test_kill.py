@@ -92,6 +92,18 @@ def finish(case: Case, first: Outcome, expected: dict[str, str], *before: dict[s
     return "" if done <= LAYERS + 1 else f"{done} layers computed"
 
 
+def test_a_device_is_known_by_its_kind_whatever_it_was_called(
+    killer: Killer, dense: Path, whole: tuple, tmp_path: Path
+) -> None:
+    """Several processes on a CPU need --device cpu, and go on with what one began without it."""
+    uninterrupted, expected = whole
+    stores = [number for number, event in enumerate(uninterrupted.events) if event == "store"]
+    case = Case(killer, dense, tmp_path / "case")
+    first = case.run(die_at=stores[-1])
+    case.arguments += ("--device", "cpu")
+    assert first.code == KILLED and finish(case, first, expected) == ""
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("first_of", range(8))
 def test_killed_at_every_boundary(

@@ -100,7 +100,7 @@ def test_the_command_says_what_it_made_and_what_it_refuses(
     source, plain = made["heads"]
     asked = ("-o", tmp_path / "out", "--as", "plain", "--quiet")
     code, out, err = invoke("export", source, *asked)
-    assert (code, err) == (0, "") and "6 low-rank, each two linear ones; 8 of other structure" in out
+    assert (code, err) == (0, "") and "6 low-rank, each two linear ones; 8 of other form" in out
     assert invoke("verify", tmp_path / "out")[0] == 0
     code, _, err = invoke("export", source.with_name("heads-dense"), *asked, "--overwrite")
     assert code == 2 and "has no low-rank layer; take --as dense" in err
