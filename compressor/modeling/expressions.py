@@ -97,14 +97,7 @@ class Source(Node):
         return frozenset((self,))
 
     def _part(self, region: Region, memo: Memo) -> Tensor:
-        if _version(self.x) != self.version:
-            raise RuntimeError(
-                "the input of a layer was changed in place before its output was read: "
-                "set BLR_TRANSIENT=off for this model"
-            )
-        tokens = {label: bounds for label, bounds in region.items() if label != "o"}
-        features = region.get("o")
-        x = sliced(self.x, self.x.shape, self.labels, tokens)
+        x, features = self._tokens(region), region.get("o")
         if features is None:
             result: Tensor = self.product(x)
             return result
@@ -112,6 +105,21 @@ class Source(Node):
             memo[id(self)] = self.product.inner(x)
         part: Tensor = self.product.outer(memo[id(self)], *features)
         return part
+
+    def activated(self, region: Region, activation: str) -> Tensor | None:
+        """All features of a part behind an activation, if one kernel makes them so."""
+        result: Tensor | None = self.product.activated(self._tokens(region), activation)
+        return result
+
+    def _tokens(self, region: Region) -> Tensor:
+        """The layer's input of a part. Raises RuntimeError if that was written to meanwhile."""
+        if _version(self.x) != self.version:
+            raise RuntimeError(
+                "the input of a layer was changed in place before its output was read: "
+                "set BLR_TRANSIENT=off for this model"
+            )
+        tokens = {label: bounds for label, bounds in region.items() if label != "o"}
+        return sliced(self.x, self.x.shape, self.labels, tokens)
 
 
 class Chained(Node):
@@ -201,7 +209,8 @@ class Replayed(Node):
     """A function whose result for a part of its arguments is that part of its result.
 
     arguments: (args, kwargs) with nodes and tensors anywhere; tensors broadcast to the result's shape.
-    over: the same function writing over its first argument, or None.
+    over: the same function writing over its first argument, or None. activation: what kernels call it,
+    or "".
     """
 
     def __init__(
@@ -211,8 +220,10 @@ class Replayed(Node):
         like: Like,
         labels: tuple[Label, ...],
         over: Callable[..., Any] | None = None,
+        activation: str = "",
     ) -> None:
         self.function, self.arguments, self.over = function, arguments, over
+        self.activation = activation
         self.plain = not any(isinstance(leaf, tuple | list | dict) for leaf in _values(arguments))
         super().__init__(like.shape, like.dtype, labels, leaves(arguments, Node))
 
@@ -226,6 +237,9 @@ class Replayed(Node):
         return fresh and first.uses == 1 and (first.shape, first.dtype) == (self.shape, self.dtype)
 
     def _part(self, region: Region, memo: Memo) -> Tensor:
+        if (made := self._activated(region)) is not None:
+            return made
+
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Node):
                 return leaf.part(region, memo)
@@ -241,6 +255,13 @@ class Replayed(Node):
         function = self.over if self.over is not None and self.overwrites(region) else self.function
         result: Tensor = function(*args, **kwargs)
         return result
+
+    def _activated(self, region: Region) -> Tensor | None:
+        """The part by the kernel that makes the product which it is an activation of."""
+        if not self.activation or not self.overwrites(region):
+            return None
+        first = self.arguments[0][0]
+        return first.activated(region, self.activation) if isinstance(first, Source) else None
 
 
 class Like(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
+from blr.kernels.activated.launch import activated
 from blr.kernels.lowrank.op import lowrank_linear
 from blr.kernels.lowrank.reference import grouped_lowrank_linear
 
@@ -24,6 +25,11 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o]."""
         return self.function(x, *self.factors)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor | None:
+        """The output with an activation of `gemv.reference.ACTIVATIONS`, which a kernel applies where
+        it makes it; None where there is none."""
+        return None
 
     def inner(self, x: Tensor) -> Tensor:
         """What all parts of the output are made from: here the output."""
@@ -52,6 +58,11 @@ class LowRankProduct(Product):
         if x.shape[-2] >= MANY:  # a chunk: what the operator would choose, without asking it
             return linear(x @ self.V, self.U, self.bias)
         return lowrank_linear(x, self.U, self.V, self.bias)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor | None:
+        if self.U.dim() == 3 or x.shape[-2] < MANY:
+            return None
+        return activated(x @ self.V, self.U, self.bias, activation)
 
     def inner(self, x: Tensor) -> Tensor:
         """[..., r] or, in groups of outputs, [..., G, r]."""

@@ -38,6 +38,11 @@ OVER: dict[str, Callable[..., Any]] = {
     **{"relu": lambda x, inplace=False: torch.relu_(x), "tanh": torch.tanh_, "sigmoid": torch.sigmoid_},
     **{"mul": Tensor.mul_, "add": Tensor.add_},
 }
+# What kernels call a function of one tensor, by its `approximate`.
+ACTIVATIONS: dict[tuple[str, str | None], str] = {
+    **{("gelu", None): "gelu", ("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh"},
+    **{("silu", None): "silu", ("relu", None): "relu"},
+}
 # Of every row of the last dimension by itself.
 ROWWISE = {"mean", "sum", "var", "norm", "rms_norm", "layer_norm"}
 MOST_TRIALS = 1024
@@ -65,8 +70,14 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not any(like.shape == node.shape for node in nodes):
         return NotImplemented
-    over = OVER.get(getattr(func, "__name__", "").strip("_"))
-    return Replayed(func, (args, kwargs), like, labels, over)
+    name = getattr(func, "__name__", "").strip("_")
+    return Replayed(func, (args, kwargs), like, labels, OVER.get(name), _activation(name, args, kwargs))
+
+
+def _activation(name: str, args: Any, kwargs: Any) -> str:
+    """What kernels call it, "" for what they have not."""
+    known = len(args) == 1 and kwargs.keys() <= {"approximate", "inplace"}
+    return ACTIVATIONS.get((name, kwargs.get("approximate")), "") if known else ""
 
 
 def _rowwise(func: Any, args: Any, kwargs: Any) -> Any:

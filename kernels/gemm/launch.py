@@ -19,14 +19,16 @@ def bmm(
     bias: Tensor | None = None,
     *,
     part: int | None = None,
+    activation: str = "",
     **config: Any,
 ) -> Tensor:
-    """``out = a @ b + bias`` by our kernel.
+    """``out = φ(a @ b + bias)`` by our kernel.
 
     Args:
         a: [B, m, k], b: [B, k, n], any strides. bias: [B, n] or None.
         out: [B, m, n], its columns of stride 1; or, with `part`, [B, m, n / part, part], any strides
             but the last.
+        activation: of `gemv.reference.ACTIVATIONS`.
         config: BM, BN, BK, GROUP, num_warps, num_stages; `tma` to use the bulk copy engine or not.
 
     Returns:
@@ -35,7 +37,7 @@ def bmm(
     from blr.kernels.gemm.triton import bmm_kernel
 
     if config.pop("tma", True) and tma_ready(a, b):
-        return _bmm_tma(a, b, out, bias, part, config)
+        return _bmm_tma(a, b, out, bias, part, activation, config)
     batch, m, k = a.shape
     n = b.shape[2]
     if batch * m * n == 0:
@@ -50,7 +52,8 @@ def bmm(
         *(out.stride(0), out.stride(1), *column),
     )
     run = run_length(n if part is None else part)
-    constants = {"BIAS": bias is not None, "RUN": run, "PRECISION": dot_precision()}
+    constants = {"BIAS": bias is not None, "RUN": run, "ACT": activation}
+    constants["PRECISION"] = dot_precision()
     _launch(bmm_kernel, grid, arguments, constants, config)
     return out
 
@@ -62,7 +65,13 @@ def _launch(kernel: Any, grid: Any, arguments: Any, constants: Any, config: dict
 
 
 def _bmm_tma(
-    a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, part: int | None, config: dict[str, Any]
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    part: int | None,
+    activation: str,
+    config: dict[str, Any],
 ) -> Tensor:
     from blr.kernels.gemm.triton import TensorDescriptor, bmm_tma_kernel
 
@@ -80,7 +89,8 @@ def _bmm_tma(
         *(m, n, k, a_rows, a_cols, b_rows, b_cols, 0 if bias is None else bias.stride(0)),
         *(out.stride(0), out.stride(1), *column),
     )
-    constants = {"BIAS": bias is not None, "RUN": run_length(n if part is None else part)}
+    run = run_length(n if part is None else part)
+    constants = {"BIAS": bias is not None, "RUN": run, "ACT": activation}
     _launch(bmm_tma_kernel, grid, arguments, constants, config)
     return out
 

@@ -1,9 +1,11 @@
-"""A batch of matrix products with a bias and a permutation of columns in its epilogue."""
+"""A batch of matrix products with a bias, an activation and a permutation of columns in its epilogue."""
 
 try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
+
+    from blr.kernels.gemv.triton import activate
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
@@ -21,12 +23,13 @@ def grouped_tile(program, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def finish(
     sums, bias, c, batch, rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part,
-    BIAS: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias to a tile of sums and store it with its columns permuted."""
+    """Add the bias to a tile of sums, activate it and store it with its columns permuted."""
     if BIAS:
         shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
         sums += shift.to(tl.float32)[None, :]
+    sums = activate(sums, ACT)
     to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
     tl.store(to, sums.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
@@ -37,9 +40,9 @@ def bmm_kernel(
     M, N, K,
     a_batch, a_row, a_col, b_batch, b_row, b_col, bias_batch, c_batch, c_row, c_part, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``c[g, m, col(n)] = Σ_k a[g, m, k] b[g, k, n] + bias[g, n]``, sums in float32.
+    """``c[g, m, col(n)] = φ(Σ_k a[g, m, k] b[g, k, n] + bias[g, n])``, sums in float32.
 
     Column n lands at ``(n // part) * c_part + n % part`` of its row.
     """
@@ -60,7 +63,8 @@ def bmm_kernel(
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
         at += BK * a_col
         bt += BK * b_row
-    finish(sums, bias, c, batch, rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part, BIAS, RUN)
+    finish(sums, bias, c, batch, rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part,
+           BIAS, RUN, ACT)  # fmt: skip
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def bmm_tma_kernel(
     M, N, K, a_rows, a_cols, b_rows, b_cols,
     bias_batch, c_batch, c_row, c_part, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     """The same through the bulk copy engine. a and b are descriptors of matrices with K contiguous, of
     which batch g starts at row g·`a_rows`, column g·`a_cols` (`b_…` likewise). One of the two ends
@@ -86,7 +90,7 @@ def bmm_tma_kernel(
     rows = (row + tl.arange(0, BM)).to(tl.int64)
     cols = col + tl.arange(0, BN)
     finish(sums, bias, c, batch.to(tl.int64), rows, cols, M, N, bias_batch, c_batch, c_row, c_part, part,
-           BIAS, RUN)  # fmt: skip
+           BIAS, RUN, ACT)  # fmt: skip
 
 
 @triton.jit

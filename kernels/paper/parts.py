@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from blr.kernels.gemm.launch import bmm
@@ -14,7 +16,7 @@ def product(
     bias: Tensor | None = None,
     *,
     part: int | None = None,
-    **config: int,
+    **config: Any,
 ) -> Tensor:
     """`gemm.launch.bmm` into `c` by the kernel that loads without the bulk copy engine."""
     return bmm(a, b, c, bias, part=part, tma=False, **config)

@@ -164,7 +164,7 @@ def test_product_compiles_to_matrix_instructions(capability: int) -> None:
     pointers = ("a", "b", "bias", "c")
     config = gemm.tile_shape(4096, 1536, 256, torch.bfloat16)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {**config, "BIAS": True, "RUN": 16, "PRECISION": "tf32"}
+    constants = {**config, "BIAS": True, "RUN": 16, "ACT": "gelu", "PRECISION": "tf32"}
     scalars = ["M", "N", "K", "a_batch", "a_row", "b_batch", "b_col", "bias_batch"]
     scalars += ["c_batch", "c_row", "c_part", "part"]
     signature = dict.fromkeys(pointers, HALF) | dict.fromkeys(scalars, "i32")

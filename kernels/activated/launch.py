@@ -1,0 +1,59 @@
+"""Launches a product with bias and activation as one kernel: what an MLP makes of ranks, written once.
+
+Apart, the library's product writes ``x Wᵀ + b`` and the activation reads and writes all of it again,
+which takes as long as the product where k is a rank (scripts/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import kernels_on
+from blr.kernels.common.dispatch import Plans
+from blr.kernels.common.registration import rows
+from blr.kernels.common.replay import Launches
+from blr.kernels.gemm.launch import bmm, tma_ready
+
+LEAST = 1024  # tokens from which it was measured to win
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
+    """As of `reference.activated`, contiguous, without gradients, rounded once; None where there is no
+    kernel for it.
+
+    Args:
+        x: [..., k], weight: [m, k], bias: [m] or None. activation: of `gemv.reference.ACTIVATIONS`.
+    """
+    there = bias is None or bias.stride() == (1,)
+    key = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device, activation, there)
+    run = _PLANS.get(key) or _PLANS.keep(key, _plan(x, weight, activation))
+    y: Tensor | None = run(x, weight, bias)
+    return y
+
+
+_PLANS = Plans()
+
+
+def _plan(x: Tensor, weight: Tensor, activation: str) -> Callable[..., Tensor | None]:
+    """What computes it for all tensors that lie like these."""
+    tokens = x.numel() // max(x.shape[-1], 1)
+    fits = kernels_on(x.device) and x.dtype == weight.dtype in DTYPES and tokens >= LEAST
+    if not fits or not tma_ready(rows(x)[None], weight.mT[None]):
+        return _nothing
+    return Launches(partial(_launched, activation=activation))
+
+
+def _nothing(*_: Tensor | None) -> None:
+    return None
+
+
+def _launched(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    y = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+    shift = None if bias is None else bias[None]
+    bmm(rows(x)[None], weight.mT[None], rows(y)[None], shift, activation=activation)
+    return y

@@ -1,0 +1,53 @@
+"""A product with bias and activation by one kernel, against torch, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import TOLERANCES
+
+from blr.kernels.activated import launch as launching
+from blr.kernels.activated.launch import activated
+from blr.kernels.activated.reference import activated as reference
+from blr.kernels.gemv.reference import ACTIVATIONS
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's kernel stands for the one of a GPU with the bulk copy engine."""
+    monkeypatch.setenv("BLR_KERNELS", "triton")
+    monkeypatch.setattr(launching, "LEAST", 1)
+    monkeypatch.setattr(launching, "tma_ready", lambda a, b: True)
+
+
+@pytest.mark.parametrize("activation", sorted(filter(None, ACTIVATIONS)))
+def test_it_is_that_of_torch(activation: str) -> None:
+    """Of rows that lie apart, with and without a bias, of sizes that no tile divides."""
+    torch.manual_seed(0)
+    dtype = torch.float16  # the interpreter's products of bfloat16 are not right
+    x = torch.randn(2, 5, 24 + 8).to(dtype)[..., :24]
+    weight, bias = torch.randn(70, 24).to(dtype), torch.randn(70).to(dtype)
+    for shift in (None, bias):
+        given = (x.double(), weight.double(), None if shift is None else shift.double())
+        exact = reference(*given, activation)
+        found = activated(x, weight, shift, activation)
+        assert found is not None and found.dtype == dtype and found.is_contiguous()
+        assert float((found - exact).norm() / exact.norm()) < TOLERANCES[dtype]
+
+
+def test_what_it_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(4, 8), torch.randn(3, 8)
+    assert activated(x, weight, None, "gelu") is None, "single precision"
+    half = x.half(), weight.half()
+    assert activated(*half, None, "gelu") is not None
+    monkeypatch.setattr(launching, "LEAST", 5)
+    assert activated(half[0][:2], half[1], None, "gelu") is None, "few tokens"
+
+
+def test_gelu_keeps_its_tail() -> None:
+    """Relative to what torch gives in double precision, down to results of 2e-5."""
+    x = torch.linspace(-4.4, 4.4, 64).half()[:, None]
+    found = activated(x, torch.ones(1, 1).half(), None, "gelu")
+    exact = torch.nn.functional.gelu(x.double())
+    assert found is not None
+    assert float(((found - exact).abs() / exact.abs()).max()) < TOLERANCES[torch.float16]
