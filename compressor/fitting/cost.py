@@ -5,6 +5,7 @@ from __future__ import annotations
 from blr.compressor.structures.specs import BlastSpec, Spec
 
 DECOMPOSED = 20.0  # operations of a decomposition for each one of a product of the same matrix
+FACTORED = 18.0  # the same of batched factorizations and the solves behind them
 ROUNDS = 100.0  # of BLAST's descent
 
 
@@ -12,11 +13,11 @@ def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
     """Floating-point operations of one layer's fit, up to a factor that all layers share.
 
     Args:
-        calibrated: in the norm of activations, which BLAST multiplies every block row with.
+        calibrated: in the norm of activations, which BLAST multiplies V and its error with.
     """
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):
         return DECOMPOSED * o * i * min(o, i)
-    weighted = spec.blocks * i * i * spec.rank if calibrated else 0
-    return ROUNDS * (weighted + 3.0 * o * i * spec.rank + spec.blocks * spec.rank**3)
+    weighted = i * i * (spec.rank + o) + spec.blocks * i * spec.rank**2 if calibrated else 0
+    return ROUNDS * (weighted + 3.0 * o * i * spec.rank + FACTORED * spec.blocks * spec.rank**3)

@@ -33,7 +33,8 @@ from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
-SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer of so many operations for its Z_k H
+SPREAD_BYTES = 1 << 33  # for the products V_lᵀ H_l of which all block rows are made
+SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer whose 2 b i² r is so much
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 SHRINKING = 1e-3  # noise from which U is that of the noisy loss to the end: below, a weight that has the
 # structure is met exactly
@@ -155,7 +156,7 @@ class BlastProblem:
         """The loss and half its negative gradient. Raises NumericsError where there is no exact U."""
         processes, number = self.processes, len(self.starts)
         S, V = self.split(processes.spread(theta, 0, theta.shape, theta.dtype))
-        overlap = V.mT @ V if self.gram is None else None
+        shared = self._shared(V)
         self.found: dict[int, Tensor] = {}
         failure = NumericsError("the error of the fit is not finite")
         losses = torch.zeros(number, dtype=torch.float64)
@@ -165,7 +166,7 @@ class BlastProblem:
             part = torch.zeros_like(V) if n < number else None
             try:
                 if n < number:
-                    losses[n], gradients[n], part = self._part(n, S, V, overlap)
+                    losses[n], gradients[n], part = self._part(n, S, V, shared)
             except NumericsError as error:  # the others wait for what these rows would add
                 losses[n], failure = torch.nan, error
             pulled.add(part)
@@ -178,12 +179,33 @@ class BlastProblem:
         """The exact U [b, q, r] at the point evaluated last."""
         return torch.cat(self._all(self.found, (self.rows.shape[1], self.spec.rank)))
 
-    def _part(
-        self, n: int, S: Tensor, V: Tensor, overlap: Tensor | None
-    ) -> tuple[float, Tensor, Tensor]:
+    def _shared(self, V: Tensor) -> Tensor | None:
+        """What the products of all block rows are made of: V_lᵀV_l [l, r, r], or V_lᵀH_l [l, r, i] with
+        the rows H_l of the Gram matrix, b times fewer operations than H Z_k for every k. None where
+        that takes too much memory."""
+        if self.gram is None:
+            return V.mT @ V
+        size = self.spec.blocks * self.spec.in_features * self.spec.rank * V.element_size()
+        return V.mT @ self.gram.unflatten(0, (-1, self.p)) if size <= SPREAD_BYTES else None
+
+    def _weighted(self, Z: Tensor, S: Tensor, shared: Tensor | None) -> Tensor:
+        """H Z_k [k, i, r]."""
+        if self.gram is None:
+            return Z
+        if shared is None:
+            return self.gram @ Z
+        return (S.permute(2, 0, 1) @ shared.transpose(0, 1)).permute(1, 2, 0)
+
+    def _normal(self, Z: Tensor, weighted: Tensor, S: Tensor, shared: Tensor | None) -> Tensor:
+        """Z_kᵀ H Z_k [k, r, r]."""
+        if self.gram is None and shared is not None:
+            return mixed_gram(S, shared)
+        return Z.mT @ weighted
+
+    def _part(self, n: int, S: Tensor, V: Tensor, shared: Tensor | None) -> tuple[float, Tensor, Tensor]:
         """What some rows add to the loss, their gradient of S, and what they add to that of V."""
         at = slice(self.starts[n], self.starts[n] + self.chunk)
-        self.found[n], loss, pull = self._rows(self.rows[at], S[at], V, overlap)
+        self.found[n], loss, pull = self._rows(self.rows[at], S[at], V, shared)
         return loss, (V[None] * pull).sum(2), (S[at, :, None] * pull).sum(0)
 
     def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
@@ -197,12 +219,12 @@ class BlastProblem:
         ]
 
     def _rows(
-        self, rows: Tensor, S: Tensor, V: Tensor, overlap: Tensor | None
+        self, rows: Tensor, S: Tensor, V: Tensor, shared: Tensor | None
     ) -> tuple[Tensor, float, Tensor]:
         """Exact U, loss and pull ``E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk."""
         Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
-        weighted = Z if self.gram is None else self.gram @ Z
-        normal = Z.mT @ weighted if overlap is None else mixed_gram(S, overlap)
+        weighted = self._weighted(Z, S, shared)
+        normal = self._normal(Z, weighted, S, shared)
         sizes = self.noise * Z.square().sum(1)  # [k, r]
         U = solve_spd(normal + torch.diag_embed(sizes), rows @ weighted)
         error = rows - U @ Z.mT

@@ -18,8 +18,9 @@ from blr.kernels.common.registration import rows
 from blr.kernels.common.replay import Launches
 from blr.kernels.gemm.launch import bmm, tma_ready
 
-LEAST = 1024  # tokens from which it was measured to win
-WARPS = 8  # of a program, for tiles of 128 x 128: up to a seventh faster than 4 (scripts/LOG.md)
+LEAST = 1024  # tokens from which it was measured to win (scripts/LOG.md)
+RANKS = 768  # k up to which: above, its product takes longer than the library's
+WARPS = 8  # of a program, of 128 x 128: up to a seventh faster than 4
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -42,8 +43,9 @@ _PLANS = Plans()
 
 def _plan(x: Tensor, weight: Tensor, activation: str) -> Callable[..., Tensor | None]:
     """What computes it for all tensors that lie like these."""
-    tokens = x.numel() // max(x.shape[-1], 1)
-    fits = kernels_on(x.device) and x.dtype == weight.dtype in DTYPES and tokens >= LEAST
+    k = x.shape[-1]
+    sized = 0 < k <= RANKS and x.numel() // max(k, 1) >= LEAST
+    fits = sized and kernels_on(x.device) and x.dtype == weight.dtype in DTYPES
     if not fits or not tma_ready(rows(x)[None], weight.mT[None]):
         return _nothing
     return Launches(partial(_launched, activation=activation))

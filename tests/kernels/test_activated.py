@@ -42,6 +42,8 @@ def test_what_it_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activated(*half, None, "gelu") is not None
     monkeypatch.setattr(launching, "LEAST", 5)
     assert activated(half[0][:2], half[1], None, "gelu") is None, "few tokens"
+    wide = torch.randn(5, launching.RANKS + 8).half(), torch.randn(3, launching.RANKS + 8).half()
+    assert activated(*wide, None, "gelu") is None, "many ranks"
 
 
 def test_gelu_keeps_its_tail() -> None:

@@ -144,6 +144,22 @@ def test_blasts_gradient_is_that_of_its_loss(weigh: bool) -> None:
     assert (behind - ahead) / (2 * step) == pytest.approx(2 * float(gradient @ along), rel=1e-4)
 
 
+def test_blast_computes_the_same_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H Z_k of products that all block rows share, and each by itself; blocks of any number."""
+    weight, gram = _problem(3, 12, 16, 40)
+    for blocks in (2, 4):
+        found = []
+        for room in (blast.SPREAD_BYTES, 0):
+            monkeypatch.setattr(blast, "SPREAD_BYTES", room)
+            problem = blast.BlastProblem(weight, gram, BlastSpec(16, 12, blocks, 3), noise=0.3)
+            noise = torch.randn(problem.start().shape, generator=torch.Generator().manual_seed(1))
+            assert (problem._shared(problem.split(noise.double())[1]) is None) == (room == 0)
+            loss, gradient = problem.evaluate(problem.start() + 0.1 * noise.double())
+            found.append(torch.cat([gradient, gradient.new_tensor([loss])]))
+        torch.testing.assert_close(*found)
+        monkeypatch.undo()
+
+
 def test_terms_that_will_be_rounded_do_not_cancel() -> None:
     """A weight that has no such structure: in int4 the bounded fit loses far less, without it little."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
