@@ -22,7 +22,7 @@ from blr.compressor.checkpoint.regular import check_size, inside, open_regular, 
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
 
-CARD, LAYERS, REPORT = "README.md", "blr_layers.json", "report.json"
+CARD, LAYERS, REPORT, METRICS = "README.md", "blr_layers.json", "report.json", "metrics.jsonl"
 MAX_BYTES = 64 * 2**20
 MAX_FILES, MAX_DEPTH = 1000, 4
 SHOWN = 6  # names of what is left behind

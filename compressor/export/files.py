@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES
+from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
@@ -117,8 +117,8 @@ def small_files(
 
 
 def kept_files(checkpoint: Checkpoint) -> list[str]:
-    """What `blr compress` wrote about its work and the export keeps."""
-    names = (CARD, LAYERS, RECIPE) if checkpoint.compressed else ()
+    """What `blr compress` and `blr heal` wrote about their work and the export keeps."""
+    names = (CARD, LAYERS, RECIPE, METRICS) if checkpoint.compressed else ()
     return [name for name in names if (checkpoint.source.folder / name).is_file()]
 
 
@@ -133,8 +133,8 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     before = {name: spec for name, spec in checkpoint.specs.items() if spec.quantized}
     count = len(checkpoint.specs.keys() - {*head, *settings.plain, *before}) + len(settings.dense)
     layout = PACKED if settings.quantize else KERNEL_LAYOUT
-    unpacked = "other tensors" if before else "tensors"
-    plain = f"All {unpacked} are those of the dense model, {others}."
+    unpacked = "other tensors are" if before else "tensors are those of the dense model,"
+    plain = f"All {unpacked} {others}."
     what = layout.format(count=count, kind=settings.quantize, others=others) if count else plain
     kinds = ", ".join(sorted({f"{s.structure} {s.describe()}" for s in before.values()}))
     kept = [PACKED_BEFORE.format(count=len(before), kinds=kinds)] if before else []

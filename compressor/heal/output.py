@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.checkpoint.config import read_config
-from blr.compressor.checkpoint.extras import CARD, LAYERS, REPORT
+from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.journal import Journal
@@ -25,7 +25,6 @@ from blr.compressor.heal.card import healed_card
 from blr.compressor.heal.compose import dense_weight
 from blr.compressor.heal.pair import Pair, structured_layers
 from blr.compressor.heal.reading import metric_of
-from blr.compressor.heal.run import METRICS
 from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.journal import canonical_json, layer_key
 from blr.compressor.checkpoint.manifest import read_manifest
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from blr.compressor.parallel.processes import Processes
     from blr.compressor.text.own import OwnText
 
-METRICS = "metrics.jsonl"
 STATE_BYTES = 20  # a trained parameter: masters, two moments, the best so far and the stored tensor
 
 

@@ -83,6 +83,8 @@ def test_what_comes_out_is_a_checkpoint_of_ours(healed: Any, dense: Path, tmp_pa
             tmp_path / "fast", "AutoModelForCausalLM", dtype="float32", device="cpu", trust=True
         )
         torch.testing.assert_close(there(ids).logits, ours)
+    told = [(folder / "metrics.jsonl").read_bytes() for folder in (output, tmp_path / "fast")]
+    assert told[0] == told[1], "the card that came along names it"
 
 
 def test_the_output_tells_what_was_done(healed: Any, compressed: Path) -> None:
@@ -350,6 +352,11 @@ def test_layers_in_few_bits_are_trained_and_stay_in_them(
     assert verify_files(tmp_path / "out", read_manifest(tmp_path / "out")) == []
     found = load_model(tmp_path / "out", "AutoModelForCausalLM", dtype="float32", device="cpu")
     assert bool(found(torch.randint(128, (1, 12))).logits.isfinite().all())
+    export(tmp_path / "out", tmp_path / "fast", ExportOptions("healed"), QUIET)
+    card = (
+        tmp_path / "fast/README.md"
+    ).read_text()  # norms are healed, so they are not the dense model's
+    assert "All other tensors are unchanged. 14 layers are packed as in the checkpoint" in card
 
 
 def test_additions_to_layers_in_few_bits_are_refused(dense: Path, text: Path, tmp_path: Path) -> None:
