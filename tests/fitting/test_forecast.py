@@ -38,7 +38,8 @@ def test_a_layer_takes_what_was_measured(tmp_path: Path) -> None:
     for layer in layers(tmp_path, recipe, intermediate_size=14336):
         if (seconds := SECONDS.get(layer.layer.type)) is not None:
             found = forecast([layer], recipe, H200, 1, calibrated=True)
-            assert found.seconds == pytest.approx(seconds, rel=0.4), layer.layer.module
+            predicted = found.seconds
+            assert predicted == pytest.approx(seconds, rel=0.4), layer.layer.module
     for layer in layers(tmp_path, recipe):
         if (memory := GIB.get(layer.layer.type)) is not None:
             found = forecast([layer], recipe, H200, 1, calibrated=True)
