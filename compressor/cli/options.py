@@ -238,6 +238,6 @@ def _printable(value: Any) -> Any:
     """A result of plain data with every text in it printable."""
     if isinstance(value, dict):
         return {_printable(key): _printable(held) for key, held in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value

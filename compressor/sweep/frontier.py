@@ -10,9 +10,9 @@ from itertools import pairwise
 @dataclass(frozen=True)
 class Found:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
-    `speed` in tokens a second, predicted, None where that cannot be; `command` makes it. Of several
-    seeds `losses` are the mean, `spread` how far the largest is from the least, and `command` has a line
-    for each."""
+    `speed` in tokens a second, predicted, None where that cannot be; `commands` make it, one
+    for each seed. Of several seeds `losses` are the mean, `spread` how far the largest is from the
+    least."""
 
     name: str
     kind: str
@@ -21,7 +21,7 @@ class Found:
     bits: float
     losses: tuple[float, ...]
     speed: float | None
-    command: str
+    commands: tuple[str, ...]
     bytes: int = 0
     seconds: float = 0.0
     spread: tuple[float, ...] | None = None
@@ -37,7 +37,7 @@ def over_seeds(found: Sequence[Found], setting: str) -> Found:
         name=setting,
         losses=tuple(sum(losses) / len(losses) for losses in by_text),
         spread=tuple(max(losses) - min(losses) for losses in by_text),
-        command="\n".join(point.command for point in found),
+        commands=tuple(line for point in found for line in point.commands),
         seconds=sum(point.seconds for point in found),
     )
 

@@ -63,7 +63,7 @@ def _commands(result: dict[str, Any], *, frontier: bool) -> str:
     points.sort(key=lambda point: order.get(point["name"], 0))
     parts = [
         f"<h3>{escape(point['name'])}, {point['bits']:.3f} bits</h3>"
-        f"<pre>{escape(point['command'])}</pre>"
+        + "".join(f"<pre>{escape(line)}</pre>" for line in point["commands"])
         for point in points
     ]
     said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
@@ -112,7 +112,7 @@ def table(result: dict[str, Any]) -> str:
     rows, stars = table_rows(result), result["frontier"]
     spread = "; in brackets how far seeds differ" * any(p["spread"] for p in result["points"])
     others = [point["name"] for point in result["points"] if point["name"] not in stars]
-    lines = {p["name"]: p["command"].splitlines() for p in result["points"]}
+    lines = {point["name"]: point["commands"] for point in result["points"]}
     dense = ", ".join(
         f"{value:.3f} in {Path(text).name}"
         for value, text in zip(result["dense"], result["texts"], strict=True)

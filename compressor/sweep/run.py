@@ -178,7 +178,7 @@ def _result(
             continue
         losses = [math.log(p / d) for p, d in zip(record["perplexities"], base, strict=True)]
         facts = (point.name, point.kind, point.plain, point.heal, record["bits"], tuple(losses))
-        one = Found(*facts, speed, line, record["bytes"], record["seconds"])
+        one = Found(*facts, speed, (line,), record["bytes"], record["seconds"])
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))

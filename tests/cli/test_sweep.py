@@ -13,6 +13,7 @@ import pytest
 from limited import Limited, refused
 from safetensors.torch import load_file, save_file
 
+from blr.compressor.cli.options import Format, print_result
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep import launch
@@ -273,20 +274,24 @@ def test_low_rank_of_pivots_is_a_method_of_its_own_and_no_correction() -> None:
         points_of(Grid(("blast-pivot",), (2.0,)), {}, calibrated=False)
 
 
-def test_points_of_several_seeds_are_one_with_its_spread() -> None:
+def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureFixture[str]) -> None:
     points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {}, calibrated=False)
     assert [(point.name, point.setting) for point in points] == [
         ("svd-cf2-seed0", "svd-cf2"),
         ("svd-cf2-seed7", "svd-cf2"),
     ]
     assert [recipe.seed for recipe in points.values()] == [0, 7]
-    made = [replace(_found(f"a-seed{n}", 2.0, 0.1 + n / 10, 0.5), command=f"blr {n}") for n in (0, 1)]
+    made = [
+        replace(_found(f"a-seed{n}", 2.0, 0.1 + n / 10, 0.5), commands=(f"blr {n}",)) for n in (0, 1)
+    ]
     one = over_seeds(made, "a")
     assert one.losses == pytest.approx((0.15, 0.5)) and one.spread == pytest.approx((0.1, 0.0))
-    assert (one.name, one.command) == ("a", "blr 0\nblr 1")
+    assert (one.name, one.commands) == ("a", ("blr 0", "blr 1"))
     shown = {"texts": ["t", "u"], "dense": [1.0, 1.0], "frontier": ["a"], "failed": []}
     rows = [{**asdict(one), "of_plain": [None, None]}]
-    assert "0.1500 (0.1000)" in table({**shown, "points": rows})
+    print_result({**shown, "points": rows}, table, Format.text)
+    said = capsys.readouterr().out
+    assert "0.1500 (0.1000)" in said and said.endswith("\n  a: blr 0\n  a: blr 1\n")
 
 
 @pytest.mark.parametrize("text", ["1.5,x", "2;3"])
@@ -296,7 +301,7 @@ def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
 
 
 def _found(name: str, bits: float, *losses: float, plain: bool = False) -> Found:
-    return Found(name, "", plain, 0.0, bits, losses, None, "")
+    return Found(name, "", plain, 0.0, bits, losses, None, ())
 
 
 def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:
