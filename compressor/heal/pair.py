@@ -18,6 +18,7 @@ from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.compose import compose_layers
 from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.norms import fuse_norms
+from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
@@ -68,6 +69,12 @@ class Pair:
         """Trained numbers, of all processes where they are shared out."""
         own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
         return sum(tensor.numel() for tensor in own.values())
+
+    def kinds(self) -> list[str]:
+        """Of `settings.KINDS`, those that masters are of; additions are of none."""
+        rounded, names = latents_of(self.twins), [n for n in self.masters if not is_addition(n)]
+        found = {"factors" if n in rounded else kind_of(self.student, n) for n in names}
+        return [kind for kind in KINDS if kind in found]
 
     def kept_whole(self) -> list[Tensor]:
         """Masters that every process has."""

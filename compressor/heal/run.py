@@ -328,7 +328,7 @@ class Job:
             "before": state.before,
             "after": state.best_merits,
             "shares": {part.name: part.windows / data.batch for part in data.parts},
-            **{"train": options.trained(), "rate": options.rate},
+            **{"train": options.trained(pair.kinds()), "rate": options.rate},
             "loss": options.loss if pair.sentences is None else "distance",
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }

@@ -76,9 +76,9 @@ class HealOptions:
         """The user's texts."""
         return [name for name in self.data if name != SELF]
 
-    def trained(self) -> list[str]:
-        """What is trained, in words; layers that hold no additions are trained themselves."""
-        return [*([f"additions of rank {self.lora}"] if self.lora else []), *self.train]
+    def trained(self, kinds: list[str]) -> list[str]:
+        """What is trained, in words, where that is parameters of these `kinds` beside additions."""
+        return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
 
     def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
         """The same for checkpoints found under other names."""

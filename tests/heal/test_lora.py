@@ -59,6 +59,8 @@ def test_report_and_records_have_the_raised_ranks(compressed: Path, dense: Path,
     found: Any = inspect_output(tmp_path / "out")
     assert new["totals"]["parameters"] > old["totals"]["parameters"]
     assert new["totals"]["cf"] < old["totals"]["cf"]
+    trained = new["healing"]["facts"]["train"]
+    assert trained == ["additions of rank 2", "norms"], "no factor, and the model has no bias"
     assert sum(layer["parameters"] for layer in new["layers"]) == new["totals"]["parameters"]
     assert [x["rank"] for x in found["layers"]] == [x["rank"] for x in new["layers"]]
     stored = {name: t.nbytes for name, t in load_file(tmp_path / "out/model.safetensors").items()}
