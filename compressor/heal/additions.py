@@ -6,7 +6,7 @@ The sum is exact where a layer holds it: dense weights, and low rank and BLAST b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,23 @@ def holds_sum(layer: Any) -> bool:
     """Whether the weight of `layer` plus a product of low rank is again one of its kind."""
     if not isinstance(layer, StructuredLinear):
         return type(layer) is nn.Linear
-    plain = isinstance(layer.spec, LowRankSpec) and layer.spec.groups == 1
-    return plain or isinstance(layer.spec, BlastSpec)
+    return _extends(layer.spec)
+
+
+def _extends(spec: Spec) -> bool:
+    return (isinstance(spec, LowRankSpec) and spec.groups == 1) or isinstance(spec, BlastSpec)
+
+
+def growth(specs: Collection[Spec], rank: int) -> str | None:
+    """One line on layers that additions of `rank` make larger than dense ones; None without any."""
+    grown = [raised(spec, rank) for spec in specs if _extends(spec)]
+    large = sum(spec.parameters > spec.dense_parameters for spec in grown)
+    if not large:
+        return None
+    return (
+        f"additions of rank {rank} make {large} of {len(specs)} layers larger than dense ones; take a "
+        "lower --lora where size counts"
+    )
 
 
 def attach(model: Any, rank: int, seed: int) -> set[str]:

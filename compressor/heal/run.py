@@ -133,6 +133,11 @@ class Job:
         check_same_vocabulary(self.checkpoint, self.teacher)
         if line := strangeness(self.checkpoint, self.teacher):
             self.progress.notes([line])
+        if self.options.lora:
+            from blr.compressor.heal.additions import growth
+
+            line = growth(self.checkpoint.specs.values(), self.options.lora)
+            self.progress.notes([line] if line else [])
         fingerprint = self._fingerprint() if self.processes.first else {}
         self._reading()
         workspace, needed = self.workspace, self._estimate()

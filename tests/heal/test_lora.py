@@ -12,7 +12,7 @@ from heal_models import QUIET, compress_pico
 from safetensors.torch import load_file
 
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
-from blr.compressor.heal.additions import add_products, attach, extended, product_of, raised
+from blr.compressor.heal.additions import add_products, attach, extended, growth, product_of, raised
 from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.inspect import inspect_output
@@ -20,6 +20,7 @@ from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.push import prepare_push
 from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.specs import LowRankSpec
 from blr.compressor.text import own
 
 OPTIONS = HealOptions(
@@ -109,3 +110,9 @@ def test_nothing_grows_where_nothing_was_better(compressed: Path, dense: Path, t
         for f in (compressed, tmp_path / "out")
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_layers_that_become_larger_than_dense_are_told() -> None:
+    small, large = LowRankSpec(64, 64, rank=8), LowRankSpec(64, 64, rank=30)
+    assert growth([small, large], 2) is None
+    assert "make 1 of 2 layers larger than dense" in str(growth([small, large], 3))
