@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.fused import fuse
+from blr.kernels.activated.launch import activated
+from blr.kernels.activated.reference import activated as plain
 from blr.kernels.normed import launch as launching
 from blr.kernels.normed.launch import layer_norm
 from blr.kernels.normed.reference import layer_norm as reference
@@ -59,6 +61,24 @@ def test_layer_norms_are_torchs(
             exact = reference(x.double(), *given)
             found = layer_norm(x, weight, shift, 1e-5)
             assert float((found - exact).norm() / exact.norm()) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_activations_are_torchs(on_cuda: str, dtype: torch.dtype) -> None:
+    """Ranks that no tile divides, rows that lie apart, other inputs at launches that are done again."""
+    torch.manual_seed(0)
+    for n, k, m in ((1024, 192, 768), (1500, 304, 1000), (2731, 768, 3072)):
+        weight, bias = (torch.randn(m, k, device=on_cuda) / k**0.5).to(dtype), torch.randn(m).to(dtype)
+        for activation in ("gelu", "gelu_tanh", "silu", "relu"):
+            for shift in (None, bias.to(on_cuda)):
+                for _ in range(3):
+                    x = torch.randn(2, n // 2, k + 8, device=on_cuda).to(dtype)[..., :k]
+                    exact = plain(
+                        *(t if t is None else t.double() for t in (x, weight, shift)), activation
+                    )
+                    found = activated(x, weight, shift, activation)
+                    assert found is not None
+                    assert float((found - exact).norm() / exact.norm()) <= TOLERANCES[dtype]
 
 
 def test_random_numbers_go_on_after_a_capture_that_failed(on_cuda: str) -> None:
