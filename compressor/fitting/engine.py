@@ -23,13 +23,15 @@ from blr.compressor.fitting.own import is_own, with_own_text
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
+from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
+from blr.compressor.recipe.schema import AUTO, Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
-SWEEP = 4  # raise it when the measured sensitivities change
+SWEEP = 5  # raise it when the measured sensitivities change
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
 FINISH_EPOCHS = 8  # of the last pass, likewise
 PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
@@ -72,7 +74,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     )
     sensitivity = None
     if recipe.allocation != "uniform":
-        sensitivity = _measure(work, model, batches, key)
+        sensitivity = _measure(work, model, batches, key, replan)
     curves = _curves(sensitivity)
     plan = replan(curves)
     if sensitivity is not None and plan.kv_cache is not None:
@@ -125,14 +127,25 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     return with_own_text(work, tokenizer, seq_len, found)
 
 
-def _measure(work: Work, model: BlockModel, batches: list[Any], key: str) -> Sensitivity:
+def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan: Replan) -> Sensitivity:
     """From the first batches that hold `SENSITIVITY_TOKENS`."""
     chosen, tokens = [], 0
     for batch in batches:
         if tokens < SENSITIVITY_TOKENS:
             chosen.append(batch)
             tokens += int(batch.mask.sum())
-    return measure(work, model, chosen, layer_key(key=key, sensitivity=[tokens, SWEEP]))
+    rows = _rows(work.recipe, replan)
+    key = layer_key(key=key, sensitivity=[tokens, SWEEP, sorted(rows)])
+    return measure(work, model, chosen, key, lambda module: module not in rows)
+
+
+def _rows(recipe: Recipe, replan: Replan) -> set[str]:
+    """Modules whose fits weigh the rows of outputs alone, whatever their ranks will be; none where the
+    sensitivities choose structures or bits, too."""
+    methods = [recipe.method, *(rule.method for rule in recipe.rules)]
+    if recipe.bpw is not None or AUTO in methods:
+        return set()
+    return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
 
 
 def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:

@@ -14,12 +14,15 @@ weights by the diagonal of G; the Kronecker-factored form is that of K-FAC (arXi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import NumericsError
 from blr.compressor.fitting.blocks import Batch, BlockModel, captured_inputs, run_block
 from blr.compressor.fitting.factorize import layer_seed
@@ -29,53 +32,82 @@ from blr.compressor.parallel.shares import share_out
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 
+HIDDEN = "hidden"  # the name of a block's own output among those of its layers
+
 
 @dataclass
 class Sensitivity:
-    """By module name on disk: `curves` (falling eigenvalues) and `outputs` (G [o, o], mean diagonal
-    1, float32); `blocks` holds G [d, d] of every block's hidden output, likewise; `tokens` were seen."""
+    """What was measured over `tokens`.
 
+    read: gives the Fisher information of a block's outputs by its number: by a layer's module name on
+    disk or `HIDDEN`, G [o, o] with a mean diagonal of 1, or its diagonal [o], float32. From the disk, in
+    the first process: those of all blocks would be larger than the model. curves: falling eigenvalues
+    by module name.
+    """
+
+    read: Callable[[int], dict[str, Tensor]]
     curves: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    blocks: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
 
 
-def measure(work: Work, model: BlockModel, batches: list[Batch], key: str) -> Sensitivity:
+def every(module: str) -> bool:
+    """Whether G is kept whole: that of every layer."""
+    return True
+
+
+def measure(
+    work: Work,
+    model: BlockModel,
+    batches: list[Batch],
+    key: str,
+    whole: Callable[[str], bool] = every,
+) -> Sensitivity:
     """Sensitivities of every compressible layer, from the journal where it has them.
 
     Args:
         batches: hidden states entering the first block; left as they are.
-        key: digest of everything the result depends on.
-
-    Returns:
-        All of it in the first process, the curves alone in the others.
+        key: digest of everything the result depends on. whole: tells of a module whether all of its G
+            is asked for; of others the diagonal is kept, which of wide layers is a thousandth of it.
     """
-    if work.missing([key]):
-        found = Sweep(work, model, batches).run()
+    keys = [_block_key(key, index) for index in range(len(model))]
+    if work.missing([key, *keys]):
+        curves = Sweep(work, model, batches, partial(_block_key, key), whole).run()
         if work.processes.first:
-            work.journal.store(key, _flatten(found), {})
-    elif work.processes.first:
-        found = _unflatten(work.journal.tensors(key))
-    else:
-        found = Sensitivity()
-    found.curves = work.processes.told(found.curves)
+            work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
+    found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
+    found.curves = work.processes.told(work.processes.first and work.journal.tensors(key))
     found.tokens = sum(int(batch.mask.sum()) for batch in batches)
     return found
 
 
-class Sweep:
-    """Forward and backward through the blocks. Hidden states and gradients are by number of batch."""
+def _block_key(key: str, index: int) -> str:
+    return layer_key(key=key, block=index)
 
-    def __init__(self, work: Work, model: BlockModel, batches: list[Batch]) -> None:
+
+class Sweep:
+    """Forward and backward through the blocks. Hidden states and gradients are by number of batch.
+
+    What is found of block n is stored under ``key(n)``; `whole` as of `measure`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        model: BlockModel,
+        batches: list[Batch],
+        key: Callable[[int], str],
+        whole: Callable[[str], bool],
+    ) -> None:
         self.work, self.model, self.batches = work, model, batches
+        self.key, self.whole = key, whole
         self.processes = work.processes
         self.mine = {n: batch for n, batch in enumerate(batches) if self.processes.owns(n)}
         size = sum(batch.hidden.nbytes for batch in self.mine.values())
         self.home = home((len(model) + 1) * size, model.device)  # of states and gradients
-        self.found = Sensitivity()
+        self.curves: dict[str, Tensor] = {}
 
-    def run(self) -> Sensitivity:
+    def run(self) -> dict[str, Tensor]:
+        """The curves of all layers, in every process."""
         model = self.model
         levels = [{n: batch.hidden.to(self.home) for n, batch in self.mine.items()}]
         with self.work.progress.layers(2 * len(model), "measuring sensitivity") as advance:
@@ -86,7 +118,7 @@ class Sweep:
             for index in reversed(range(len(model))):
                 advance(f"block {index} backward")
                 gradients = self._backward(index, levels.pop(), gradients)
-        return self.found
+        return self.curves
 
     @torch.no_grad()
     def _forward(self, index: int, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -116,7 +148,7 @@ class Sweep:
         heads = [group.modules[0] for group in self.model.family.groups]
         sums = {
             key: OrderedSum(self.processes, len(self.batches), torch.float64)
-            for key in [("", "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
+            for key in [(HIDDEN, "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
         }
         entering = {}
         for turn in rounds(self.processes, len(self.batches)):
@@ -133,23 +165,26 @@ class Sweep:
         return entering
 
     def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
-        model, first = self.model, self.processes.first
+        model = self.model
         tasks = {name: group for group in model.family.groups for name in group.modules}
         sizes = [block.get_parameter(f"{name}.weight").numel() for name in tasks]
         owners = share_out(sizes, self.processes.count)
         mine: dict[str, Tensor] = {}
+        kept = {HIDDEN: _unit(sums[HIDDEN, "out"])} if self.processes.first else {}
         for (name, group), owner in zip(tasks.items(), owners, strict=True):
             stored = model.stored_module(f"{model.path}.{index}.{name}")
-            if first:
-                self.found.outputs[stored] = _unit(sums[name, "out"])
+            if self.processes.first:
+                output = sums[name, "out"]
+                kept[stored] = _unit(output if self.whole(stored) else output.diagonal())
             if owner == self.processes.rank:
                 weight = block.get_parameter(f"{name}.weight").double()
                 weight = weight.mT if model.family.transposed else weight
                 gram = sums[group.modules[0], "in"]
                 mine[stored] = _named_curve(stored, weight, gram, sums[name, "out"])
-        self.found.blocks[str(index)] = _unit(sums["", "out"])
+        if kept:
+            self.work.journal.store(self.key(index), kept, {})
         for part in self.processes.gather(mine):
-            self.found.curves |= part
+            self.curves |= part
 
 
 def _products(
@@ -159,7 +194,10 @@ def _products(
     state.requires_grad_(True)
     with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
         run_block(block, state, batch).backward(gradient)
-    rows = {("", "out"): gradient, **{(name, "in"): given.detach() for name, given in inputs.items()}}
+    rows = {
+        (HIDDEN, "out"): gradient,
+        **{(name, "in"): given.detach() for name, given in inputs.items()},
+    }
     for name, result in results.items():
         assert result.grad is not None
         rows[name, "out"] = result.grad
@@ -229,23 +267,8 @@ def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
     return eigenvalues(small).float().cpu()
 
 
-def _unit(matrix: Tensor) -> Tensor:
-    """Scaled to a mean diagonal of 1, on the CPU in float32."""
-    scale = matrix.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return (matrix / scale).float().cpu()
-
-
-def _flatten(found: Sensitivity) -> dict[str, Tensor]:
-    kinds = {"curve": found.curves, "output": found.outputs, "block": found.blocks}
-    return {
-        f"{kind}:{name}": t.contiguous() for kind, table in kinds.items() for name, t in table.items()
-    }
-
-
-def _unflatten(stored: dict[str, Tensor]) -> Sensitivity:
-    found = Sensitivity()
-    tables = {"curve": found.curves, "output": found.outputs, "block": found.blocks}
-    for key, tensor in stored.items():
-        kind, _, name = key.partition(":")
-        tables[kind][name] = tensor
-    return found
+def _unit(information: Tensor) -> Tensor:
+    """G [o, o] or its diagonal [o], scaled to a mean diagonal of 1, on the CPU in float32."""
+    own = information.diagonal() if information.dim() == 2 else information
+    scale = own.mean().clamp_min(torch.finfo(torch.float64).tiny)
+    return (information / scale).float().cpu().contiguous()

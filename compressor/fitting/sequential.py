@@ -13,6 +13,7 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.student import Student
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
@@ -119,8 +121,14 @@ class BlockFit:
         if run.sensitivity is None:
             return None
         if run.work.processes.first:
-            found = metric_for(run.planned[module].spec, run.sensitivity.outputs[module])
+            found = metric_for(run.planned[module].spec, self.information[module])
         return run.work.processes.shared(found)
+
+    @cached_property
+    def information(self) -> dict[str, Tensor]:
+        """Of the outputs of this block and its layers, where it was measured; in the first process."""
+        assert self.run.sensitivity is not None
+        return self.run.sensitivity.read(self.index)
 
     @torch.no_grad()
     def _moments(self, group: Group) -> Moments:
@@ -224,7 +232,7 @@ class BlockFit:
         sensitivity, processes = self.run.sensitivity, self.run.work.processes
         if sensitivity is None:
             return None
-        return processes.shared(sensitivity.blocks[str(self.index)] if processes.first else None)
+        return processes.shared(self.information[HIDDEN] if processes.first else None)
 
     @torch.no_grad()
     def _advance(self, targets: dict[int, Tensor]) -> None:

@@ -128,9 +128,16 @@ def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | 
 
 
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
-    """What a fit takes of the Fisher information [o, o] of its outputs (mean diagonal 1): all, or the
-    diagonal [o]."""
-    return information if takes_whole_metric(_solved(spec)) else information.diagonal()
+    """What a fit takes of the Fisher information of its outputs (mean diagonal 1): all of [o, o], or the
+    diagonal [o], which alone may be given."""
+    if is_whole(spec):
+        return information if information.dim() == 2 else torch.diag(information)
+    return information.diagonal() if information.dim() == 2 else information
+
+
+def is_whole(spec: Spec) -> bool:
+    """Whether a fit takes all of the Fisher information of its outputs."""
+    return takes_whole_metric(_solved(spec))
 
 
 def fitted_together(job: Job) -> bool:

@@ -81,8 +81,10 @@ def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> N
         total += gradient.T @ gradient
     total /= total.diagonal().mean()
     torch.testing.assert_close(
-        found.outputs["model.layers.0.mlp.down_proj"].double(), total, rtol=1e-3, atol=1e-3
+        found.read(0)["model.layers.0.mlp.down_proj"].double(), total, rtol=1e-3, atol=1e-3
     )
+    rows = measure(work, model, batches, "rows", lambda module: "down_proj" not in module).read(0)
+    torch.testing.assert_close(rows["model.layers.0.mlp.down_proj"].double(), total.diagonal())
     again = measure(work, model, [], "key")  # read from the journal
     assert all(again.curves[name].equal(values) for name, values in found.curves.items())
 
