@@ -30,13 +30,24 @@ def versions() -> dict[str, str]:
     }
 
 
-def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two fingerprints, named down to the single setting."""
+COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by what their runs alone have
+
+
+def changes(left: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, named down to the single setting; of two commands' runs,
+    the commands."""
+    before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
+    if before != after:
+        return [f"command was {before}, now {after}"]
+    return _changes(left, now, "")
+
+
+def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:
     found = []
     for key in {**left, **now}:
         was, is_now = left.get(key), now.get(key)
         if type(was) is dict and type(is_now) is dict:
-            found += changes(was, is_now, f"{prefix}{key}.")
+            found += _changes(was, is_now, f"{prefix}{key}.")
         elif was != is_now:
             found.append(f"{prefix}{key} was {_short(was)}, now {_short(is_now)}")
     return found

@@ -41,6 +41,8 @@ def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, 
             found[name] = whose
     if recipe.caches_ranks:
         found.pop("heads", None)
+    if recipe.kv_cf == 1 and recipe.kv_quantize is None:
+        found["kv_cf"] = "--kv-quantize, or to a factor above 1"
     if recipe.tokens_per_second is None:
         found |= _of_storing(recipe, layers)
     return {name: whose for name, whose in found.items() if name in given}

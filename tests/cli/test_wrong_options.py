@@ -29,7 +29,7 @@ WRONG: dict[str, list[str]] = {
         *("--solver =", "--samples 0", "--seq-len 1", "--allocation =", "--refit -1", "--finish -1"),
         *("--max-shard-size 0", "--max-shard-size =", f"--max-shard-size {'9' * 400}GB", "--include ="),
         *("--method ks --pattern (1,2,3", "--method ks --pattern (1,2,3,4)(1,5,6,1)"),
-        *("--method ks --pattern (0,2,2,1)", "--method ks --pattern ="),
+        *("--method ks --pattern (0,2,2,1)", "--method ks --pattern =", "--kv-cf 1", "--kv-cf 0.5"),
     ],
     "plan X": [
         "--rank 8 --cf 2",

@@ -1,0 +1,21 @@
+"""What runs say that differ from the ones before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blr.compressor.checkpoint.fingerprint import changes
+
+EXPORT: dict[str, Any] = {"source": "a", "export": {"batch": 1, "gpu": "h200"}, "densified": []}
+HEAL = {"source": "b", "teacher": "c", "texts": ["d"], "heal": {"lr": 0.003}}
+
+
+def test_a_setting_is_named() -> None:
+    other = {**EXPORT, "export": {"batch": 2, "gpu": "h200"}}
+    assert changes(EXPORT, EXPORT) == []
+    assert changes(EXPORT, other) == ["export.batch was 1, now 2"]
+
+
+def test_another_command_is_named_and_not_all_that_only_one_of_them_has() -> None:
+    assert changes(HEAL, EXPORT) == ["command was heal, now export"]
+    assert changes({"source": "b", "recipe": {}}, HEAL) == ["command was compress, now heal"]
