@@ -31,9 +31,9 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
     Args:
         x: [..., k], weight: [m, k], bias: [m] or None. activation: of `gemv.reference.ACTIVATIONS`.
     """
-    there = bias is None or bias.stride() == (1,)
-    key = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device, activation, there)
-    run = _PLANS.get(key) or _PLANS.keep(key, _plan(x, weight, activation))
+    lies = None if bias is None else bias.stride()
+    key = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device, activation, lies)
+    run = _PLANS.get(key) or _PLANS.keep(key, _plan(x, weight, bias, activation))
     y: Tensor | None = run(x, weight, bias)
     return y
 
@@ -41,11 +41,13 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
 _PLANS = Plans()
 
 
-def _plan(x: Tensor, weight: Tensor, activation: str) -> Callable[..., Tensor | None]:
+def _plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Callable[..., Tensor | None]:
     """What computes it for all tensors that lie like these."""
     k = x.shape[-1]
-    sized = 0 < k <= RANKS and x.numel() // max(k, 1) >= LEAST
-    fits = sized and kernels_on(x.device) and x.dtype == weight.dtype in DTYPES
+    fits = 0 < k <= RANKS and x.numel() // k >= LEAST and (bias is None or bias.stride() == (1,))
+    fits = fits and kernels_on(x.device) and x.dtype == weight.dtype in DTYPES
     if not fits or not tma_ready(rows(x)[None], weight.mT[None]):
         return _nothing
     return Launches(partial(_launched, activation=activation))

@@ -40,6 +40,7 @@ def test_what_it_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activated(x, weight, None, "gelu") is None, "single precision"
     half = x.half(), weight.half()
     assert activated(*half, None, "gelu") is not None
+    assert activated(*half, torch.randn(6).half()[::2], "gelu") is None, "a bias with gaps"
     monkeypatch.setattr(launching, "LEAST", 5)
     assert activated(half[0][:2], half[1], None, "gelu") is None, "few tokens"
     wide = torch.randn(5, launching.RANKS + 8).half(), torch.randn(3, launching.RANKS + 8).half()
