@@ -27,8 +27,8 @@ class Product:
         return self.function(x, *self.factors)
 
     def activated(self, x: Tensor, activation: str) -> Tensor | None:
-        """The output with an activation of `gemv.reference.ACTIVATIONS`, which a kernel applies where
-        it makes it; None where there is none."""
+        """The output behind an activation of `kernels.activated`, where that is made with it: of two
+        products; else None, and nothing is done."""
         return None
 
     def inner(self, x: Tensor) -> Tensor:

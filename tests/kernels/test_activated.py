@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tolerances import TOLERANCES
@@ -9,7 +11,6 @@ from tolerances import TOLERANCES
 from blr.kernels.activated import launch as launching
 from blr.kernels.activated.launch import activated
 from blr.kernels.activated.reference import activated as reference
-from blr.kernels.gemv.reference import ACTIVATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "tma_ready", lambda a, b: True)
 
 
-@pytest.mark.parametrize("activation", sorted(filter(None, ACTIVATIONS)))
+@pytest.mark.parametrize("activation", sorted(launching.OVER))
 def test_it_is_that_of_torch(activation: str) -> None:
     """Of rows that lie apart, with and without a bias, of sizes that no tile divides."""
     torch.manual_seed(0)
@@ -31,20 +32,29 @@ def test_it_is_that_of_torch(activation: str) -> None:
         given = (x.double(), weight.double(), None if shift is None else shift.double())
         exact = reference(*given, activation)
         found = activated(x, weight, shift, activation)
-        assert found is not None and found.dtype == dtype and found.is_contiguous()
+        assert found.dtype == dtype and found.is_contiguous()
         assert float((found - exact).norm() / exact.norm()) < TOLERANCES[dtype]
 
 
-def test_what_it_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(4, 8), torch.randn(3, 8)
-    assert activated(x, weight, None, "gelu") is None, "single precision"
-    half = x.half(), weight.half()
-    assert activated(*half, None, "gelu") is not None
-    assert activated(*half, torch.randn(6).half()[::2], "gelu") is None, "a bias with gaps"
+@pytest.mark.parametrize("activation", sorted(launching.OVER))
+def test_what_it_has_no_kernel_for_is_the_librarys(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single precision, a bias with gaps, few tokens, many ranks: torch's numbers, and no launch."""
+    launched: list[Any] = []
+    monkeypatch.setattr(launching, "bmm", lambda *given, **_: launched.append(given))
+    x, weight, gaps = torch.randn(4, 8), torch.randn(3, 8), torch.randn(6).half()[::2]
+    wide = torch.randn(5, launching.RANKS + 8), torch.randn(3, launching.RANKS + 8)
+    cases = [(x, weight, None), (x.half(), weight.half(), gaps)]
+    cases += [(wide[0].half(), wide[1].half(), None)]
+    for given in cases:
+        assert torch.equal(activated(*given, activation), reference(*given, activation))
+    activated(x.half(), weight.half(), None, activation)
+    assert len(launched) == 1
     monkeypatch.setattr(launching, "LEAST", 5)
-    assert activated(half[0][:2], half[1], None, "gelu") is None, "few tokens"
-    wide = torch.randn(5, launching.RANKS + 8).half(), torch.randn(3, launching.RANKS + 8).half()
-    assert activated(*wide, None, "gelu") is None, "many ranks"
+    few = x[:2].half(), weight.half(), None
+    assert torch.equal(activated(*few, activation), reference(*few, activation))
+    assert len(launched) == 1
 
 
 def test_gelu_keeps_its_tail() -> None:
@@ -52,5 +62,4 @@ def test_gelu_keeps_its_tail() -> None:
     x = torch.linspace(-4.4, 4.4, 64).half()[:, None]
     found = activated(x, torch.ones(1, 1).half(), None, "gelu")
     exact = torch.nn.functional.gelu(x.double())
-    assert found is not None
     assert float(((found - exact).abs() / exact.abs()).max()) < TOLERANCES[torch.float16]

@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blr.compressor.bench.memory.track import transient_bytes
-from blr.compressor.modeling import chunked, products, settings
+from blr.compressor.modeling import chunked, settings
 from blr.compressor.modeling.deferred import Deferred
 from blr.compressor.modeling.layers import LowRankLinear, defer_large
 from blr.compressor.modeling.products import LowRankProduct
 from blr.compressor.structures.specs import LowRankSpec
-from blr.kernels.activated.reference import activated as reference
 from blr.kernels.common import transient
 
 FAMILIES = [*MODELS, *MORE]
@@ -150,32 +148,6 @@ def test_activations_write_over_products_that_nobody_else_reads(bound: Bound) ->
     assert not hidden.node.overwrites({})  # two read it now
     assert torch.allclose(torch.cat([gated]), functional.silu(expected) * expected)
     assert torch.equal(torch.cat([again]), expected + 1)
-
-
-@torch.no_grad()
-def test_activations_are_applied_where_their_product_is_made(
-    bound: Bound, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one kernel, if it is a product that nobody else reads and an activation that kernels know."""
-    seen: list[str] = []
-
-    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        seen.append(activation)
-        return reference(x, weight, bias, activation)
-
-    monkeypatch.setattr(products, "activated", kernel)
-    monkeypatch.setattr(products, "MANY", 1)
-    layer, x, _ = layer_output(bound)
-    whole = layer.product(x, layer.bias)
-    tanh = partial(functional.gelu, approximate="tanh")
-    for function in (functional.gelu, tanh, functional.silu, functional.relu):
-        assert torch.allclose(torch.cat([function(layer(x))]), function(whole), atol=1e-6)
-    assert seen == ["gelu", "gelu_tanh", "silu", "relu"]
-    torch.cat([functional.mish(layer(x))])
-    y = layer(x)
-    hidden, again = functional.gelu(y), y + 1
-    assert torch.allclose(torch.cat([hidden]) + torch.cat([again]), functional.gelu(whole) + whole + 1)
-    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("groups", ["whole", "grouped", "heads"])
