@@ -13,11 +13,11 @@ def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
     """Floating-point operations of one layer's fit, up to a factor that all layers share.
 
     Args:
-        calibrated: in the norm of activations, which BLAST multiplies V and its error with.
+        calibrated: in the norm of activations, which BLAST multiplies V with.
     """
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):
         return DECOMPOSED * o * i * min(o, i)
-    weighted = i * i * (spec.rank + o) + spec.blocks * i * spec.rank**2 if calibrated else 0
+    weighted = i * (i + o + spec.blocks * spec.rank) * spec.rank if calibrated else 0
     return ROUNDS * (weighted + 3.0 * o * i * spec.rank + FACTORED * spec.blocks * spec.rank**3)

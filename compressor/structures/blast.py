@@ -132,6 +132,7 @@ class BlastProblem:
             at = torch.arange(b, device=weight.device)
             self.gram_blocks = gram.view(b, self.p, b, self.p)[at, :, at].contiguous()
             self.gram_inverse = inverse_spd(self.gram_blocks)
+            self.targets = self.rows @ gram  # [k, q, i], what the products U_k Z_kᵀ H are to be
 
     def start(self) -> Tensor:
         """The optimal low rank with S = 1."""
@@ -205,7 +206,7 @@ class BlastProblem:
     def _part(self, n: int, S: Tensor, V: Tensor, shared: Tensor | None) -> tuple[float, Tensor, Tensor]:
         """What some rows add to the loss, their gradient of S, and what they add to that of V."""
         at = slice(self.starts[n], self.starts[n] + self.chunk)
-        self.found[n], loss, pull = self._rows(self.rows[at], S[at], V, shared)
+        self.found[n], loss, pull = self._rows(at, S[at], V, shared)
         return loss, (V[None] * pull).sum(2), (S[at, :, None] * pull).sum(0)
 
     def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
@@ -219,16 +220,18 @@ class BlastProblem:
         ]
 
     def _rows(
-        self, rows: Tensor, S: Tensor, V: Tensor, shared: Tensor | None
+        self, at: slice, S: Tensor, V: Tensor, shared: Tensor | None
     ) -> tuple[Tensor, float, Tensor]:
-        """Exact U, loss and pull ``E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk."""
+        """Exact U, loss and pull ``H E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk. E H is what
+        is left of W H, which is made once: with H Z at hand no error is multiplied with H."""
+        rows = self.rows[at]
         Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
         weighted = self._weighted(Z, S, shared)
         normal = self._normal(Z, weighted, S, shared)
         sizes = self.noise * Z.square().sum(1)  # [k, r]
         U = solve_spd(normal + torch.diag_embed(sizes), rows @ weighted)
         error = rows - U @ Z.mT
-        pushed = error if self.gram is None else error @ self.gram
+        pushed = error if self.gram is None else self.targets[at] - U @ weighted.mT
         squares = U.square().sum(1)
         loss = float((error * pushed).sum(dtype=torch.float64) + (squares * sizes).sum())
         pull = pushed.mT @ U - self.noise * Z * squares[:, None]
