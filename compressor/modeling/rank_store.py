@@ -102,28 +102,41 @@ def features_of(node: Node) -> tuple[int, int]:
 
 
 def again(node: Node, leaf: Node, extend: Extend) -> Node:
-    """`node` with `leaf`, of more tokens, in the place of its source."""
+    """`node` with `leaf`, of more tokens, in the place of its source; what several nodes are made from
+    is made once, as in `node`: rotations read it twice, norms three times, one behind the other."""
+    made: dict[Node, Node] = {}
+
+    def more(part: Node) -> Node:
+        if part not in made:
+            made[part] = _again(part, leaf, more, extend)
+        return made[part]
+
+    return more(node)
+
+
+def _again(node: Node, leaf: Node, more: Callable[[Node], Node], extend: Extend) -> Node:
+    """One node of `again`, made of what `more` makes of those that it is made from."""
     if isinstance(node, Source):
         return leaf
     if isinstance(node, Narrow) and isinstance(node.of[0], Source) and leaf.shape[-1] == node.shape[-1]:
         return leaf  # it has no other features
-    first = again(node.of[0], leaf, extend)
+    if isinstance(node, Replayed):
+        return _replayed(node, leaf.shape[1], more, extend)
+    first = more(node.of[0])
     if isinstance(node, Narrow):
         return Narrow(first, node.start, node.start + node.shape[-1])
     if isinstance(node, Heads):
         return Heads(first, node.shape[-2], node.shape[-1])
-    if isinstance(node, Permuted):
-        return Permuted(first, node.order)
-    assert isinstance(node, Replayed)
-    return _replayed(node, leaf, extend)
+    assert isinstance(node, Permuted)
+    return Permuted(first, node.order)
 
 
-def _replayed(node: Replayed, leaf: Node, extend: Extend) -> Node:
+def _replayed(node: Replayed, tokens: int, more: Callable[[Node], Node], extend: Extend) -> Node:
     at = node.labels.index(1)
 
-    def more(part: Any) -> Any:
+    def extended(part: Any) -> Any:
         if isinstance(part, Node):
-            return again(part, leaf, extend)
+            return more(part)
         missing = len(node.shape) - part.dim()
         dim, rows = at - missing, node.labels.index(0) - missing
         if dim < 0:
@@ -132,9 +145,9 @@ def _replayed(node: Replayed, leaf: Node, extend: Extend) -> Node:
         sizes[dim] = node.shape[at]
         return extend(part.expand(sizes), dim, rows if rows >= 0 else None)
 
-    arguments = mapped((Node, Tensor), more, node.arguments)
+    arguments = mapped((Node, Tensor), extended, node.arguments)
     shape = list(node.shape)
-    shape[at] = leaf.shape[1]
+    shape[at] = tokens
     return Replayed(node.function, arguments, Like(torch.Size(shape), node.dtype), node.labels)
 
 

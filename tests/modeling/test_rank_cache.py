@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.errors import UsageError
+from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Source
 from blr.compressor.modeling.layers import defer_large
 from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
+from blr.compressor.modeling.rank_store import again
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
 LENGTH, NEW = 21, 9
@@ -174,6 +176,18 @@ def test_whole_keys_end_the_ranks() -> None:
     assert found.logits.requires_grad and cache.get_seq_length() == LENGTH
     close = TOLERANCES[torch.float32] * expected[0].norm()
     assert (found.logits[0] - expected[0, -4:]).norm() <= close
+
+
+def test_a_token_makes_no_more_nodes_than_its_keys_are_made_of() -> None:
+    """Norms and rotations read what is before them more than once: as a tree of readers keys of Qwen 3
+    were thousands of nodes, made again for every token."""
+    node: Node = Heads(Source(torch.ones(1, 1, 4), None, 4), 2, 2)
+    for _ in range(12):
+        node = Replayed(torch.add, ((node, node), {}), Like(node.shape, node.dtype), node.labels)
+    leaf = Source(torch.ones(1, 3, 4), None, 4)
+    made = again(node, leaf, lambda tensor, dim, rows: tensor)
+    assert made.shape == (1, 3, 2, 2) and made.sources == {leaf}
+    assert len(leaf.dependents) == 14  # itself, heads and twelve sums
 
 
 @pytest.mark.slow
