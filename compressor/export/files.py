@@ -13,6 +13,7 @@ from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
+from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import card_front
@@ -27,8 +28,8 @@ SECTION = """
 {what}
 
 ```python
-from transformers import AutoModel{task}
-model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+from transformers import {auto}
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
 ```
 
 needs torch and transformers; `blr verify` checks the files against `blr_manifest.json`. {how}
@@ -143,7 +144,7 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     return SECTION.format(
         gpu=settings.gpu,
         what="".join([what, *kept, *packed]),
-        task="ForCausalLM" if decoder else "",
+        auto=auto_name(config),
         how=fused if decoder else CAPTURED,
         version=__version__,
     )

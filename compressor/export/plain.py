@@ -23,6 +23,7 @@ from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.reload import check_fits
 from blr.compressor.export.tensors import plan_tensors, whole_factors
 from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
+from blr.compressor.modeling.registry import auto_name
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
@@ -33,8 +34,8 @@ TEMPLATE = """# {name}, in plain linear layers by blr
 {pairs} low-rank layers are two `nn.Linear` each, `V` and then `U`{dense}.
 
 ```python
-from transformers import AutoModel{task}
-model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+from transformers import {auto}
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
 ```
 
 needs torch and transformers. Written by blr {version}; `blr verify` checks the files against
@@ -61,9 +62,8 @@ class PlainJob(Job):
 
 def _card(plan: ExportPlan, name: str) -> str:
     dense = f"; {len(plan.densified)} of other form are dense" if plan.densified else ""
-    task = "ForCausalLM" if "AutoModelForCausalLM" in plan.config["auto_map"] else ""
-    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "task": task, "version": __version__}
-    return TEMPLATE.format(name=name, **facts)
+    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "version": __version__}
+    return TEMPLATE.format(name=name, auto=auto_name(plan.config), **facts)
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:

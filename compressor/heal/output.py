@@ -183,7 +183,7 @@ def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
     config = {**config, "blr": {**config["blr"], "layers": layers}}
     native = config["model_type"].removeprefix(f"{PREFIX.lower()}_")
     kept = inert(config, declared_keys(native) | {"blr"})
-    ours = {**kept, "auto_map": auto_map(native)}
+    ours = {**kept, "auto_map": auto_map(native, config.get("architectures"))}
     return {key: ours[key] for key in (*config, "auto_map") if key in ours}
 
 

@@ -17,7 +17,7 @@ def write_code(config: Any, folder: Path) -> None:
 
     A manifest of what stood there before goes: it would describe other files.
     """
-    classes = auto_map(config.model_type.removeprefix(f"{PREFIX.lower()}_"))
+    classes = auto_map(config.model_type.removeprefix(f"{PREFIX.lower()}_"), config.architectures)
     config.auto_map, files = _code(config, classes)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():

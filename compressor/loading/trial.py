@@ -136,7 +136,7 @@ def _tokens(model: Any) -> Tensor | None:
     length = min(TOKENS, max(context_of(text.to_dict()) // 2, 1))
     drawn = torch.randint(len(usable), (1, length), generator=_generator())
     ids = usable[drawn]
-    end = text.eos_token_id
+    end = getattr(text, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < size:
         ids[:, -1] = end
     return ids

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import transformers
 from transformers import AutoConfig
@@ -12,6 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class
 from blr.compressor.modeling.exported import model_class
+
+# Of several Auto classes that give the same model, those that say most plainly what it is for
+_PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM")
 
 
 def register(model_type: str) -> type:
@@ -56,13 +61,27 @@ def _register_structured(model_type: str) -> bool:
     return False
 
 
-def auto_map(model_type: str) -> dict[str, str]:
-    """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class."""
+def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dict[str, str]:
+    """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class.
+
+    architectures: what its config.json names, with our prefix or without. Where an Auto class gives
+    several (DeiT with and without a teacher), the map has room for one: the one named.
+    """
     native = CONFIG_MAPPING[model_type]
     table = {"AutoConfig": f"configuration_blr.{PREFIX}{native.__name__}"}
+    named = {name.removeprefix(PREFIX) for name in architectures or ()}
     for auto, names in auto_classes(model_type).items():
-        table[auto] = f"modeling_blr.{PREFIX}{names[0]}"
+        table[auto] = f"modeling_blr.{PREFIX}{next((n for n in names if n in named), names[0])}"
     return table
+
+
+def auto_name(config: Mapping[str, Any]) -> str:
+    """The Auto class that loads the model which a structured config.json names, head and all; AutoModel
+    if none does."""
+    named = next(iter(config.get("architectures") or ()), None)
+    found = [auto for auto, name in config["auto_map"].items() if name.rpartition(".")[2] == named]
+    plainest = (auto for task in _PLAINEST if (auto := f"AutoModel{task}") in found)
+    return next(plainest, min(found, default="AutoModel"))
 
 
 def declared_keys(model_type: str) -> set[str]:

@@ -32,15 +32,15 @@ LOADING = {
 
 ```python
 import blr.compressor.modeling
-from transformers import AutoModel{task}
-model = AutoModel{task}.from_pretrained(folder)
+from transformers import {auto}
+model = {auto}.from_pretrained(folder)
 ```
 
 or without it, running the modeling files in this folder (`AutoTokenizer` runs none, but asks before it
 reads the configuration unless it is told the same):
 
 ```python
-model = AutoModel{task}.from_pretrained(folder, trust_remote_code=True)
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
 ```""",
     DIFFUSERS: """Load it with `blr-compress` installed:
 
@@ -60,11 +60,12 @@ and give it to a pipeline as its `transformer`.""",
 }
 
 
-def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str) -> str:
-    """Markdown for the README.md of an output made from the checkpoint called `name`."""
-    architectures = source.config.get("architectures") or [""]
+def model_card(
+    source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str, auto: str
+) -> str:
+    """Markdown for the README.md of an output, which `auto` of transformers loads, made from the
+    checkpoint called `name`."""
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
-    task = "ForCausalLM" if architectures[0].endswith(("ForCausalLM", "LMHeadModel")) else ""
     return front + TEMPLATE.format(
         name=name,
         layers=len(plan.layers),
@@ -72,7 +73,7 @@ def model_card(source: Source, recipe: Recipe, plan: Plan, records: dict[str, An
         size=_size(plan),
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
-        loading=LOADING[source.library].format(task=task),
+        loading=LOADING[source.library].format(auto=auto),
         rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
         version=__version__,
     )

@@ -20,7 +20,7 @@ from blr.compressor.loading.native import native_class, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
-from blr.compressor.modeling.registry import auto_map, declared_keys, register
+from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
@@ -54,7 +54,7 @@ def small_files(
         "config.json": _json(config),
         LAYERS: _json(records),
         "recipe.yaml": _yaml(recipe.model_dump(exclude_none=True)),
-        CARD: model_card(source, recipe, plan, records, name).encode(),
+        CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
     }
@@ -71,10 +71,11 @@ def carried_files(source: Source) -> dict[str, bytes | Path]:
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The native configuration turned into ours: own model type, classes and layer table."""
-    native, classes = config["model_type"], auto_map(config["model_type"])
+    native, named = config["model_type"], config.get("architectures")
+    classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
     fallback = classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)
-    architectures = config.get("architectures") or [fallback]
+    architectures = named or [fallback]
     return {
         **config,
         "model_type": f"blr_{native}",

@@ -32,12 +32,15 @@ BART = {
 SOUND = {**SMALL, "conv_dim": [8, 8], "conv_stride": [40, 8], "conv_kernel": [40, 8]}
 SOUND |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
 SERIES = {"context_length": 32, "patch_length": 8, "d_model": 32, "num_hidden_layers": 1, "ffn_dim": 32}
+FUNNEL = {"vocab_size": 128, "block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8}
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "BertForMultipleChoice": ("BertConfig", SMALL, "16 tokens"),
     "BertForNextSentencePrediction": ("BertConfig", SMALL, "16 tokens"),
     "BartForSequenceClassification": ("BartConfig", BART, "16 tokens"),
     "CLIPModel": ("CLIPConfig", {"text_config": CLIP, "vision_config": CLIP}, "16 tokens and an image"),
     "Wav2Vec2ForCTC": ("Wav2Vec2Config", SOUND, "a sound"),
+    # whose configuration names no token that ends a text
+    "FunnelBaseModel": ("FunnelConfig", {**FUNNEL, "d_inner": 64}, "16 tokens"),
     "WhisperForConditionalGeneration": ("WhisperConfig", BART, "a spectrum"),
 }
 

@@ -1,0 +1,68 @@
+"""The card of an output says how the model in it is loaded, head and all, through both doors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exporting import compress_to, export_to
+from pico import MODELS, MORE, inputs_for, save_model
+
+import blr.compressor.modeling  # noqa: F401
+
+pytestmark = pytest.mark.fast
+
+TEACHER = "DeiTForImageClassificationWithTeacher"
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "BertForTokenClassification": ("BertConfig", MODELS["bert"][1], "AutoModelForTokenClassification"),
+    "BertModel": ("BertConfig", MODELS["bert"][1], "AutoModel"),
+    "GPT2LMHeadModel": ("GPT2Config", MODELS["gpt2"][1], "AutoModelForCausalLM"),
+    "T5ForConditionalGeneration": ("T5Config", MORE["t5"][1], "AutoModelForSeq2SeqLM"),
+    "T5EncoderModel": ("T5Config", MORE["t5"][1], "AutoModelForTextEncoding"),
+    # one of two classes that its Auto class gives
+    TEACHER: ("DeiTConfig", MODELS["vit"][1], "AutoModelForImageClassification"),
+}
+
+
+def named(folder: Path) -> set[str]:
+    """The Auto classes of transformers that the card of `folder` names."""
+    return set(re.findall(r"AutoModel\w*", (folder / "README.md").read_text()))
+
+
+@pytest.mark.parametrize("kind", [None, "folder", "plain"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_card_names_loads_the_model_that_was_compressed(
+    name: str, kind: str | None, tmp_path: Path
+) -> None:
+    config, settings, auto = KINDS[name]
+    save_model(config, settings, name, tmp_path / "dense")
+    output = compress_to(tmp_path / "dense", tmp_path / "out", method="svd", cf=1.5)
+    if kind is not None:
+        output = export_to(output, tmp_path / "exported", kind=kind)
+    assert named(output) == {auto}
+    described = json.loads((output / "config.json").read_bytes())
+    assert described["architectures"] == [f"Blr{name}"]
+    assert described["auto_map"][auto].endswith(f".Blr{name}")  # what remote code is asked for
+    if kind != "plain":
+        model = getattr(transformers, auto).from_pretrained(output)
+        assert type(model).__name__ == f"Blr{name}"
+
+
+def test_a_model_that_is_saved_is_asked_for_by_its_own_class(tmp_path: Path) -> None:
+    """Of two that one Auto class gives: by remote code it would be the other, with a new head."""
+    config, settings, auto = KINDS[TEACHER]
+    save_model(config, settings, TEACHER, tmp_path / "dense")
+    output = compress_to(tmp_path / "dense", tmp_path / "out", method="svd", cf=1.5)
+    model = getattr(transformers, auto).from_pretrained(output)
+    model.save_pretrained(tmp_path / "saved")
+    described = json.loads((tmp_path / "saved" / "config.json").read_bytes())
+    assert described["auto_map"][auto] == f"modeling_blr.Blr{TEACHER}"
+    with torch.no_grad():
+        again = getattr(transformers, auto).from_pretrained(tmp_path / "saved")
+        found, expected = (m.eval()(**inputs_for(m)).logits for m in (again, model))
+    assert torch.equal(found, expected)
