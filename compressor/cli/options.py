@@ -146,7 +146,11 @@ KvCf = Annotated[
     ),
 ]
 KvQuantize = Annotated[
-    str | None, typer.Option(help="int8: what such a cache holds its ranks in.", show_default="none")
+    str | None,
+    typer.Option(
+        help="int8, or int4 for the lesser three quarters: what such a cache holds its ranks in.",
+        show_default="none",
+    ),
 ]
 Quantize = Annotated[
     str | None,

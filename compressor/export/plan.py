@@ -20,6 +20,7 @@ from blr.compressor.runtime.modes import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
 
 WHOLE, INT8 = CACHES
+ROUNDED = ("int8", "int4")  # caches of ranks beside which the runtime's in int8 loses nothing
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
     asked = options.kv_quantize
     if asked is not None and not generates:
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
-    asked = asked or (checkpoint.source.config.get("blr") or {}).get("kv_cache")
-    return INT8 if asked == INT8 else WHOLE
+    held = (checkpoint.source.config.get("blr") or {}).get("kv_cache")
+    return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
 
 
 def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:

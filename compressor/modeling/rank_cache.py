@@ -47,10 +47,10 @@ class Tables:
 class RankLayer(DynamicLayer):
     """One layer's keys and values by their ranks; whole ones where they come whole."""
 
-    def __init__(self, tables: Tables, first: bool, packed: bool) -> None:
+    def __init__(self, tables: Tables, first: bool, kind: str) -> None:
         super().__init__()
         self.shared, self.first = tables, first
-        self.stores = (RankStore(packed), RankStore(packed))
+        self.stores = (RankStore(kind), RankStore(kind))
         self.tables: tuple[list[Table], ...] = ([], [])
         self.last: tuple[Any, Any] | None = None
 
@@ -105,8 +105,8 @@ class RankLayer(DynamicLayer):
 
     def reset_ranks(self) -> None:
         """Forget them."""
-        packed = self.stores[0].packed
-        self.stores = (RankStore(packed), RankStore(packed))
+        kind = self.stores[0].kind
+        self.stores = (RankStore(kind), RankStore(kind))
         self.tables, self.last = ([], []), None
 
     @property
@@ -193,14 +193,15 @@ class RankCache(Cache):
     """The cache of a decoder whose k and v are of low rank.
 
     Args:
-        layers: those that a `DynamicCache` of the model has; full ones are replaced. packed: in int8.
+        layers: those that a `DynamicCache` of the model has; full ones are replaced.
+        kind: of `rank_formats.FORMATS`.
     """
 
-    def __init__(self, layers: list[Any], packed: bool = False, offloading: bool = False) -> None:
+    def __init__(self, layers: list[Any], kind: str = "ranks", offloading: bool = False) -> None:
         tables = Tables()
         full = [type(layer) is DynamicLayer for layer in layers]
         made = [
-            RankLayer(tables, n == full.index(True), packed) if full[n] else layer
+            RankLayer(tables, n == full.index(True), kind) if full[n] else layer
             for n, layer in enumerate(layers)
         ]
         super().__init__(layers=made, offloading=offloading)
@@ -222,7 +223,7 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
         return cache
     count = config.get_text_config(decoder=True).num_hidden_layers
     layers = list(cache.layers) or [DynamicLayer() for _ in range(count)]
-    return RankCache(layers, kind == "int8", cache.offloading)
+    return RankCache(layers, kind, cache.offloading)
 
 
 def _joined(before: Tensor, new: Tensor, dim: int) -> Tensor:

@@ -21,16 +21,17 @@ from blr.compressor.modeling.expressions import (
     Source,
     mapped,
 )
+from blr.compressor.modeling.rank_formats import FORMATS
 
 # a tensor of new tokens, their dimension and that of sequences (None: it has none), to all tokens'
 Extend = Callable[[Tensor, int, int | None], Tensor]
 
 
 class RankStore:
-    """Ranks [B, T, …, r] of all tokens so far, in their dtype or as int8 with a scale [B, T, …, 1]."""
+    """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
 
-    def __init__(self, packed: bool) -> None:
-        self.packed = packed
+    def __init__(self, kind: str) -> None:
+        self.kind, self.format = kind, FORMATS[kind]
         self.held: tuple[Tensor, ...] = ()
 
     @property
@@ -45,7 +46,7 @@ class RankStore:
 
     def append(self, ranks: Tensor) -> None:
         """Ranks [B, t, …, r] of new tokens."""
-        new = _pack(ranks) if self.packed else (ranks,)
+        new = self.format.pack(ranks)
         pairs = zip(self.held, new, strict=True)
         self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
 
@@ -58,7 +59,7 @@ class Held(Node):
     """Outputs [B, T, o] of a layer, whose ranks are stored; `product` as of `StructuredLinear.bound`."""
 
     def __init__(self, store: RankStore, product: Any, outputs: int, dtype: torch.dtype) -> None:
-        self.ranks, self.product = store.held, product
+        self.ranks, self.unpack, self.product = store.held, store.format.unpack, product
         super().__init__((*store.held[0].shape[:2], outputs), dtype, (0, 1, "o"), ())
 
     @property
@@ -73,7 +74,7 @@ class Held(Node):
             if dim in region:
                 start, stop = region[dim]
                 parts = tuple(part.narrow(dim, start, stop - start) for part in parts)
-        return parts[0] if len(parts) == 1 else parts[0].to(self.dtype) * parts[1]
+        return self.unpack(parts, self.dtype)
 
     def _part(self, region: Region, memo: Memo) -> Tensor:
         if id(self) not in memo:
@@ -149,9 +150,3 @@ def _replayed(node: Replayed, tokens: int, more: Callable[[Node], Node], extend:
     shape = list(node.shape)
     shape[at] = tokens
     return Replayed(node.function, arguments, Like(torch.Size(shape), node.dtype), node.labels)
-
-
-def _pack(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 and the scale of every token's ranks."""
-    scale = (ranks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(ranks.dtype).tiny)
-    return (ranks / scale).round().to(torch.int8), scale

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-KV_CACHES = ("ranks", "int8")
+KV_CACHES = ("ranks", "int8", "int4")  # as `rank_formats`
 LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 
@@ -59,8 +59,8 @@ def export_settings(config: Any) -> ExportSettings | None:
 
 
 def caches_ranks(config: Any) -> str | None:
-    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: "ranks" in the model's dtype
-    or "int8"; None for whole ones."""
+    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: a name of `KV_CACHES`, the
+    first in the model's dtype; None for whole ones."""
     found = (getattr(config, "blr", None) or {}).get("kv_cache")
     if found not in (None, *KV_CACHES):
         raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")

@@ -15,7 +15,7 @@ from blr.compressor.planning.cached import KINDS as CACHED_KINDS
 from blr.compressor.planning.cached import Cached
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
-from blr.compressor.recipe.schema import AUTO, DENSE, Recipe
+from blr.compressor.recipe.schema import AUTO, DENSE, NONE, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
@@ -157,7 +157,7 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
         return None
     if not any(planned.layer.type in CACHED_KINDS for planned in layers):
         raise UsageError("kv_rank and kv_cf are for decoders with k and v projections or GPT-2's c_attn")
-    return recipe.kv_quantize if recipe.kv_quantize == "int8" else "ranks"
+    return "ranks" if recipe.kv_quantize in (None, NONE) else recipe.kv_quantize
 
 
 def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:

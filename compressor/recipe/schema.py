@@ -35,6 +35,7 @@ Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
 Couplings = Literal["int8", "none"]
+KvNumbers = Literal["int8", "int4", "none"]
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all of it, for --kv-quantize
@@ -117,7 +118,7 @@ class RecipeFields(_Settings):
     exclude: Globs = []
     kv_rank: Positive | None = None
     kv_cf: CacheFactor | None = None
-    kv_quantize: Couplings | None = None
+    kv_quantize: KvNumbers | None = None
     allocation: Allocation | None = None
     floor: Share = 0.3
     strength: Share = 0.7
@@ -159,7 +160,7 @@ class Recipe(RecipeFields):
         kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank, in groups of heads of some 256
             features or in `heads`: each group of this rank, or all together of their width over this
             factor, shared out by sensitivity where it is measured; the cache of keys and values then
-            holds the ranks, in int8 if `kv_quantize` says so.
+            holds the ranks, in int8 or, three quarters of them, in int4 if `kv_quantize` says so.
         allocation: of the budget between layers; None is `sensitivity` when calibrated.
         floor: least share of its uniform rank that `sensitivity` leaves a layer.
         strength: weight of the sensitivities against uniform ranks.

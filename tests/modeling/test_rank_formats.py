@@ -1,0 +1,36 @@
+"""What a cache of ranks holds them in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import TOLERANCES
+
+from blr.compressor.modeling.rank_formats import FORMATS, LARGEST, leading
+
+
+@given(rank=st.integers(1, 70), groups=st.integers(0, 3), seed=st.integers(0, 99))
+def test_int4_is_off_by_half_a_step_of_each_part(rank: int, groups: int, seed: int) -> None:
+    """Leading ranks by a step of int8, the others of int4, each of its token's own size; zeros stay."""
+    shape = (2, 3, groups, rank) if groups else (2, 3, rank)
+    ranks = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 100
+    ranks[0, 0] = 0
+    parts = FORMATS["int4"].pack(ranks)
+    found = FORMATS["int4"].unpack(parts, torch.float32)
+    assert found.shape == ranks.shape and not found[0, 0].any()
+    for part, kind in ((slice(0, leading(rank)), "int8"), (slice(leading(rank), rank), "int4")):
+        if ranks[..., part].shape[-1]:
+            most = ranks[..., part].abs().amax(-1, keepdim=True)
+            step = most / LARGEST[kind] / 2 + TOLERANCES[torch.float32] * most
+            assert ((found - ranks)[..., part].abs() <= step).all()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 8, 31, 32])
+def test_int4_takes_half_a_byte_beyond_the_leading_ranks(rank: int) -> None:
+    first = leading(rank)
+    assert rank / 4 <= first <= rank / 4 + 2 and (rank - first) % 2 == 0
+    parts = FORMATS["int4"].pack(torch.ones(1, 5, rank, dtype=torch.bfloat16))
+    scales = 2 if rank > first else 1
+    assert sum(part.nbytes for part in parts) == 5 * (first + (rank - first) // 2 + 2 * scales)
