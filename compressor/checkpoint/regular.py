@@ -7,6 +7,7 @@ on, and nothing is read that is larger than its kind can sensibly be.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
+REPAIRED = "download the file again or repair it"  # of JSON, which people write
 POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
 
@@ -129,7 +131,8 @@ def read_pieces(path: Path, limit: int, piece: int = 1 << 22) -> Iterator[bytear
 
 
 def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
-    """The lines of a text file with their ends, read as they are asked for.
+    """The lines of a text file, read as they are asked for. They end in "\\n", "\\r\\n" or "\\r", which
+    comes as "\\n", and in nothing else that Unicode calls an end: JSON has that within its strings.
 
     Args:
         limit: bytes of the file at most. longest: characters of a line at most.
@@ -148,7 +151,7 @@ def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
         while line := file.readline(longest + 1):
             if len(line) > longest:
                 refuse(path, f"a line of over {longest} characters", "shorter lines", "break it up")
-            yield from line.splitlines(keepends=True)
+            yield line
     except UnicodeDecodeError:
         refuse(path, "bytes that are no UTF-8", "a text file in UTF-8", "save it as UTF-8")
     except OSError as error:
@@ -188,9 +191,12 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
     `constants` lets NaN and Infinity pass, which Python writes into some model configs.
 
     Raises:
-        InputError: invalid UTF-8 or JSON, a key twice in one object, nesting beyond the parser's
-            depth, or anything but an object.
+        InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting beyond
+            the parser's depth, or anything but an object.
     """
+    remedy = REPAIRED if path.suffix == ".json" else DAMAGED
+    if data.startswith(codecs.BOM_UTF8):
+        refuse(path, "a byte-order mark", "JSON in plain UTF-8", "save it without that mark")
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -198,11 +204,12 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
             parse_constant=float if constants else _no_constant,
         )
     except RecursionError:
-        refuse(path, "deeply nested JSON", "a few levels at most")
+        refuse(path, "deeply nested JSON", "a few levels at most", remedy)
     except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
-        refuse(path, f"invalid JSON ({_reason(error)})", "one JSON object with unique keys")
+        found = f"invalid JSON ({_reason(error)})"
+        refuse(path, found, "one JSON object with unique keys", remedy)
     if type(value) is not dict:
-        refuse(path, f"JSON of type {type(value).__name__}", "an object")
+        refuse(path, f"JSON of type {type(value).__name__}", "an object", remedy)
     return value
 
 

@@ -341,6 +341,7 @@ FILES = {
 CONFIGS = {
     "config-no-json": Hostile(config("{"), "invalid JSON"),
     "config-empty": Hostile(config(""), "invalid JSON"),
+    "config-mark": Hostile(config("\ufeff{}"), "save it without that mark"),
     "config-list": Hostile(config("[]"), "an object"),
     "config-duplicate": Hostile(config('{"model_type":"llama","model_type":"x"}'), "duplicate key"),
     "config-deep": Hostile(config('{"a":' + _DEEP + "}"), "nested"),

@@ -14,6 +14,7 @@ from blr.compressor.errors import BlrError, HubError, InputError
 from blr.compressor.text.reading import (
     Calibration,
     read_calibration,
+    read_documents,
     read_first_text,
     read_whole_text,
 )
@@ -40,6 +41,13 @@ def test_json_lines_give_their_text_fields(tiny: Path, sample: Path, tmp_path: P
     path = tmp_path / "text.jsonl"
     path.write_text("\n".join(json.dumps({"text": line}) for line in sample.read_text().splitlines()))
     assert read(tiny, path).ids[0].equal(read(tiny, sample).ids[0])
+
+
+def test_ends_of_lines_within_a_string_are_no_ends_of_json_lines(tmp_path: Path) -> None:
+    """Unicode has more of them than JSON, which holds them as they are, and so does `str.splitlines`."""
+    path, texts = tmp_path / "text.jsonl", ["a\u2028b\u2029c", "d\x85e\x7f"]
+    path.write_text("\r\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts), newline="")
+    assert list(read_documents(str(path))) == [f"{text}\n" for text in texts]
 
 
 @pytest.mark.parametrize(
