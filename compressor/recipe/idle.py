@@ -39,6 +39,8 @@ def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, 
     for name, (uses, whose) in FITTED.items():
         if not any(_fits(layer, uses) for layer in layers):
             found[name] = whose
+    if recipe.allocation != "uniform" and not calibrated:
+        found["allocation"] = "--calibration"
     if recipe.caches_ranks:
         found.pop("heads", None)
     if recipe.kv_cf == 1 and recipe.kv_quantize is None:

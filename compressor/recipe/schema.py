@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -9,8 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import Dtype
-from blr.compressor.quoting import quote
 from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS, matches
+from blr.compressor.recipe.wording import said_of
 from blr.compressor.structures.patterns import check_pattern
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
@@ -42,7 +43,6 @@ CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all of 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Natural = Annotated[int, Field(ge=0, le=2**31)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Heads = Annotated[str, Field(pattern=r"^(whole|per-head|auto|grouped:[1-9][0-9]{0,3})$")]
 Glob = Annotated[str, Field(min_length=1, max_length=MAX_GLOB)]
 Globs = Annotated[list[Glob], Field(max_length=MAX_GLOBS)]
 
@@ -55,7 +55,14 @@ def _checked_pattern(text: str) -> str:
     return text
 
 
+def _checked_heads(text: str) -> str:
+    if not re.fullmatch(r"whole|per-head|auto|grouped:[1-9][0-9]{0,3}", text):
+        raise ValueError("expected whole, per-head, auto or grouped:G, as grouped:4")
+    return text
+
+
 Chain = Annotated[str, AfterValidator(_checked_pattern)]  # Kronecker-sparse, of some layer
+Heads = Annotated[str, AfterValidator(_checked_heads)]
 
 
 class _Settings(BaseModel):
@@ -198,7 +205,7 @@ class Recipe(RecipeFields):
     def sized_by_cf(self) -> bool:
         """Whether `cf` says how large most layers become."""
         own = self.own()
-        return own.method != DENSE and own.stored.base is None
+        return own.method != DENSE and own.stored.base is None and own.rank is None
 
     def settings_for(self, module: str) -> LayerSettings:
         """What the first matching rule, or else the recipe itself, says about `module`."""
@@ -317,8 +324,15 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
         raise ValueError(f"pattern belongs to method ks, not {method}")
     if settings.pivot and method != "svd":
         raise ValueError(f"pivot belongs to method svd, not {method}")
+    _refuse_correction(method, settings.base)
     if settings.rank is not None and (method == AUTO or (structure and not structure.ranked)):
         raise ValueError(f"rank does not belong to method {method}; give cf")
+
+
+def _refuse_correction(method: str, base: object) -> None:
+    """Raise ValueError for a base with a method that corrects none."""
+    if base not in (None, NONE) and method not in (*CORRECTING, DENSE):
+        raise ValueError(f"method {method} corrects no base; expected one of {', '.join(CORRECTING)}")
 
 
 def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
@@ -360,9 +374,7 @@ def _refuse_unfit(layer: LayerSettings) -> None:
         raise ValueError(f"pivot takes whole layers, not heads {layer.heads}; leave one of them out")
     if layer.method == PIVOTED and stored.base is not None:
         raise ValueError(f"pivot corrects no int{stored.base}; leave base out, or pivot")
-    if stored.base is not None and layer.method not in CORRECTING:
-        names = ", ".join(CORRECTING)
-        raise ValueError(f"method {layer.method} corrects no base; expected one of {names}")
+    _refuse_correction(layer.method, stored.base)
     if stored.fp8 and stored.group not in FP8_GROUPS:
         raise ValueError(
             f"group {stored.group} does not belong to fp8: leave it out, a scale a row, or 128"
@@ -385,6 +397,4 @@ def make_recipe(**settings: Any) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        what = f"{where} is {quote(repr(first['input']), 60)[1:-1]}: " if where else ""
-        message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{what}{message}; see `blr compress --help`") from None
+        raise UsageError(said_of(first, f"{where} is" if where else "found")) from None

@@ -64,7 +64,7 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
 def find_recipe(recipe: str) -> Path:
     """The file of a shipped recipe's name or of a path.
 
-    Raises RecipeError with the nearest names when there is none.
+    Raises RecipeError, with the nearest names if any are near, when there is none.
     """
     path = Path(os.path.expanduser(recipe))
     if path.suffix in (".yaml", ".yml") or os.path.isfile(path) or len(path.parts) > 1:
@@ -72,10 +72,11 @@ def find_recipe(recipe: str) -> Path:
     shipped = shipped_recipes()
     if recipe in shipped:
         return shipped[recipe]
-    close = get_close_matches(recipe, shipped, 3, 0.5) or sorted(shipped)
+    close = get_close_matches(recipe, shipped, 3, 0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else "take one of these"
     raise RecipeError(
         f"{recipe}: found no shipped recipe of this name, expected one of `blr recipes list` or the "
-        f"path of a .yaml file; did you mean {', '.join(close)}?"
+        f"path of a .yaml file; {hint}"
     )
 
 

@@ -31,6 +31,7 @@ from ruamel.yaml.events import (
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import InputError, RecipeError
 from blr.compressor.quoting import quote
+from blr.compressor.recipe.wording import AGAIN, said_of
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
@@ -103,11 +104,7 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
         return line + f"found an unknown key, expected one of {', '.join(known)}{_similar(where, known)}"
     if first["type"] == "missing":
         return line + f"found no {quote(first['loc'][-1])}, expected it; add it"
-    message = quote(first["msg"].removeprefix("Value error, "), 240)[1:-1]
-    if where and message.startswith("Input should "):
-        found = quote(repr(first["input"]), 60)[1:-1]
-        message = f"found {found}, expected it to {message.removeprefix('Input should ')}"
-    return line + f"{message}; correct it"
+    return line + said_of(first, "found").removesuffix(AGAIN) + AGAIN
 
 
 def _first(error: ValidationError) -> Any:

@@ -91,7 +91,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
         *("--samples 9", "--seq-len 9", "--mix 0.5", "--refit 2", "--finish 2", "--group 64"),
         *("--gpu h100", "--method blast --couplings int8", "--quantize int4 --couplings none"),
         *("--method dense --quantize int4 --base int2", "--method ks --tokens-per-second 9"),
-        "--calibration self --mix 0.5",
+        *("--calibration self --mix 0.5", "--allocation sensitivity"),
     ],
     "plan X": ["--method svd --blocks 4", "--group 64"],
     "sweep X -o out --eval X": [
@@ -100,7 +100,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
     ],
     "generate X a": ["--top-k 5", "--top-p 0.5"],
     "eval X --text X": ["--shots 1", "--limit 1", "--tasks-path X", "--window 8 --stride 9"],
-    "eval X --sts X": ["--stride 9", "--max-tokens 9"],
+    "eval X --sts X": ["--stride 9", "--max-tokens 9", "--text X", "--tasks X"],
     "export X -o out": [
         *("--force", "--text X", "--as dense --gpu h100", "--as onnx --gpu h100"),
         *("--as dense --batch 2", "--as onnx --kv-quantize int8"),
