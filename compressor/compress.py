@@ -25,9 +25,9 @@ from blr.compressor.heal.run import STATE_BYTES, HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
-from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.speed import paced
-from blr.compressor.planning.storing import what_becomes
+from blr.compressor.planning.storing import what_became
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
@@ -67,7 +67,7 @@ class Settings:
 class Summary:
     """What a compression achieved. Sizes in bytes.
 
-    `became` says what most layers were made; `kept` counts layers that were left dense on purpose;
+    `became` says how many layers were made what; `kept` counts layers that were left dense on purpose;
     `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
     `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
     maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run;
@@ -125,6 +125,7 @@ def compress(
         recipe, said = paced(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
+        plan.notes += unmeasured(recipe, False) if settings.calibration is None else []
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()
@@ -330,7 +331,7 @@ class Job:
         return Summary(
             output=str(output),
             method=self.recipe.method,
-            became=what_becomes(self.recipe),
+            became=what_became(planned.spec for planned in plan.layers),
             cf=plan.cf,
             bits=plan.bits,
             parameters_before=before,

@@ -219,6 +219,10 @@ def compress(
         print_result(asdict(summary), _compress_text, format)
 
 
+def _change(factor: float) -> str:
+    return f"{factor:.3f} times smaller" if factor >= 1 else f"{1 / factor:.3f} times larger"
+
+
 def _compress_text(summary: dict[str, Any]) -> str:
     before, after = summary["parameters_before"], summary["parameters_after"]
     kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
@@ -226,11 +230,11 @@ def _compress_text(summary: dict[str, Any]) -> str:
     return "\n".join(
         (
             f"output: {summary['output']}",
-            f"layers: {summary['layers']} {summary['became']}{kept}, cf {summary['cf']:.3f}, "
+            f"layers: {summary['became']}{kept}, cf {summary['cf']:.3f}, "
             f"{summary['bits']:.3f} bits a weight, {summary['share']:.1%} of the model's parameters",
             f"parameters: {before:,} -> {after:,}",
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
-            f"the whole model {summary['factor']:.3f} times smaller",
+            f"the whole model {_change(summary['factor'])}",
             f"error by layer type: {errors}",
             *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),

@@ -87,7 +87,7 @@ def plan(
     """What compress would do to every layer, with sizes and predicted times, from headers alone."""
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
-    from blr.compressor.planning.plan import make_plan
+    from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import find_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
@@ -109,7 +109,7 @@ def plan(
     source, outlined = open_or_outline(found.folder)
     resolved, said = paced(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
-    made.notes += [said] * bool(said)
+    made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
     if gpus:
         from blr.compressor.fitting.forecast import planned as planned_fits

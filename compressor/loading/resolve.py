@@ -14,7 +14,7 @@ from blr.compressor.architectures import short_names
 from blr.compressor.checkpoint.remedies import FULL
 from blr.compressor.errors import BlrError, HubError, InputError, StorageError, UsageError
 from blr.compressor.quoting import first_line, is_text, printable, quote
-from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.schema import DENSE, Recipe
 
 PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
 STREAMED = "weights stay there, fetched as they are read: three times each (calibrated: about six)"
@@ -95,13 +95,21 @@ def _folder(model: str) -> Path:
 
 def default_output(model: str, recipe: Recipe) -> Path:
     """``<name>-<method>-cf<cf>-<kind>`` in the current folder, or with the base and the size of its
-    correction. Raises InputError as `resolve_model`."""
+    correction, or of a cache of ranks. Raises InputError as `resolve_model`."""
     own, name = recipe.own(), Path(os.path.abspath(_folder(model))).name
     base = f"-int{own.stored.base}" if own.stored.base else ""
     kind = f"-{own.stored.kind}" if own.stored.bits else ""
     sized = f"-bpw{own.stored.bpw:g}" if own.stored.bpw else f"-r{own.rank}" if own.rank else ""
     size = f"-cf{recipe.cf:g}" if recipe.sized_by_cf else sized
-    return Path(f"{name}{base}-{own.method}{size}{kind}")
+    rest = f"-{own.method}{size}{kind}" if own.method != DENSE or kind or not recipe.caches_ranks else ""
+    return Path(f"{name}{base}{rest}{_cache(recipe)}")
+
+
+def _cache(recipe: Recipe) -> str:
+    if not recipe.caches_ranks:
+        return ""
+    size = f"r{recipe.kv_rank}" if recipe.kv_rank else f"cf{recipe.kv_cf:g}"
+    return f"-kv-{size}" + (f"-{recipe.kv_quantize}" if recipe.kv_quantize else "")
 
 
 def is_offline() -> bool:

@@ -10,12 +10,12 @@ from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.planning.plan import Plan
-from blr.compressor.planning.storing import what_becomes
+from blr.compressor.planning.storing import what_became
 from blr.compressor.recipe.schema import Recipe
 
 TEMPLATE = """# {name}, compressed by blr
 
-{layers} linear layers {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
+{what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
 
 {loading}
 
@@ -68,8 +68,7 @@ def model_card(
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     return front + TEMPLATE.format(
         name=name,
-        layers=len(plan.layers),
-        what=what_becomes(recipe),
+        what=what_became((planned.spec for planned in plan.layers), "linear layers "),
         size=_size(plan),
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",

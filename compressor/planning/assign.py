@@ -184,7 +184,7 @@ class Assigner:
         groups = nearest_grouping(asked, layer.heads, width)
         if groups != asked:
             self._say(f"{layer.type}: {asked} groups do not divide {layer.heads} heads, using {groups}")
-        return replace(task, groups=groups, why=f"{groups} groups of heads")
+        return replace(task, groups=groups, why=f"{groups} group{'s' * (groups > 1)} of heads")
 
     def _given(self, task: Task) -> tuple[Spec, str] | None:
         """The spec when settings name a rank or a chain."""

@@ -133,8 +133,6 @@ def make_plan(
     cached = Cached(layers, recipe, curves or {})
     tasks = [_task(layer, recipe, cached) for layer in layers]
     tasks = _decide(tasks, recipe, calibrated)
-    if recipe.allocation == "sensitivity" and not curves:
-        notes.append("allocation: sensitivity needs calibration, these ranks are uniform")
     fixed, kept = _dense(tasks, notes)
     done = {p.layer.module for p in fixed} | {layer.layer.module for layer in kept}
     structured = [task for task in tasks if task.layer.module not in done]
@@ -144,6 +142,15 @@ def make_plan(
         planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
     ordered = [planned[layer.module] for layer in layers if layer.module in planned]
     return Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
+
+
+def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
+    """What is to be said of the ranks of a plan from headers alone."""
+    if not calibrated:
+        asked = recipe.allocation == "sensitivity"
+        return ["allocation: sensitivity needs calibration, these ranks are uniform"] * asked
+    shared = recipe.allocation != "uniform" and recipe.sized_by_cf
+    return ["ranks are uniform here: calibration measures where they are worth most"] * shared
 
 
 def _task(layer: Layer, recipe: Recipe, cached: Cached) -> Task:

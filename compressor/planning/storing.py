@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
+from collections import Counter
+from collections.abc import Iterable
+
+from blr.compressor.recipe.schema import DENSE, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.quantized.formats import GROUPS
 
@@ -36,12 +39,21 @@ def _couplings(spec: Spec, stored: StoredAs) -> int | None:
     return stored.couplings if isinstance(spec, BlastSpec) else None
 
 
-def what_becomes(recipe: Recipe) -> str:
-    """What a recipe makes of most layers, in words that follow "layers"."""
-    settings = recipe.own()
-    packed = f" in {settings.stored.kind}" if settings.stored.bits else ""
-    if settings.method == DENSE:
-        return f"stored{packed}" if packed else "replaced as the rules say"
-    if settings.stored.base:
-        return f"stored in int{settings.stored.base}, corrected by {settings.method}{packed}"
-    return f"replaced by {settings.method}{packed}"
+def what_became(specs: Iterable[Spec], layers: str = "") -> str:
+    """How many layers became what, most of them first; `layers` is what the first are called."""
+    (first, count), *others = Counter(_became(spec) for spec in specs).most_common()
+    rest = "".join(f", {number} {became}" for became, number in others)
+    return f"{count} {layers}{first}{rest}"
+
+
+def _became(spec: Spec) -> str:
+    if isinstance(spec, CorrectedSpec):
+        corrected = f"corrected by {spec.correction.structure}{_packed(spec.correction)}"
+        return f"stored{_packed(spec.base)}, {corrected}"
+    if spec.structure == DENSE:
+        return f"stored{_packed(spec)}"
+    return f"replaced by {spec.structure}{_packed(spec)}"
+
+
+def _packed(spec: Spec) -> str:
+    return f" in {spec.kind}" if isinstance(spec, QuantizedSpec) else ""

@@ -45,7 +45,7 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
         "model": name,
         "from": "config.json" if outlined else "headers",
         "gpu": {"name": gpu.name, "source": gpu.source},
-        "requested_cf": recipe.cf if recipe.sized_by_cf else None,
+        "requested_cf": recipe.cf if _sized_by_cf(plan, recipe) else None,
         "cf": plan.cf,
         "bits": plan.bits,
         "replaced": len(plan.layers),
@@ -55,6 +55,12 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
         "layers": layers,
         "notes": plan.notes,
     }
+
+
+def _sized_by_cf(plan: Plan, recipe: Recipe) -> bool:
+    """Whether the factor says how large any layer becomes: rules may give a rank to every one."""
+    settings = [recipe.settings_for(planned.layer.module) for planned in plan.layers]
+    return recipe.sized_by_cf and any(own.rank is None and own.pattern is None for own in settings)
 
 
 def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

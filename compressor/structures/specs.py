@@ -235,6 +235,11 @@ class QuantizedSpec(Spec):
     def plain(self) -> Spec:
         return self.of
 
+    @property
+    def kind(self) -> str:
+        """As recipes write it: int4, fp8."""
+        return "fp8" if self.fp8 else f"int{self.bits}"
+
     def shapes(self) -> dict[str, Shape]:
         return self.of.shapes()
 
@@ -304,9 +309,8 @@ class QuantizedSpec(Spec):
         return {**self.of.to_dict(), **{k: v for k, v in own.items() if PACKING[k] != v}}
 
     def describe(self) -> str:
-        kind, usual = ("fp8", ROW) if self.fp8 else (f"int{self.bits}", GROUP)
-        group = f"/{self.group}" if self.group != usual else ""
-        return f"{self.of.describe()} {kind}{group}".strip()
+        group = f"/{self.group}" if self.group != (ROW if self.fp8 else GROUP) else ""
+        return f"{self.of.describe()} {self.kind}{group}".strip()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,9 @@ def test_plan_loads_no_torch(tiny: Path) -> None:
         (["--method", "dense"], 2, "give quantize, as int4"),
         (["--recipe", "gpt2-svd"], 2, "matches no compressible layer"),
         (["--recipe", "lama"], 3, "did you mean"),
-        (["--heads", "some"], 2, "heads is 'some'"),
+        (["--heads", "some"], 2, "heads is 'some': expected whole, per-head, auto or grouped:G"),
+        (["--base", "int4", "--method", "ks", "--rank", "8"], 2, "method ks corrects no base"),
+        (["--base", "int4", "--method", "ks", "--cf", "8"], 2, "method ks corrects no base"),
     ],
 )
 def test_what_cannot_be_met_is_an_error(
@@ -87,6 +89,32 @@ def test_what_cannot_be_met_is_an_error(
     assert done.returncode == code
     assert done.stdout == ""
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_names_that_are_like_none_are_not_answered_with_all(tiny: Path, blr: Run) -> None:
+    said = blr("plan", tiny, "--recipe", "nope").stderr
+    assert "`blr recipes list`" in said and "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--cf", "3"], True),
+        (["--rank", "8"], False),
+        (["-m", "ks", "--pattern", "butterfly", "--include", "*o_proj"], False),
+        (["--recipe", "ranks.yaml"], False),
+    ],
+)
+def test_a_factor_is_told_as_asked_for_where_it_sizes_a_layer(
+    tiny: Path, blr: Run, tmp_path: Path, options: list[str], asked: bool
+) -> None:
+    (tmp_path / "ranks.yaml").write_text('rules:\n- {match: "*", rank: 8}\n')
+    assert ("(asked for 3)" in (out := blr("plan", tiny, *options).stdout)) is asked, out
+
+
+def test_a_plan_of_calibrated_ranks_says_that_it_knows_none(tiny: Path, blr: Run) -> None:
+    assert "calibration measures" in blr("plan", tiny, "--calibrated").stdout
+    assert "calibration measures" not in blr("plan", tiny, "--calibrated", "--rank", 8).stdout
 
 
 def test_bits_that_no_correction_has_are_told_with_those_that_the_tightest_layer_takes(

@@ -31,6 +31,38 @@ def test_the_plan_says_what_the_file_becomes(
     assert 0 < whole["share"] < 1
 
 
+@pytest.mark.parametrize(
+    ("options", "said", "name"),
+    [
+        ("--pivot --kv-cf 2", "10 replaced by pivoted, 4 replaced by svd, cf", "pivoted-cf2-kv-cf2"),
+        ("--kv-cf 1 --kv-quantize int8", "4 replaced by svd, 10 kept dense, cf", "kv-cf1-int8"),
+        ("--kv-rank 4 -m blast", "10 replaced by blast, 4 replaced by svd, cf", "blast-cf2-kv-r4"),
+        ("--rank 32", "14 replaced by svd, cf", "svd-r32"),
+        ("-m dense --quantize int8", "2 stored in int8, 12 kept dense, cf", "dense-int8"),
+        (
+            "--base int4 -m svd --rank 2",
+            "14 stored in int4, corrected by svd in int4, cf",
+            "int4-svd-r2-int4",
+        ),
+    ],
+)
+def test_what_layers_became_is_what_became_of_them(
+    options: str, said: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what most settings say: caches, rules and sizes decide for some, and the folder's name tells
+    outputs of other sizes apart."""
+    source = save_pico("llama", tmp_path / "dense")
+    monkeypatch.chdir(tmp_path)
+    done = blr("compress", source, *options.split(), "-q", "--no-check")
+    assert f"layers: {said} " in done.out, done.out + done.err
+    output = tmp_path / f"dense-{name}"
+    card = (output / "README.md").read_text()
+    first = said.partition(",")[0].replace(" ", " linear layers ", 1)
+    assert first in card
+    larger = "--rank 32" in options or "--kv-cf 1" in options
+    assert ("times larger" in done.out) is larger and ("times smaller" in done.out) is not larger
+
+
 def test_what_config_json_does_not_tell_is_left_out(tmp_path: Path) -> None:
     found = blr("plan", save_config("llama-7b", tmp_path / "llama"), "--format", "json").out
     assert json.loads(found)["whole"] is None
