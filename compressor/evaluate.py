@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from blr.compressor.text.reading import read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
+Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,15 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
 def sts_spearman(
     model: Any,
     tokenizer: Any,
-    path: Path,
+    pairs: Sequence[Pair],
     batch: int,
     progress: Progress,
     head: Sentences | None = None,
 ) -> Spearman:
-    """Spearman correlation on an STS file: rows of sentence, sentence, score (no header needed).
+    """Spearman correlation on the `pairs` of an STS file (`read_pairs`).
 
     Sentences are embedded as `head` says, without one by the mean of the last hidden states.
     """
-    pairs = read_pairs(path)
     sentences = [s for first, second, _ in pairs for s in (first, second)]
     head = head or Sentences()
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
@@ -157,7 +158,7 @@ def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
     )
 
 
-def read_pairs(path: Path) -> list[tuple[str, str, float]]:
+def read_pairs(path: Path) -> list[Pair]:
     """Sentence pairs and scores of a CSV file; a first row without a number is its header.
 
     Raises InputError for a file that is missing or has other rows.
@@ -172,10 +173,13 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     for number, row in enumerate(rows, 1):
         if len(row) < 3 or not _is_number(row[-1]):
             raise InputError(
-                f"{path}: row {number} is {quote(row, 120)}, expected sentence, sentence, score"
+                f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
+                "repair the row"
             )
     if len(rows) < 2:
-        raise InputError(f"{path}: {len(rows)} rows, expected sentence, sentence, score")
+        raise InputError(
+            f"{path}: {len(rows)} rows, expected two at least of sentence, sentence, score; give more"
+        )
     return [(row[-3], row[-2], float(row[-1])) for row in rows]
 
 

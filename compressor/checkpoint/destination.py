@@ -11,7 +11,7 @@ from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
 from blr.compressor.checkpoint.ownership import check_listed
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
-from blr.compressor.quoting import is_text
+from blr.compressor.quoting import is_text, quote
 
 KINDS = ("partial", "replaced", "lock")
 MOUNTS = Path("/proc/self/mountinfo")
@@ -38,7 +38,8 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
     with storage_errors(parent):
         if not is_text(str(output)):
             raise OutputError(
-                f"{output!r}: a name that is no text in this locale; choose another --output"
+                f"{quote(output, 160)[1:-1]}: a name that is no text in this locale; "
+                "choose another --output"
             )
         _check_name(output)
         if not parent.is_dir():

@@ -78,8 +78,11 @@ def evaluate(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
-    if not (text or tasks or sts) or (sts and (text or tasks)):
+    if not (text or tasks or sts):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
+    if sts and (text or tasks):
+        other = "--text" if text else "--tasks"
+        raise UsageError(f"--sts is of encoders, {other} of decoders; leave one of them out")
     _refuse_idle("--tasks", tasks, tasks_path=tasks_path, shots=shots, limit=limit)
     if stride is not None and stride > (window or WINDOW):
         most = window or WINDOW
@@ -96,6 +99,7 @@ def evaluate(
 
     if tasks:
         harness.check_installed()
+    pairs = library.read_pairs(sts) if sts else []
     data = [*(text or ()), *([sts] if sts else ())]
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
@@ -104,9 +108,9 @@ def evaluate(
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, **options)
     progress, result = Progress(quiet), dict[str, Any]()
-    if sts is not None:
+    if pairs:
         head = read_sentences(folder)
-        result = asdict(library.sts_spearman(model, tokenizer, sts, batch, progress, head))
+        result = asdict(library.sts_spearman(model, tokenizer, pairs, batch, progress, head))
     if text:
         size = window or library.fitting_window(model, WINDOW)
         found = [library.perplexity(model, ids, size, stride or size, batch, progress) for ids in tokens]

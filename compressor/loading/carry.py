@@ -23,6 +23,8 @@ from blr.compressor.machine.scratch import scratch_folder
 from blr.compressor.quoting import first_line, quote
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
+# Any of which makes a tokenizer, but for those of bytes
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def check_carried(source: Source, config: Mapping[str, Any]) -> None:
@@ -97,8 +99,7 @@ def token_ids(folder: Path) -> tuple[str, list[int]] | None:
 
     None when it has no tokenizer, or one that does not load without code of its own.
     """
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if not any((folder / name).exists() for name in names):
+    if not any((folder / name).exists() for name in VOCABULARIES):
         return None
     try:
         with quiet_transformers():

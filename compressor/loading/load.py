@@ -16,10 +16,11 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
-from blr.compressor.loading.carry import check_generation
+from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import check_transformers
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
 from blr.compressor.machine.device import pick_device
 from blr.compressor.machine.dtypes import COMPUTED
@@ -121,8 +122,10 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
             )
     except Exception as error:  # as above, of the tokenizer's files
         raise_exhausted(error)
+        if not any((folder / name).exists() for name in VOCABULARIES):
+            refuse(folder, "no tokenizer", "tokenizer.json, or a vocabulary", TOKENIZER_REMEDY)
         raise InputError(
-            f"{folder}: no tokenizer that loads ({first_line(error)}); add the tokenizer files"
+            f"{folder}: no tokenizer that loads ({first_line(error)}); {TOKENIZER_REMEDY}"
         ) from error
 
 

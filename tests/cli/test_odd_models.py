@@ -217,6 +217,24 @@ def test_a_tokenizer_that_git_lfs_left_behind(limited: Limited, model: Path) -> 
     refused(limited.run("generate", "model", "the", cwd=model.parent), 4, "a pointer of Git LFS")
 
 
+def test_a_model_without_a_tokenizer_is_told_from_one_whose_does_not_load(
+    limited: Limited, model: Path
+) -> None:
+    (model.parent / "t.txt").write_text(TEXT)
+    (model / "tokenizer.json").unlink()
+    command = ("eval", "model", "--text", "t.txt")
+    refused(limited.run(*command, cwd=model.parent), 4, "model: found no tokenizer; expected")
+    (model / "tokenizer.model").write_text("no sentence pieces")
+    refused(limited.run(*command, cwd=model.parent), 4, "no tokenizer that loads")
+
+
+def test_a_table_of_pairs_is_read_before_the_model(limited: Limited, model: Path) -> None:
+    (model.parent / "pairs.csv").write_text("the,protocol\n")
+    (model / "model.safetensors").write_bytes(b"")
+    done = limited.run("eval", "model", "--sts", "pairs.csv", cwd=model.parent)
+    refused(done, 4, "0 rows, expected two at least")
+
+
 def test_a_link_to_nothing_is_no_name_of_the_hub(limited: Limited, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "gone").symlink_to("nowhere")
