@@ -23,7 +23,8 @@ SAID = "blr: error: "
 @dataclass
 class PointChain:
     """The commands of a point, whose record the folder then has; `failure` says why it has none, `code`
-    is that of the command that failed.
+    is that of the command that failed, `spent` the seconds of all that ended or were stopped, by earlier
+    runs of the sweep as well.
 
     Args:
         compress: options of `blr compress` but for the output; None for the dense model itself.
@@ -41,6 +42,7 @@ class PointChain:
     begun: Callable[[str], None] = lambda name: None
     began: float = 0.0
     done: int = 0
+    spent: float = 0.0
 
     def command(self) -> Command | None:
         """The next one, None where the point is done or has failed."""
@@ -48,7 +50,8 @@ class PointChain:
             return None
         if self.done == 0:
             self.begun(self.name)
-            self.began, output = time.monotonic(), self.folder.output(self.name)
+            self.spent = self.folder.spent(self.name)
+            output = self.folder.output(self.name)
             if self.compress is not None and not self._is_written():
                 arguments = (
                     "compress",
@@ -69,6 +72,7 @@ class PointChain:
 
         Raises an error of its kind where it was the dense model's: nothing can be judged.
         """
+        self.stopped()
         self.done += 1
         found = read_json(self._out)
         if code:
@@ -78,6 +82,11 @@ class PointChain:
         elif self.done == 2:
             self.folder.write(f"points/{self.name}.json", self._record(found))
             self.tidy()
+
+    def stopped(self) -> None:
+        """Note what the command took, which another run of the sweep may not take again."""
+        self.spent += time.monotonic() - self.began
+        self.folder.spend(self.name, self.spent)
 
     def tidy(self) -> None:
         """Remove the checkpoint of a point that is done, unless it was made to be kept."""
@@ -98,6 +107,7 @@ class PointChain:
         return self.folder.log(self.name).with_suffix(".out")
 
     def _command(self, arguments: tuple[str, ...]) -> Command:
+        self.began = time.monotonic()
         return Command(arguments, self._out, self.folder.log(self.name))
 
     def _last_words(self, code: int) -> str:
@@ -112,7 +122,7 @@ class PointChain:
         if self.compress is not None:
             output = self.folder.output(self.name)
             record |= {"bits": read_json(output / REPORT)["totals"]["bits"], "bytes": _bytes(output)}
-        return record | {"seconds": round(time.monotonic() - self.began, 1), "kept": self.keep}
+        return record | {"seconds": round(self.spent, 1), "kept": self.keep}
 
 
 def _bytes(folder: Path) -> int:

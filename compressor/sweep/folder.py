@@ -101,6 +101,14 @@ class Folder:
         """What a point's commands have said."""
         return self.path / "logs" / f"{name}.log"
 
+    def spent(self, name: str) -> float:
+        """Seconds that the commands of a point have taken."""
+        return float(read_json(self.path / "logs" / f"{name}.spent.json").get("seconds", 0.0))
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Keep them."""
+        self.write(f"logs/{name}.spent.json", {"seconds": seconds})
+
     def write(self, name: str, content: dict[str, Any] | str) -> None:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"

@@ -115,8 +115,9 @@ class Pool:
 
 def _end(running: list[tuple[Chain, Running, dict[str, str]]]) -> None:
     """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
-    for _, process, _ in running:
+    for chain, process, _ in running:
         process.kill()
+        chain.stopped()
     until = time.monotonic() + LAST
     while any(process.poll() is None for _, process, _ in running) and time.monotonic() < until:
         time.sleep(PAUSE)
@@ -130,3 +131,6 @@ class Chain(Protocol):
 
     def ended(self, code: int) -> None:
         """What to do with the exit code of the last one."""
+
+    def stopped(self) -> None:
+        """What to do where it was killed before its end."""

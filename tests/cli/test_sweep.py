@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from blr.compressor.cli.options import Format, print_result
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.sweep import launch
+from blr.compressor.sweep import chain, launch
 from blr.compressor.sweep.folder import Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
@@ -201,6 +201,9 @@ class Failing:
     def ended(self, code: int) -> None:
         pass
 
+    def stopped(self) -> None:
+        self.given = 0
+
 
 class Endless(Failing):
     def command(self) -> Command:
@@ -215,9 +218,27 @@ def test_a_pool_that_is_left_leaves_no_process(tmp_path: Path, monkeypatch: pyte
         return started[-1]
 
     monkeypatch.setattr(launch, "start", start)
+    endless = Endless(tmp_path)
+    endless.given = 1
     with pytest.raises(ValueError, match="no second one"):
-        Pool([{}, {}]).run([Endless(tmp_path), Failing(tmp_path)])
+        Pool([{}, {}]).run([endless, Failing(tmp_path)])
+    assert endless.given == 0, "told that it was stopped"
     assert [process.returncode for process in started] == [-9, 0]  # known of those waited for alone
+
+
+def test_seconds_of_a_point_are_those_of_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run finds what the first has compressed: its own time would flatter the point."""
+    times = iter((0.0, 5.0, 100.0, 107.0))
+    monkeypatch.setattr(chain.time, "monotonic", lambda: next(times))
+    place = Folder(tmp_path / "out", {"model": "m"})
+    with place.held(restart=False):
+        for spent in (5.0, 12.0):
+            run = chain.PointChain(place, "svd", "m", ("--method", "svd"), ())
+            assert run.command() is not None
+            run.stopped()
+            assert place.spent("svd") == spent
 
 
 def test_a_folder_of_something_else_is_left_alone(
