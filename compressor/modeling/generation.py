@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
@@ -70,8 +71,8 @@ def held_decoder(model: Any, settings: ExportSettings) -> Any:
 
 
 def _check_positions(model: Any, request: Request) -> None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and request.length + request.new_tokens > limit:
+    limit = context_of(model.config.to_dict())
+    if request.length + request.new_tokens > limit:
         raise ValueError(
             f"{request.length} prompt tokens and {request.new_tokens} new ones exceed the {limit} "
             "positions of the model; shorten the prompt or lower max_new_tokens"
