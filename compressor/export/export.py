@@ -197,8 +197,9 @@ class Job:
     def _sample(self, source: Source) -> Tensor | None:
         """The text on which what quantization loses is measured."""
         from blr.compressor.export.sample import sample_text
+        from blr.compressor.loading.native import continues_text
 
-        if self.plan.quantizer is None or self.plan.context is None or not self.options.check:
+        if self.plan.quantizer is None or not self.options.check or not continues_text(source):
             return None
         return sample_text(source, self.options.text)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.checkpoint.config import REMEDY
@@ -18,6 +17,7 @@ from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import check_transformers
+from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
@@ -98,10 +98,8 @@ def _from_pretrained(folder: Path, task: str, dtype: str, trust: bool) -> Any:
 def _check_generates(source: Source) -> None:
     """Raise InputError for a checkpoint whose class continues no text, such as an encoder."""
     names = source.config.get("architectures") or []
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    generates = {n for name in known for n in ((name,) if isinstance(name, str) else name)}
     name = names[0].removeprefix(PREFIX) if names else None
-    if name is not None and hasattr(transformers, name) and name not in generates:
+    if name is not None and hasattr(transformers, name) and not continues_text(source):
         expected = "a causal language model (LlamaForCausalLM, …)"
         refuse(source.folder, f"{name}, which continues no text", expected, "take a decoder")
     if name is not None and source.config.get("is_decoder") is False:

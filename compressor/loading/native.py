@@ -8,12 +8,14 @@ from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError
 from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.quoting import first_line, quote
 
 
@@ -32,6 +34,15 @@ def native_class(source: Source) -> Any:
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         refuse(path, f"architecture {quote(names[0])}", "a model class of transformers", REMEDY)
     return named
+
+
+def continues_text(source: Source) -> bool:
+    """Whether the class named first under `architectures`, ours or a native one, is a causal language
+    model."""
+    names = source.config.get("architectures") or [""]
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = {n for name in known for n in ((name,) if isinstance(name, str) else name)}
+    return names[0].removeprefix(PREFIX) in causal
 
 
 @contextmanager

@@ -44,10 +44,11 @@ class ExportedModelMixin:
 
 
 def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str, dict[str, Any]]:
-    """Module to what `modeling/quantized.py` makes its layer from, for all that are packed."""
+    """Module to what `modeling/quantized.py` makes its layer from, for all that are packed; what a saved
+    table says of in few bits itself is in place already."""
     if not settings.quantize:
         return settings.head
-    kept = {name: spec for name, spec in layers.items() if name not in settings.plain}
+    kept = {n: spec for n, spec in layers.items() if n not in settings.plain and "bits" not in spec}
     structured = {name: {**spec, "bits": settings.bits} for name, spec in kept.items()}
     dense = {name: dense_entry(o, i, settings.bits) for name, (o, i) in settings.dense.items()}
     return {**structured, **dense, **settings.head}

@@ -25,6 +25,7 @@ from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
+from blr.kernels.fp8.reference import is_number
 
 register_attention()
 
@@ -78,6 +79,14 @@ class StructuredModelMixin(NestedMixin):
         cache, kind = model_kwargs.get("past_key_values"), caches_ranks(self.config)
         if kind is not None and cache is not None:
             model_kwargs["past_key_values"] = rank_cache(cache, self.config, kind)
+
+    def _get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
+        """As of transformers, which keeps some modules in float32 (T5's `wo` beside float16): what is
+        packed in them, or says where outputs go, stays of its own type."""
+        native: Any = super()
+        plan = native._get_dtype_plan(dtype)
+        held = {n: t.dtype for n, t in self.named_buffers() if not is_number(t)} if plan else {}
+        return {**held, **plan}
 
     @classmethod
     def maybe_distribute_model(

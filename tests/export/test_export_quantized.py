@@ -129,3 +129,15 @@ def test_a_text_longer_than_the_models_context(name: str, tmp_path: Path, invoke
     code, out, err = invoke(*given, "--format=json")
     assert code == 0, err
     assert json.loads(out)["check"]["loss"] < 0.1
+
+
+def test_what_continues_no_text_is_packed_and_takes_none(tmp_path: Path, invoke: Invoke) -> None:
+    """T5 generates, but not from a text alone: what it loses is not measured, and a text not taken."""
+    source = save_dense(tmp_path / "dense", "t5")
+    given = ("export", source, "-o", tmp_path / "out", "--quantize", "int8", "--format=json", "-q")
+    code, _, err = invoke(*given, "--text", write_text(tmp_path / "text.txt", 50))
+    assert code == 2 and "--text: no t5 that continues text" in err
+    code, out, err = invoke(*given)
+    assert code == 0, err
+    check = json.loads(out)["check"]
+    assert "loss" not in check and 0 < check["distance"] < 0.1

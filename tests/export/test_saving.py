@@ -21,7 +21,7 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import MANIFEST
 
 IDS = torch.arange(2, 14).view(1, 12)
-KINDS = ["checkpoint", "export", "int8"]
+KINDS = ["checkpoint", "export", "int8", "int4"]  # the last of layers without a bias, too
 # Loads folders without blr, saves them again elsewhere, copies and pickles the models, and prints
 # their logits; then the same process imports blr, and both doors lead to it.
 WITHOUT_AND_WITH_BLR = (
@@ -68,6 +68,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compress_to(source, folder / "checkpoint", method="blast", cf=1.5, rounds=1, blocks=4)
     export_to(folder / "checkpoint", folder / "export")
     export_to(folder / "checkpoint", folder / "int8", quantize_head="int8")
+    compress_to(source, folder / "low-rank", method="svd", cf=1.5)
+    export_to(folder / "low-rank", folder / "int4", quantize="int4", force=True)
     return folder
 
 

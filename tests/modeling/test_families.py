@@ -12,6 +12,7 @@ import torch
 import transformers
 from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors.torch import load_file
+from tolerances import TOLERANCES
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.compress import Settings, compress
@@ -84,6 +85,24 @@ def test_structured_layers_train(tmp_path: Path) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     layer = next(m for m in model.modules() if isinstance(m, StructuredLinear))
     assert all(p.grad is not None and p.grad.norm() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pivot": True}, {"quantize": "int8"}, {"quantize": "fp8"}], ids=str
+)
+def test_what_is_kept_in_float32_keeps_integers_and_float8(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """T5 beside float16 keeps `wo` so, where places of outputs and packed numbers lie."""
+    _, output = compress_pico("t5", tmp_path, **settings)
+    exact, half = (
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(output, dtype=dtype).eval()
+        for dtype in (torch.float32, torch.float16)
+    )
+    ids = inputs_for(exact)["input_ids"]
+    with torch.no_grad():
+        expected, found = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (exact, half))
+    assert (found - expected).norm() < 10 * TOLERANCES[torch.float16] * expected.norm()  # of a model
 
 
 def test_new_model_from_configuration_has_finite_weights(tmp_path: Path) -> None:
