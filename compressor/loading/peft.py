@@ -1,8 +1,9 @@
-"""LoRA of peft on structured layers, under the names that the dense model's layers have.
+"""LoRA of peft on layers of ours, under the names that the dense model's layers have.
 
-peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers,
-too, by name, by default and by "all-linear". An adapter is merged where the structure holds the sum
-exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one for them.
+peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
+those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
+holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
+for them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from peft.tuners.tuners_utils import (
 from torch import Tensor, nn
 
 from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, StructuredLinear, prepare_layers
+from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, prepare_layers
+from blr.compressor.modeling.table import Replaced
 
 ALL = "all-linear"
 
 
 class StructuredLora(LoraLinear):
-    """``y = layer(x) + B A x`` for a structured layer."""
+    """``y = layer(x) + B A x`` for a layer of ours."""
 
     def _get_in_out_features(self, module: nn.Module) -> Any:
         return module.in_features, module.out_features
@@ -64,7 +66,8 @@ class StructuredLoraModel(LoraModel):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         super()._prepare_model(peft_config, model)
-        layers = {name for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
+        layers = {name for name, m in model.named_modules() if isinstance(m, Replaced)}
+        layers = {name for name in layers if name.rpartition(".")[0] not in layers}  # no parts of any
         if not layers:
             return
         named = peft_config.target_modules
@@ -77,7 +80,7 @@ class StructuredLoraModel(LoraModel):
         lora_config: Any, adapter_name: str, target: nn.Module, **options: Any
     ) -> nn.Module:
         layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if options.get("parameter_name") is None and isinstance(layer, StructuredLinear):
+        if options.get("parameter_name") is None and isinstance(layer, Replaced):
             return StructuredLora(target, adapter_name, config=lora_config, **options)
         return LoraModel._create_new_module(lora_config, adapter_name, target, **options)
 
@@ -108,8 +111,8 @@ def check_takes_products(layer: Any) -> None:
     if not plain:
         raise ValueError(
             f"LoRA cannot be merged into a layer of structure {type(layer).__name__} "
-            f"({layer.spec.describe()}): keep the adapter beside the model, as save_pretrained of the "
-            "peft model writes it"
+            f"({layer.described.describe()}): keep the adapter beside the model, as save_pretrained of "
+            "the peft model writes it"
         )
 
 

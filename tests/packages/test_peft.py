@@ -22,7 +22,14 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.loading.peft import StructuredLora, StructuredLoraModel
 from blr.compressor.modeling.layers import StructuredLinear
 
-METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 1}, "ks": {}}
+METHODS: dict[str, dict[str, Any]] = {
+    "svd": {"method": "svd", "cf": 1.5},
+    "monarch": {"method": "monarch", "cf": 1.5, "blocks": 4},
+    "blast": {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 1},
+    "ks": {"method": "ks", "cf": 1.5},
+    "int3": {"method": "dense", "quantize": "int3", "group": 32},
+    "corrected": {"method": "svd", "base": "int2", "rank": 4, "group": 32},
+}
 MERGES = {"svd", "blast"}
 IDS = torch.arange(2, 26).view(2, 12) % VOCAB
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -44,7 +51,7 @@ assert type(found.base_model).__name__ == "StructuredLoraModel"
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("compressed")
     source = save_pico("llama", folder / "dense")
-    outputs = {m: compress_to(source, folder / m, method=m, cf=1.5, **METHODS[m]) for m in METHODS}
+    outputs = {m: compress_to(source, folder / m, **recipe) for m, recipe in METHODS.items()}
     return {**outputs, "export": export_to(outputs["blast"], folder / "export")}
 
 
@@ -135,7 +142,7 @@ def test_a_merge_is_exact_and_an_ordinary_output(
     torch.testing.assert_close(logits(load(tmp_path / "export")), expected)
 
 
-@pytest.mark.parametrize("method", ["monarch", "ks", "export"])
+@pytest.mark.parametrize("method", ["monarch", "ks", "int3", "corrected", "export"])
 def test_what_cannot_be_merged_says_so_and_stays(method: str, compressed: dict[str, Path]) -> None:
     model = trained(compressed[method])
     expected = logits(model)
