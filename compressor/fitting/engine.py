@@ -77,8 +77,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
         sensitivity = _measure(work, model, batches, key, replan)
     curves = _curves(sensitivity)
     plan = replan(curves)
-    if sensitivity is not None and plan.kv_cache is not None:
-        plan.notes += cache_notes(plan.layers, curves or {}, sensitivity.tokens)
+    if sensitivity is not None:
+        plan.notes += cache_notes(plan, curves or {}, sensitivity.tokens)
     work.progress.notes(plan.notes)
     epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)

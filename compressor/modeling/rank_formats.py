@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.settings import KV_CACHES
+from blr.compressor.structures.cached import KV_CACHES, leading
 
-LEADING = 4  # one in so many ranks is in int8 beside int4, at least
 LARGEST = {"int8": 127, "int4": 7}
 
 Parts = tuple[Tensor, ...]
@@ -26,11 +25,6 @@ class Format(NamedTuple):
 
     pack: Callable[[Tensor], Parts]
     unpack: Callable[[Parts, torch.dtype], Tensor]
-
-
-def leading(rank: int) -> int:
-    """How many of `rank` ranks are in int8 beside int4: what is left is even, two a byte."""
-    return rank - (rank - -(-rank // LEADING)) // 2 * 2
 
 
 def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:

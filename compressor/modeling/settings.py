@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-KV_CACHES = ("ranks", "int8", "int4")  # as `rank_formats`
+from blr.compressor.structures.cached import KV_CACHES
+
 LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 

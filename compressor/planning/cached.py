@@ -9,17 +9,18 @@ queries and positions that meet them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blr.compressor.planning.heads import nearest_grouping
 from blr.compressor.planning.layers import Layer
 from blr.compressor.recipe.schema import LayerSettings, Recipe
+from blr.compressor.structures.cached import held_bytes
 from blr.compressor.structures.specs import LowRankSpec
 
 if TYPE_CHECKING:
-    from blr.compressor.planning.plan import PlannedLayer
+    from blr.compressor.planning.plan import Plan
 
 KINDS = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
 SHARED = KINDS[:2]  # those whose outputs are all held
@@ -86,26 +87,28 @@ class Cached:
         return ranks
 
 
-def cache_notes(planned: Iterable[PlannedLayer], curves: Curves, tokens: int) -> list[str]:
-    """What a cache of ranks is predicted to lose before any refit.
+def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
+    """How much smaller a cache of ranks is, and what it is predicted to lose before refit and rounding.
 
     Args:
-        curves: as measured on so many `tokens`: half of what is left of them is lost.
+        curves: as measured on so many `tokens`: half of what is left of them is lost. Empty if they
+            were not: nothing is predicted.
     """
-    held, width, lost = 0, 0, 0.0
-    for layer in planned:
-        spec = layer.spec.plain
-        if layer.layer.type in SHARED and isinstance(spec, LowRankSpec) and spec.side == "out":
-            rank = spec.groups * spec.rank
-            held, width = held + rank, width + spec.out_features
-            lost += sum(curves.get(layer.layer.module, ())[rank:])
-    if not held:
+    if plan.kv_cache is None:
         return []
+    held, whole, lost = 0.0, 0.0, 0.0
+    for layer in plan.layers:
+        spec, width = layer.spec.plain, layer.width // 8
+        if layer.layer.type in KINDS and isinstance(spec, LowRankSpec):
+            share = 1 if layer.layer.type in SHARED else 2 / 3  # queries are not held
+            held += share * spec.groups * held_bytes(spec.rank, plan.kv_cache, width)
+            whole += share * width * spec.out_features
+            lost += sum(curves.get(layer.layer.module, ())[spec.groups * spec.rank :])
+    sizes = f"{whole / held:.2f} times smaller, {whole:,.0f} -> {held:,.0f} bytes a token"
+    said = f"cache of keys and values: {sizes}"
     nats = lost / 2 / max(tokens, 1) ** 2
-    return [
-        f"cache of keys and values: {width / held:.2f} times smaller, predicted to lose about "
-        f"{nats:.2g} nats a token; a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
-    ]
+    less = "a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
+    return [f"{said}, predicted to lose about {nats:.2g} nats a token; {less}" if curves else said]
 
 
 def _steps(

@@ -12,7 +12,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import BYTES
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
 from blr.compressor.planning.cached import KINDS as CACHED_KINDS
-from blr.compressor.planning.cached import Cached
+from blr.compressor.planning.cached import Cached, cache_notes
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
 from blr.compressor.recipe.schema import AUTO, DENSE, NONE, Recipe
@@ -141,7 +141,10 @@ def make_plan(
     for task in structured:
         planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
     ordered = [planned[layer.module] for layer in layers if layer.module in planned]
-    return Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
+    plan = Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
+    if not curves and recipe.allocation != "sensitivity":
+        notes += cache_notes(plan, {}, 0)
+    return plan
 
 
 def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:

@@ -19,7 +19,7 @@ from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Sou
 from blr.compressor.modeling.layers import defer_large
 from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
 from blr.compressor.modeling.rank_store import again
-from blr.compressor.modeling.settings import KV_CACHES
+from blr.compressor.structures.cached import KV_CACHES
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
 LENGTH, NEW = 21, 9

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.rank_formats import FORMATS, LARGEST, leading
+from blr.compressor.modeling.rank_formats import FORMATS, LARGEST
+from blr.compressor.structures.cached import KV_CACHES, held_bytes, leading
 
 
 @given(rank=st.integers(1, 70), groups=st.integers(0, 3), seed=st.integers(0, 99))
@@ -27,10 +28,11 @@ def test_int4_is_off_by_half_a_step_of_each_part(rank: int, groups: int, seed: i
             assert ((found - ranks)[..., part].abs() <= step).all()
 
 
+@pytest.mark.parametrize("kind", KV_CACHES)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 8, 31, 32])
-def test_int4_takes_half_a_byte_beyond_the_leading_ranks(rank: int) -> None:
-    first = leading(rank)
-    assert rank / 4 <= first <= rank / 4 + 2 and (rank - first) % 2 == 0
-    parts = FORMATS["int4"].pack(torch.ones(1, 5, rank, dtype=torch.bfloat16))
-    scales = 2 if rank > first else 1
-    assert sum(part.nbytes for part in parts) == 5 * (first + (rank - first) // 2 + 2 * scales)
+def test_sizes_are_those_that_are_said(rank: int, kind: str) -> None:
+    """Beside int4 a quarter of the ranks, or up to two more, are in int8."""
+    assert rank / 4 <= leading(rank) <= rank / 4 + 2 and (rank - leading(rank)) % 2 == 0
+    parts = FORMATS[kind].pack(torch.ones(1, 5, rank, dtype=torch.bfloat16))
+    assert sum(part.nbytes for part in parts) == 5 * held_bytes(rank, kind, 2)
+    assert held_bytes(32, "int4", 2) == 8 + 12 + 2 * 2

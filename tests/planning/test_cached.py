@@ -68,6 +68,13 @@ def test_the_loss_is_predicted(tmp_path: Path) -> None:
     curves = {name: [1.0] * 128 for name in modules}
     plan = planned(tmp_path, 2, curves, kv_cf=2.0)
     lost = 4 * 64 / 2 / 80**2
-    [note] = cache_notes(plan.layers, curves, 80)
+    [note] = cache_notes(plan, curves, 80)
     assert "2.00 times smaller" in note and f"about {lost:.2g} nats" in note
-    assert not cache_notes(planned(tmp_path, 2, None, quantize="int8").layers, curves, 80)
+    assert not cache_notes(planned(tmp_path, 2, None, quantize="int8"), curves, 80)
+
+
+def test_sizes_are_said_without_calibration(tmp_path: Path) -> None:
+    """Two layers' keys and values of 128 features in bf16, scales and all."""
+    notes = planned(tmp_path, 2, None, kv_cf=1.0, kv_quantize="int4").notes
+    said = "3.05 times smaller, 1,024 -> 336 bytes a token"
+    assert [note for note in notes if "cache" in note] == [f"cache of keys and values: {said}"]
