@@ -8,6 +8,7 @@ others in int4 lose a sixth or less of what int4 alone does (`scripts/LOG.md`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,9 +59,17 @@ def _unmixed(parts: Parts, dtype: torch.dtype) -> Tensor:
     return torch.cat((first, whole * scale), -1)
 
 
-_FORMATS = (
-    Format(lambda ranks: (ranks,), lambda parts, dtype: parts[0]),
-    Format(lambda ranks: _rounded(ranks, "int8"), _scaled),
+def _kept(ranks: Tensor) -> Parts:
+    return (ranks,)
+
+
+def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0]
+
+
+_FORMATS = (  # by names that pickle finds: a cache may be kept in a file
+    Format(_kept, _only),
+    Format(partial(_rounded, kind="int8"), _scaled),
     Format(_mixed, _unmixed),
 )
 FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))

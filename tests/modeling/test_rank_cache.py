@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,22 @@ def test_whole_keys_end_the_ranks() -> None:
     assert found.logits.requires_grad and cache.get_seq_length() == LENGTH
     close = TOLERANCES[torch.float32] * expected[0].norm()
     assert (found.logits[0] - expected[0, -4:]).norm() <= close
+
+
+@pytest.mark.parametrize("kind", KV_CACHES)
+def test_a_cache_goes_on_from_a_copy_and_from_a_file(kind: str) -> None:
+    """As prompts that are read again and again are kept."""
+    model = caching("qwen3", per_head, kind)
+    caches = [rank_cache(DynamicCache(config=model.config), model.config, kind)]
+    ids = prompts()["input_ids"][:1]
+    with torch.no_grad():
+        model(input_ids=ids[:, :-2], past_key_values=caches[0])
+        caches += copy.deepcopy(caches[0]), pickle.loads(pickle.dumps(caches[0]))
+        expected, *found = (
+            model(input_ids=ids[:, -2:], past_key_values=cache).logits for cache in caches
+        )
+    assert caches[0].nbytes == caches[1].nbytes == caches[2].nbytes > 0
+    assert all(torch.equal(logits, expected) for logits in found)
 
 
 def test_a_token_makes_no_more_nodes_than_its_keys_are_made_of() -> None:
