@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -34,8 +35,8 @@ COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by w
 
 
 def changes(left: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two fingerprints, named down to the single setting; of two commands' runs,
-    the commands."""
+    """What differs between two fingerprints, named down to the single setting; of what has a digest,
+    that it has changed; of two commands' runs, the commands."""
     before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
     if before != after:
         return [f"command was {before}, now {after}"]
@@ -49,10 +50,18 @@ def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str
         if type(was) is dict and type(is_now) is dict:
             found += _changes(was, is_now, f"{prefix}{key}.")
         elif was != is_now:
-            found.append(f"{prefix}{key} was {_short(was)}, now {_short(is_now)}")
+            digests = _is_digest(was) and _is_digest(is_now)
+            said = "has changed" if digests else f"was {_short(was)}, now {_short(is_now)}"
+            found.append(f"{prefix}{key} {said}")
     return found
 
 
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
 def _short(value: Any) -> str:
+    if value is None or _is_digest(value):
+        return "none" if value is None else f"{value[:12]}..."
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
