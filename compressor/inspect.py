@@ -13,7 +13,8 @@ from typing import Any
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.manifest import MANIFEST, saved_by
-from blr.compressor.checkpoint.regular import check_is_folder, parse_json, read_whole
+from blr.compressor.checkpoint.mistaken import check_is_output
+from blr.compressor.checkpoint.regular import parse_json, read_whole
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
@@ -30,7 +31,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
     Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
     """
-    check_is_folder(folder, "one that blr compress wrote")
+    check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
         config = _read(folder / "config.json")

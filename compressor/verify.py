@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
-from blr.compressor.checkpoint.regular import check_is_folder, parse_json, read_whole
+from blr.compressor.checkpoint.mistaken import check_is_output
+from blr.compressor.checkpoint.regular import parse_json, read_whole
 from blr.compressor.errors import InputError, VerifyError
 
 
@@ -20,7 +21,7 @@ def verify_output(folder: Path) -> dict[str, Any]:
         OutputError: a folder that neither `blr` nor a model of ours wrote.
         InputError: no folder, or malformed files in one that transformers saved.
     """
-    check_is_folder(folder, "one that blr wrote")
+    check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:
         return {"output": str(folder), "files": _check_saved(folder), "ok": True, "saved": saved}

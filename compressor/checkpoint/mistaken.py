@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from blr.compressor.checkpoint.regular import check_is_folder, refuse
 from blr.compressor.quoting import quote
 
 Advice = str | Callable[[Path, Path], str]
@@ -22,6 +23,13 @@ def in_place_of(folder: Path) -> tuple[str, str] | None:
     return None
 
 
+def check_is_output(folder: Path, expected: str) -> None:
+    """Raises `InputError` unless `folder` is one, and no half of an output, which is `expected`."""
+    check_is_folder(folder, expected)
+    if (folder / JOURNAL).is_dir():
+        refuse(folder, UNFINISHED, expected, FINISH)
+
+
 def _snapshot(folder: Path, match: Path) -> str:
     owner_and_name = folder.name.removeprefix("models--").replace("--", "/")
     return f"give {quote(owner_and_name)[1:-1]}, or the folder {quote(match.parent, 160)[1:-1]}"
@@ -31,9 +39,13 @@ def _inside(folder: Path, match: Path) -> str:
     return f"give {quote(match.parent, 160)[1:-1]}"
 
 
+JOURNAL = "journal"  # in the partial folder of any run
+UNFINISHED = "what an interrupted run of blr has done"
+FINISH = "finish it by the command that began it"
 TENSORS = "take the model's safetensors"
 # pattern of names in the folder -> what it is, what to do
 KINDS: tuple[tuple[str, str, Advice], ...] = (
+    (JOURNAL, UNFINISHED, FINISH),
     ("adapter_config.json", "an adapter of peft", "merge it into its base model and give that"),
     ("*-of-*.safetensors", "shards without their index", "download the .safetensors.index.json, too"),
     ("*.gguf", "weights in GGUF", f"{TENSORS}, or let transformers read it (gguf_file=) and save it"),

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from blr.compressor.checkpoint.disk import SCRATCH, fsync_folder, write_stream
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_listed
+from blr.compressor.checkpoint.mistaken import JOURNAL
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.errors import InputError, OutputError
 from blr.compressor.quoting import quote
@@ -26,7 +27,7 @@ RUN_FILE = "run.json"
 ABOUT = "unfinished output of blr: the same command resumes it, --restart discards it"
 MARK = canonical_json({"about": ABOUT})[:-1]  # how every run.json begins
 MAX_BYTES = 64 * 2**20
-JOURNAL, PICKLED = "journal", "pickled"
+PICKLED = "pickled"
 _SCRATCH = re.compile(rf"(.+)\.[0-9a-f]{{12}}{re.escape(SCRATCH)}")
 # Layers by their keys, converted weights, and what the safetensors library was writing of either
 _OWN_FOLDERS = re.compile(

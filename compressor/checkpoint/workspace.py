@@ -26,6 +26,7 @@ from blr.compressor.checkpoint.manifest import (
     verify_files,
     verify_listed,
 )
+from blr.compressor.checkpoint.mistaken import JOURNAL
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
 
@@ -55,7 +56,7 @@ class Workspace:
             check_output(self.output, overwrite)
         self.partial = sibling(self.output, "partial")
         self.retired = sibling(self.output, "replaced")
-        self.journal = Journal(self.partial / ownership.JOURNAL)
+        self.journal = Journal(self.partial / JOURNAL)
         self.pickled = self.partial / ownership.PICKLED  # room for converted pickle weights
         self.fingerprint: dict[str, Any] = {}
         self.overwrite, self.restart = overwrite, restart

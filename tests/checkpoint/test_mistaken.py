@@ -30,6 +30,10 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (["config.json", "model.onnx"], "a model in ONNX; .*safetensors$"),
         (["snapshots/0123/config.json"], "the cache of the hub; .*give who/a-b, or the folder .*/0123$"),
         (["pico/config.json"], "folders of checkpoints; .*/pico$"),
+        (
+            ["journal/a", "unhealed/config.json"],
+            "an interrupted run of .*; finish it by the command",
+        ),
         (["notes.txt"], "found no config.json; .*check the path$"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
