@@ -119,13 +119,17 @@ def sweep(
         **{"rounds": rounds, "blocks": blocks, "group": group},
         **{"include": include or None, "exclude": exclude or None},
     }
-    lines = () if plain == NONE else listed(plain)
-    sizes = listed(cf, float), listed(quantize), listed(base), listed(rank, int)
-    seeds = listed(seed, int)
+    lines = () if plain == NONE else listed("--plain", plain)
+    sizes = (
+        *(listed("--cf", cf, float), listed("--quantize", quantize)),
+        *(listed("--base", base), listed("--rank", rank, int)),
+    )
+    seeds = listed("--seed", seed, int)
     if len(seeds) == 1:
         given["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
-    grid = Grid(listed(usual if methods is None else methods), *sizes, lines, listed(heal, float), seeds)
+    named = listed("--methods", usual if methods is None else methods)
+    grid = Grid(named, *sizes, lines, listed("--heal", heal, float), seeds)
     if AUTO in grid.methods:
         given["gpu"] = gpu  # of equal structures the fastest there
     common = {k: v for k, v in given.items() if v is not None}

@@ -59,7 +59,7 @@ class Folder:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
         found = self._found()
-        if found is not None and found != self.common and not restart:
+        if found is not None and found != self.common and not restart and self._has_work():
             self._differs(found)
         return found
 
@@ -82,6 +82,10 @@ class Folder:
         if found.get("about") != ABOUT or not isinstance(found.get("common"), dict):
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found["common"]
+
+    def _has_work(self) -> bool:
+        """Whether a run has left anything beside what it was asked for."""
+        return any(any((self.path / part).glob("*")) for part in ("points", "outputs"))
 
     def _differs(self, found: dict[str, Any]) -> NoReturn:
         raise OutputError(

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from blr.compressor.errors import UsageError
+from blr.compressor.quoting import quote
 from blr.compressor.recipe.idle import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 
@@ -158,13 +159,15 @@ def _seeded(point: Point, seed: int | None) -> Point:
     return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
 
 
-def listed(text: str, kind: type = str) -> tuple[Any, ...]:
-    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError for what is no such list."""
+def listed(option: str, text: str, kind: type = str) -> tuple[Any, ...]:
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
         return tuple(kind(part) for part in parts)
     except ValueError:
-        raise UsageError(f"{text!r}: expected {kind.__name__}s with commas between") from None
+        wanted = "whole numbers" if kind is int else "numbers"
+        found = quote(text, 40)[1:-1]
+        raise UsageError(f"{option} {found}: expected {wanted} with commas between") from None
 
 
 def common_options(common: dict[str, Any], point: Point) -> Sequence[str]:

@@ -17,7 +17,7 @@ from blr.compressor.cli.options import Format, print_result
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep import chain, launch
-from blr.compressor.sweep.folder import Folder
+from blr.compressor.sweep.folder import Folder, read_json
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
 from blr.compressor.sweep.launch import Command, Pool
@@ -126,7 +126,7 @@ def test_what_a_sweep_was_made_of_is_known_by_what_it_holds(
         refused(limited.run(*line, cwd=tmp_path, patch=FORKED), code, said)
 
     swapped = [{"one.txt": "two.txt", "two.txt": "one.txt"}.get(part, part) for part in few]
-    refuse(swapped, 5, "other settings (texts.1 was ")
+    refuse(swapped, 5, "other settings (texts.1 has changed")
     twice = [part.replace("two.txt", "./one.txt") for part in few]
     refuse(twice, 2, "--eval one.txt: the same text as one.txt; give every text once")
     elsewhere = [f"../{part}" if part in ("model", "one.txt", "two.txt") else part for part in few]
@@ -135,7 +135,7 @@ def test_what_a_sweep_was_made_of_is_known_by_what_it_holds(
     assert "2 of 2 points are there already" in again.err
     stored = model / "model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(stored).items()}, stored, {"format": "pt"})
-    refuse(few, 5, "other settings (weights was ")
+    refuse(few, 5, "other settings (weights has changed")
 
 
 def test_checkpoints_are_kept_where_that_is_asked_for_once(
@@ -263,11 +263,19 @@ def test_a_second_sweep_leaves_alone_what_the_first_one_has(tmp_path: Path) -> N
         assert (tmp_path / "out/points/svd.json").exists()
     with other.held(restart=True):
         assert not list((tmp_path / "out/points").iterdir())
+        other.write("points/svd.json", "{}")
     with (
         pytest.raises(OutputError, match=r'other settings .model was "n", now "m"'),
         place.held(restart=False),
     ):
         pass
+
+
+def test_a_sweep_that_made_nothing_is_in_no_ones_way(tmp_path: Path) -> None:
+    """One whose text was too short, say: the next has another."""
+    for common in ({"model": "m"}, {"model": "n"}):
+        with Folder(tmp_path / "out", common).held(restart=False):
+            assert read_json(tmp_path / "out/sweep.json")["common"] == common
 
 
 def test_the_grid_combines_what_belongs_together() -> None:
@@ -318,7 +326,7 @@ def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureF
 @pytest.mark.parametrize("text", ["1.5,x", "2;3"])
 def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="with commas between"):
-        listed(text, float)
+        listed("--cf", text, float)
 
 
 def _found(name: str, bits: float, *losses: float, plain: bool = False) -> Found:
