@@ -9,6 +9,7 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.storing import what_became
 from blr.compressor.recipe.schema import Recipe
@@ -16,7 +17,7 @@ from blr.compressor.recipe.schema import Recipe
 TEMPLATE = """# {name}, compressed by blr
 
 {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
-
+{cache}
 {loading}
 
 | layer type | layers | structure | mean relative error of the weights |
@@ -27,6 +28,7 @@ TEMPLATE = """# {name}, compressed by blr
 `blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
 """
 
+CACHE = "\nHeld as ranks by `generate` of transformers, the {note}.\n"
 LOADING = {
     TRANSFORMERS: """Load it with `blr-compress` installed:
 
@@ -72,6 +74,7 @@ def model_card(
         size=_size(plan),
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
+        cache="".join(CACHE.format(note=note) for note in cache_notes(plan, {}, 0)),
         loading=LOADING[source.library].format(auto=auto),
         rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
         version=__version__,

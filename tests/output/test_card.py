@@ -66,3 +66,16 @@ def test_a_model_that_is_saved_is_asked_for_by_its_own_class(tmp_path: Path) -> 
         again = getattr(transformers, auto).from_pretrained(tmp_path / "saved")
         found, expected = (m.eval()(**inputs_for(m)).logits for m in (again, model))
     assert torch.equal(found, expected)
+
+
+def test_a_cache_of_ranks_is_told_with_its_size(tmp_path: Path) -> None:
+    save_model(*MODELS["llama"], tmp_path / "dense")
+    settings = {"ranks": {"kv_cf": 2.0}, "whole": {"method": "svd", "cf": 1.5}}
+    cards = {
+        kind: (compress_to(tmp_path / "dense", tmp_path / kind, **given) / "README.md").read_text()
+        for kind, given in settings.items()
+    }
+    assert (
+        "the cache of keys and values: 2.00 times smaller, 256 -> 128 bytes a token." in cards["ranks"]
+    )
+    assert "cache" not in cards["whole"]
