@@ -112,9 +112,9 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
         )
     own, packed = is_own(text), model.model.can_generate()
     if (own or recipe.mix) and not packed:
+        remedy = "give --calibration a text" if own else "leave --mix out"
         raise CapabilityError(
-            f"{work.source.folder}: a model that generates no text has none of its own; "
-            "give --calibration a text"
+            f"{work.source.folder}: a model that generates no text has none of its own; {remedy}"
         )
     start = read_start(Path(text)) if os.path.exists(text) else ""
     tokenizer = load_tokenizer(work.source.folder, text=start)

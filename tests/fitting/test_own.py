@@ -72,7 +72,12 @@ def test_a_file_of_that_name_is_a_text(
 
 
 def test_an_encoder_writes_nothing(tmp_path: Path) -> None:
-    encoder = save_pico("bert", tmp_path / "bert")
-    with pytest.raises(BlrError, match="generates no text has none of its own") as raised:
-        run(encoder, tmp_path / "out", "self")
-    assert raised.value.exit_code == 9
+    """Whoever asks for its own text is told to give one, or not to mix with what was given."""
+    encoder, text = save_pico("bert", tmp_path / "bert"), write_text(tmp_path / "text.txt")
+    for given, mix, remedy in (
+        ("self", 0.0, "give --calibration a text"),
+        (text, 0.5, "leave --mix out"),
+    ):
+        with pytest.raises(BlrError, match=f"generates no text has none of its own; {remedy}") as raised:
+            run(encoder, tmp_path / "out", str(given), mix=mix)
+        assert raised.value.exit_code == 9
