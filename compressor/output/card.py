@@ -28,7 +28,7 @@ TEMPLATE = """# {name}, compressed by blr
 `blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
 """
 
-CACHE = "\nHeld as ranks by `generate` of transformers, the {note}.\n"
+CACHE = "\nHeld as ranks by `generate` of transformers, not by the runtime of an export: the {note}.\n"
 LOADING = {
     TRANSFORMERS: """Load it with `blr-compress` installed:
 
