@@ -84,7 +84,8 @@ def _passes(layers: Sequence[PlannedLayer], recipe: Recipe, gpu: Gpu) -> float:
 def _bytes(layer: PlannedLayer, calibrated: bool) -> float:
     spec = layer.spec
     moments = MOMENT * spec.in_features**2 if calibrated else 0.0
-    if calibrated and isinstance(spec.plain, BlastSpec):  # V'H of its descent
+    if calibrated and isinstance(spec.plain, BlastSpec):  # V'H and W H of its descent
+        moments += SINGLE * spec.dense_parameters
         moments += min(SINGLE * spec.plain.blocks * spec.in_features * spec.plain.rank, SPREAD_BYTES)
     return moments + FACTOR * min(spec.parameters, spec.dense_parameters)
 

@@ -20,7 +20,7 @@ from blr.compressor.structures.cached import held_bytes
 from blr.compressor.structures.specs import LowRankSpec
 
 if TYPE_CHECKING:
-    from blr.compressor.planning.plan import Plan
+    from blr.compressor.planning.plan import Plan, PlannedLayer
 
 KINDS = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
 SHARED = KINDS[:2]  # those whose outputs are all held
@@ -92,23 +92,28 @@ def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
 
     Args:
         curves: as measured on so many `tokens`: half of what is left of them is lost. Empty if they
-            were not: nothing is predicted.
+            were not: nothing is predicted, nor where queries share the layer.
     """
     if plan.kv_cache is None:
         return []
-    held, whole, lost = 0.0, 0.0, 0.0
-    for layer in plan.layers:
-        spec, width = layer.spec.plain, layer.width // 8
-        if layer.layer.type in KINDS and isinstance(spec, LowRankSpec):
-            share = 1 if layer.layer.type in SHARED else 2 / 3  # queries are not held
-            held += share * spec.groups * held_bytes(spec.rank, plan.kv_cache, width)
-            whole += share * width * spec.out_features
-            lost += sum(curves.get(layer.layer.module, ())[spec.groups * spec.rank :])
+    named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in KINDS]
+    ranked = [(layer, spec) for layer, spec in named if isinstance(spec, LowRankSpec)]
+    held, whole = map(sum, zip(*(_sizes(*pair, plan.kv_cache) for pair in ranked), strict=True))
     sizes = f"{whole / held:.2f} times smaller, {whole:,.0f} -> {held:,.0f} bytes a token"
     said = f"cache of keys and values: {sizes}"
-    nats = lost / 2 / max(tokens, 1) ** 2
+    if not curves or any(layer.layer.type not in SHARED for layer, _ in ranked):
+        return [said]
+    left = (curves.get(layer.layer.module, ())[spec.groups * spec.rank :] for layer, spec in ranked)
+    nats = sum(map(sum, left)) / 2 / max(tokens, 1) ** 2
     less = "a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
-    return [f"{said}, predicted to lose about {nats:.2g} nats a token; {less}" if curves else said]
+    return [f"{said}, predicted to lose about {nats:.2g} nats a token; {less}"]
+
+
+def _sizes(planned: PlannedLayer, spec: LowRankSpec, kind: str) -> tuple[float, float]:
+    """Bytes of a token's ranks of one layer, and of its whole keys or values."""
+    width = planned.width // 8
+    share = 1 if planned.layer.type in SHARED else 2 / 3  # queries are not held
+    return share * spec.groups * held_bytes(spec.rank, kind, width), share * width * spec.out_features
 
 
 def _steps(

@@ -370,9 +370,7 @@ CONFIGS = {
 PICKLES = {
     "pickle-not-allowed": Hostile(pickled(lambda c: archived({"a": Canary(c)})), "--allow-pickle"),
     "pickle-reducer": Hostile(pickled(lambda c: archived({"a": Canary(c)})), "asks for", True),
-    "pickle-reducer-legacy": Hostile(
-        pickled(lambda c: pickle.dumps(Canary(c), protocol=2)), "zip format", True
-    ),
+    "pickle-reducer-legacy": Hostile(pickled(lambda c: pickle.dumps(Canary(c), 2)), "zip format", True),
     "pickle-reducer-by-stack": Hostile(
         pickled(lambda c: archived({"a": Canary(c)}, protocol=4)), "asks for 'STACK_GLOBAL'", True
     ),
