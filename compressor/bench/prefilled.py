@@ -30,9 +30,11 @@ from blr.compressor.modeling.masks import unmasked
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
+from blr.kernels.common.available import kernels_on
 
 FP8 = "fp8"
 GRAPH = "graph"
+RUNTIME = "runtime"
 CHECKED = 128  # tokens of the check of float8 in decoders
 
 
@@ -49,6 +51,7 @@ class Prefilled:
     batch: int
     built: dict[str, Any] = field(default_factory=dict)
     graphs: dict[int, ForwardGraphs] = field(default_factory=dict)  # by the id of a built model
+    decoders: dict[int, Any] = field(default_factory=dict)  # likewise
 
     def __post_init__(self) -> None:
         self.models = Models(
@@ -84,13 +87,17 @@ class Prefilled:
         return model.get_decoder().layers
 
     def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
-        """What is compared, in float32; `way`: eager, layers compiled, or these captured in a graph."""
+        """What is compared, in float32; `way`: eager, layers compiled, these captured in a graph, or as
+        the runtime of an export takes prompts."""
+        compiled = way not in ("", RUNTIME)
         for layer in self.layers(model):
-            if way and not hasattr(layer, "blr_compiled"):
+            if compiled and not hasattr(layer, "blr_compiled"):
                 layer.compile(dynamic=False)
                 layer.blr_compiled = layer._compiled_call_impl
-            layer._compiled_call_impl = layer.blr_compiled if way else None
-        return self._replayed(model, x) if way == GRAPH else self.compute(model, x)
+            layer._compiled_call_impl = layer.blr_compiled if compiled else None
+        run: Any = {GRAPH: self._replayed, RUNTIME: self._decoded}.get(way, self.compute)
+        found: Tensor = run(model, x)
+        return found
 
     def _replayed(self, model: Any, x: Tensor) -> Tensor:
         """`compute` by the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
@@ -99,6 +106,22 @@ class Prefilled:
         if graphs.failed:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found
+
+    def _decoded(self, model: Any, x: Tensor) -> Tensor:
+        """`compute` by a decoder. Raises DecoderError where there can be none."""
+        from blr.compressor.runtime.decoder import Decoder
+
+        if id(model) not in self.decoders:
+            ops = "triton" if kernels_on(self.device) else "torch"
+            made = Decoder(model, batch=self.batch, context=self.context + 1, ops=ops)
+            self.decoders[id(model)] = made
+        found: Tensor = self.decoders[id(model)].prefill(x)
+        return found
+
+    def forget(self) -> None:
+        """Free what was made for prompts of some length."""
+        self.graphs.clear()
+        self.decoders.clear()
 
     def compute(self, model: Any, x: Tensor) -> Tensor:
         """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""

@@ -179,9 +179,11 @@ class PrefillRow(Timed):
     """One arm of `blr bench prefill` at one model and number of tokens.
 
     Attributes:
-        way: "" eager, "compiled", "graph". status: ok, wrong (no time), oom or failed; `note` says why.
+        way: "" eager, "compiled", "graph" or "runtime". status: ok, wrong (no time), oom or failed;
+            `note` says why.
         ms, low, high: to the first token, median and quartiles of `rounds` samples.
-        of_dense, of_dense_fp8: times as fast as these arms, run in the same way.
+        of_dense, of_dense_fp8: times as fast as these arms, run in the same way (the runtime: as the
+            faster of eager and compiled ones).
         rel_error: of logits, of float8 against its weights dequantized, of compiled against eager.
     """
 

@@ -54,6 +54,9 @@ def prefill(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Compiled arms as CUDA graphs of fixed lengths, too.")
     ] = False,
+    runtime: Annotated[
+        bool, typer.Option("--runtime", help="Every arm as an export takes prompts, too.")
+    ] = False,
     seconds: Seconds = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for results.json and results.csv.")
@@ -83,6 +86,7 @@ def prefill(
         dtype=dtype,
         compiling=compiling,
         graphs=graphs,
+        runtime=runtime,
         seconds=seconds,
     )
     report, code = run_prefill(options, Progress(quiet))

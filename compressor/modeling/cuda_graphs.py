@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from blr.compressor.modeling.basis import held_for
+from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
 
-MAX_GRAPHS = 16  # input shapes kept at once, the least recently used is dropped
+MAX_GRAPHS = 16  # input shapes of an encoder kept at once
 MAX_REMADE = 8  # models made of other modules or weights than before, until no graph is made any more
 WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
 BOUND = 0.8  # the host's share of a pass from which on it is bound by launches
@@ -59,10 +60,12 @@ class ForwardGraphs:
 
     `capture` turns a function without arguments, whose tensors stay where they are, into one that
     repeats its kernels and returns its first result, overwritten; None where that is not worth it.
+    `most`: shapes kept at once, the least recently used is dropped.
     """
 
-    def __init__(self, capture: Capture | None = None) -> None:
+    def __init__(self, capture: Capture | None = None, most: int = MAX_GRAPHS) -> None:
         self.capture = capture or captured_if_faster
+        self.most = most
         self.entries: OrderedDict[Any, tuple[list[Tensor], Replay | None]] = OrderedDict()
         self.failed = False
         self.maskless: bool | None = None  # whether a mask that hides nothing is as good as none
@@ -90,24 +93,33 @@ class ForwardGraphs:
         Args:
             inside: what a capture is made in. asked: what else results depend on.
         """
+        result = self.replayed(forward, inputs, inside, asked)
+        return forward(*inputs[0], **inputs[1]) if result is None else result
+
+    def replayed(
+        self,
+        forward: Callable[..., Any],
+        inputs: Any,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        asked: Sequence[Any] = (),
+    ) -> Any:
+        """The same by a graph, captured first for new shapes; None where the pass is to run as usual."""
         leaves, spec = tree_flatten(inputs)
         key = None if self.failed else _key([*leaves, *asked], spec)
-        if key is not None:
-            with self.turn:
-                result = self._result(key, forward, leaves, spec, inside)
-            if result is not None:
-                return result
-        return forward(*inputs[0], **inputs[1])
+        if key is None:
+            return None
+        with self.turn:
+            return self._result(key, forward, leaves, spec, inside)
 
     def _result(
         self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any, inside: Any
     ) -> Any:
-        """What a graph gives, made first for a new key; None where the pass is to run as usual."""
+        """What a graph gives, made first for a new key; None where there is none."""
         if key not in self.entries:
             with inside():
-                result = self._add(key, forward, leaves, spec)
-            if self.failed or self.entries[key][1] is None:
-                return result
+                self._add(key, forward, leaves, spec)
+            if self.failed:
+                return None
         self.entries.move_to_end(key)
         buffers, replay = self.entries[key]
         if replay is None:
@@ -125,8 +137,8 @@ class ForwardGraphs:
                 here.wait_stream(self.stream)
             self.stream = here
 
-    def _add(self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
-        """Capture for `key`; a failure is remembered, and the eager result returned."""
+    def _add(self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any) -> None:
+        """Capture for `key`; a failure is remembered."""
         args, kwargs = tree_unflatten(leaves, spec)
         result = forward(*args, **kwargs)
         try:
@@ -139,11 +151,10 @@ class ForwardGraphs:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             warn_once(f"the forward pass is not captured as a CUDA graph ({reason}); it runs eagerly")
             self.failed = True
-            return result
+            return
         self.entries[key] = ([], None) if replay is None else (_tensors(held), replay)
-        if len(self.entries) > MAX_GRAPHS:
+        if len(self.entries) > self.most:
             self.entries.popitem(last=False)
-        return result
 
 
 def _capturable(model: Any) -> bool:
@@ -190,7 +201,7 @@ def _key(leaves: list[Any], spec: Any) -> Any:
 
 def _check_output(result: Any) -> None:
     """Raise ValueError for results that a replay cannot give again: caches grow from call to call."""
-    if isinstance(result, dict) and result.get("past_key_values") is not None:
+    if isinstance(result, dict) and any(result.get(name) is not None for name in NAMES):
         raise ValueError("it returns a cache")
     if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
         raise ValueError("it returns more than tensors")
@@ -215,15 +226,19 @@ def captured(run: Callable[[], Any]) -> Replay:
     return _capture(run)
 
 
-def captured_if_faster(run: Callable[[], Any]) -> Replay | None:
+def captured_if_faster(run: Callable[[], Any], pool: Any = None) -> Replay | None:
     """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
-    hold the memory of a large pass."""
-    return _capture(run) if warm_up(run) > BOUND else None
+    hold the memory of a large pass.
+
+    pool: memory that graphs share, of which one is replayed at a time.
+    """
+    return _capture(run, pool) if warm_up(run) > BOUND else None
 
 
-def _capture(run: Callable[[], Any]) -> Replay:
+def _capture(run: Callable[[], Any], pool: Any = None) -> Replay:
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph, capture_error_mode="thread_local"):  # other threads may go on
+    # other threads may go on
+    with capturing(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 
     def replay() -> Any:

@@ -14,6 +14,7 @@ import transformers
 
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
+from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.classes import NestedMixin, by_module, made_class, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
@@ -76,9 +77,10 @@ class StructuredModelMixin(NestedMixin):
         """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
         native: Any = super()
         native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
-        cache, kind = model_kwargs.get("past_key_values"), caches_ranks(self.config)
-        if kind is not None and cache is not None:
-            model_kwargs["past_key_values"] = rank_cache(cache, self.config, kind)
+        kind = caches_ranks(self.config)
+        for name in NAMES if kind is not None else ():
+            if model_kwargs.get(name) is not None:
+                model_kwargs[name] = rank_cache(model_kwargs[name], self.config, kind)
 
     def _get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
         """As of transformers, which keeps some modules in float32 (T5's `wo` beside float16): what is

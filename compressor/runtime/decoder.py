@@ -1,7 +1,7 @@
 """Generates with a transformers model, one CUDA graph a token: the phases of `plan.py` replayed, as
 a kernel each or all in one.
 
-The prompt goes through the model's own modules in chunks; each new token is chosen on the device
+The prompt goes through the model's own modules (`prompt.py`); each new token is chosen on the device
 and fed back there. All modes are deterministic: every sum has an order that does not depend on
 timing.
 """
@@ -24,7 +24,7 @@ from blr.compressor.runtime.modes import CACHES, MODES, OPS
 from blr.compressor.runtime.phases import make_plan, supports
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.profile import measure
-from blr.compressor.runtime.prompt import left_padded, prefill_chunks
+from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.compressor.runtime.turns import Turn
 from blr.kernels.attention.launch import MAX_SPLITS
@@ -88,6 +88,8 @@ class Decoder:
         self.mode = self._fastest() if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
         self.state = State(model, self.plan, batch, context, cache)
+        captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
+        self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
         self._runs: dict[tuple[int, int], Run] = {}
@@ -129,8 +131,7 @@ class Decoder:
         start = length - lengths
         self.state.start[:rows] = start.to(device)
         self.state.pos[:rows] = length
-        cache = self.state.kv.for_prefill(rows)
-        hidden = prefill_chunks(self.model, input_ids.to(device), start, cache)
+        hidden = self.prompts.take(input_ids.to(device), start)
         self.rows, self.position = rows, length
         logits = self.model.get_output_embeddings()(hidden).float()
         self.state.tokens[:rows] = logits.argmax(-1)

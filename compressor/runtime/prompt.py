@@ -1,17 +1,27 @@
-"""Takes prompts through the model's own modules, in chunks, into the static cache."""
+"""Takes prompts through the model's own modules into the static cache: short ones by CUDA graphs of a
+few lengths, since the host takes longer to call the modules than a GPU to compute them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.float8 import is_float8
+from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
+from blr.compressor.modeling.masks import unmasked, unpacked
+from blr.compressor.runtime.cache import StaticKV
 from blr.compressor.runtime.failures import BatchError
 
-CHUNK = 512  # tokens of a row that pass through the layers together
-WIDE = 2048  # where products are in float8, which fewer tokens do not fill (scripts/LOG.md)
+CHUNK = 512  # tokens of a row that pass through the layers together where memory is short
+WHOLE = 8192  # tokens of all rows that do on a GPU; of longer prompts half as many at a time
+CAPTURED = 2048  # tokens of all rows up to which the host may be what a pass waits for
+GRAPHS = 48  # shapes of prompts kept at once
+LEAST = 16  # tokens that the lengths of graphs lie apart, a quarter of a power of two where that is more
 
 
 def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -36,31 +46,111 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
     return input_ids.gather(1, rolled), lengths
 
 
-def prefill_chunks(model: Any, input_ids: Tensor, start: Tensor, cache: Any) -> Tensor:
-    """Pass [B, T] tokens through the layers; the cache takes their keys and values.
+class Prompts:
+    """Passes prompts through the layers of `model`; `kv` takes their keys and values.
+
+    A graph is of more tokens than its prompt: those behind the end, which no token before them sees,
+    fill slots of the cache that tokens to come are written over. So are whole rows.
 
     Args:
-        start: [B] on the CPU, the first slot of each row that is not padding.
-
-    Returns:
-        [B, H], the normalized hidden states of the last slot.
+        capture: as of `ForwardGraphs`; None: no graphs.
     """
-    length, base = input_ids.shape[1], model.get_decoder()
-    slot = torch.arange(length, device=input_ids.device)
-    padding = start.to(input_ids.device)[:, None] if int(start.max()) > 0 else None
-    hidden: Any = None
-    step = WIDE if input_ids.is_cuda and any(map(is_float8, base.modules())) else CHUNK
-    for begin in range(0, length, step):
-        end = min(begin + step, length)
-        positions, mask = slot[None, begin:end], None
+
+    def __init__(self, model: Any, kv: StaticKV, capture: Capture | None) -> None:
+        self.model, self.kv = model, kv
+        self.graphs = None if capture is None else ForwardGraphs(capture, GRAPHS)
+
+    def take(self, input_ids: Tensor, start: Tensor) -> Tensor:
+        """Pass [B, T] tokens through.
+
+        Args:
+            start: [B] on the CPU, the first slot of each row that is not padding.
+
+        Returns:
+            [B, H], the normalized hidden states of the last slot.
+        """
+        padding = start.to(input_ids.device) if int(start.max()) > 0 else None
+        found = None
+        with suppress(torch.OutOfMemoryError):
+            found = self._replayed(input_ids, padding)
+        return self._whole(input_ids, padding) if found is None else found
+
+    def _replayed(self, input_ids: Tensor, padding: Tensor | None) -> Tensor | None:
+        """The same by a graph; None where there is none for so many tokens."""
+        rows, length = input_ids.shape
+        most_rows, context = self.kv.data.shape[2], self.kv.data.shape[4]
+        shape = graph_shape(rows, length, most_rows, context)
+        if self.graphs is None or shape is None:
+            return None
+        last = torch.full((1,), length - 1, device=input_ids.device)
+        given: tuple[Tensor, ...] = (_filled(input_ids, shape), last)
+        inside = unmasked
         if padding is not None:
-            positions = (positions - padding).clamp_min(0)
-            mask = (slot[None, :end] >= padding).long()
-        hidden = base(
-            input_ids=input_ids[:, begin:end],
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-    return hidden[:, -1]
+            given, inside = (*given, _filled(padding, shape[:1])), unpacked
+        found = self.graphs.replayed(self._at_once, (given, {}), inside)
+        return None if found is None else found[:rows]
+
+    def _at_once(self, input_ids: Tensor, last: Tensor, padding: Tensor | None = None) -> Tensor:
+        """[B, H] of slot `last`, a tensor of one, of tokens that pass together."""
+        hidden = self._chunk(input_ids, padding, self.kv.for_prefill(len(input_ids)), 0)
+        return hidden.index_select(1, last)[:, 0]
+
+    def _whole(self, input_ids: Tensor, padding: Tensor | None) -> Tensor:
+        """A prompt without graphs, as much of it at once as there is memory for."""
+        rows, length = input_ids.shape
+        if self._on_gpu(input_ids):
+            most = WHOLE if rows * length <= WHOLE else WHOLE // 2
+            with suppress(torch.OutOfMemoryError):
+                return self._in_chunks(input_ids, padding, max(most // rows, CHUNK))
+            torch.cuda.empty_cache()
+        return self._in_chunks(input_ids, padding, CHUNK)
+
+    @staticmethod
+    def _on_gpu(tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def _in_chunks(self, input_ids: Tensor, padding: Tensor | None, step: int) -> Tensor:
+        cache, hidden = self.kv.for_prefill(len(input_ids)), input_ids
+        for begin in range(0, input_ids.shape[1], step):
+            hidden = self._chunk(input_ids[:, begin : begin + step], padding, cache, begin)
+        return hidden[:, -1]
+
+    def _chunk(self, input_ids: Tensor, padding: Tensor | None, cache: Any, begin: int) -> Tensor:
+        """[B, T, H] of tokens from slot `begin` on, behind those that the cache has."""
+        end = begin + input_ids.shape[1]
+        slot, mask = torch.arange(end, device=input_ids.device), None
+        positions = slot[None, begin:]
+        if padding is not None:
+            positions = (positions - padding[:, None]).clamp_min(0)
+            mask = (slot >= padding[:, None]).long()
+        base = self.model.get_decoder()
+        given = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
+        hidden: Tensor = base(**given, **{cache_name(base): cache}, use_cache=True).last_hidden_state
+        return hidden
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures passes on a device: graphs that share their memory. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    found: Callable[..., Any] = partial(captured_if_faster, pool=torch.cuda.graph_pool_handle())
+    return found
+
+
+def graph_shape(rows: int, length: int, most_rows: int, context: int) -> tuple[int, int] | None:
+    """Rows and tokens of the graph that takes a prompt of so many; None where it is too long for one.
+
+    Tokens are the next of lengths that lie a quarter apart, rows the next power of two, neither beyond
+    what the cache has.
+    """
+    step = max(LEAST, 1 << max((length - 1).bit_length() - 3, 0))
+    tokens = min(-(-length // step) * step, context)
+    wide = min(1 << (rows - 1).bit_length(), most_rows)
+    return (wide, tokens) if wide * tokens <= CAPTURED else None
+
+
+def _filled(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`t` with zeros behind it along every axis."""
+    room = t.new_zeros(shape)
+    room[tuple(slice(size) for size in t.shape)] = t
+    return room

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.progress import Progress
 
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
@@ -137,9 +138,9 @@ def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
 def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
     from transformers import DynamicCache
 
-    cache, fresh, found = DynamicCache(config=model.config), ids, [ids]
+    cached, fresh, found = {cache_name(model): DynamicCache(config=model.config)}, ids, [ids]
     for _ in range(wanted.length - ids.shape[1]):
-        out = model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=fresh, **cached, use_cache=True, logits_to_keep=1)
         fresh = sample(out.logits[:, -1].float(), generator)
         found.append(fresh)
     return torch.cat(found, 1)[:, : wanted.length].to("cpu", torch.int32)

@@ -11,7 +11,7 @@ from torch import nn
 
 from blr.compressor.bench import prefill, prefilled
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
-from blr.compressor.bench.prefilled import GRAPH, Prefilled, find_any
+from blr.compressor.bench.prefilled import GRAPH, RUNTIME, Prefilled, find_any
 from blr.compressor.bench.summary import prefill_summary, prefill_text
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.modeling import float8
@@ -98,3 +98,16 @@ def test_a_pass_that_cannot_be_captured_has_no_time(monkeypatch: pytest.MonkeyPa
 def test_graphs_are_of_a_gpu() -> None:
     with pytest.raises(CapabilityError, match="--graphs on the CPU"):
         run_prefill(options(graphs=True), Progress(quiet=True))
+
+
+def test_prompts_as_an_export_takes_them() -> None:
+    """Compared with the faster way of transformers; encoders have no runtime, and say so."""
+    report, code = run_prefill(options(arms=("dense", "lowrank"), runtime=True), Progress(quiet=True))
+    rows = {(row.arm, row.way): row for row in report.rows}
+    assert code == 0 and set(rows) == {(a, w) for a in ("dense", "lowrank") for w in ("", RUNTIME)}
+    found, dense = rows["lowrank", RUNTIME], rows["dense", ""]
+    assert found.status == "ok" and (found.rel_error or 0) < 0.05
+    assert found.ms and dense.ms and found.of_dense == pytest.approx(dense.ms / found.ms)
+    given = options(models=("pico-bert",), arms=("dense",), tokens=(8,), runtime=True)
+    with pytest.raises(UsageError, match="--runtime"):
+        run_prefill(given, Progress(quiet=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from blr.compressor.bench.decode.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.errors import UsageError
 from blr.compressor.export.pack import KINDS
+from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.modes import CACHES, MODES
 
 HF, OURS = "hf", "ours"
@@ -77,6 +78,7 @@ class HfArm:
 
         self.model, self.ids = model, ids
         self.cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps + 1)
+        self.cached = {cache_name(model): self.cache}
         self.tokens = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
         self.forward = self._step
         if compiling:
@@ -86,7 +88,7 @@ class HfArm:
     def prefill(self) -> None:
         """Forget everything, take the prompt and choose the first token."""
         self.cache.reset()
-        out = self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(self.ids, **self.cached, use_cache=True, logits_to_keep=1)
         self.tokens.copy_(out.logits[:, -1:].argmax(-1))
 
     def step(self, tokens: Tensor | None = None) -> Tensor:
@@ -107,7 +109,7 @@ class HfArm:
         return out[:, self.ids.shape[1] :].tolist()
 
     def _step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(tokens, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        logits = self.model(tokens, **self.cached, use_cache=True).logits[:, -1]
         return logits.argmax(-1, keepdim=True), logits
 
 
