@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.fused_norm import is_fused
 from blr.compressor.modeling.probes import CLOSE, SMALL, numbers
@@ -31,15 +33,17 @@ class FusedRotary(Extension):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As of the module."""
         native: Any = super().forward  # type: ignore[misc]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        inner = unwrap(native.__func__)
+        renamed = any(name in kwargs and name not in inner.__code__.co_varnames for name in NAMES)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or renamed:
             return native(*args, **kwargs)
-        return _rotating(native.__func__)(self, *args, **kwargs)
+        return _rotating(inner)(self, *args, **kwargs)
 
 
 def fuse_rotary(model: nn.Module) -> None:
     """Let the attention of `model` rotate by one kernel, if it does so as `reference.rotate`."""
     for module in model.modules():
-        forward = type(module).forward
+        forward = unwrap(type(module).forward)  # what renames its arguments stands before it
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATION in names and _rotates(forward.__globals__.get(ROTATION)):
             extend(module, FusedRotary)

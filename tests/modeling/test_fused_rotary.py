@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from functools import wraps
+from inspect import signature, unwrap
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from blr.compressor.modeling import fused_rotary
+from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.fused_rotary import FusedRotary, fuse_rotary
 from blr.kernels.rotary.reference import rotate
 
@@ -54,6 +57,30 @@ def test_the_same_numbers_by_the_kernel(name: str, taken: list[torch.Size]) -> N
         assert torch.equal(fused.float()(IDS)[0], native.float()(IDS)[0]) and len(taken) == 2
     fused(IDS).last_hidden_state.sum().backward()
     assert len(taken) == 2, "for gradients, too"
+
+
+def test_behind_what_renames_arguments(taken: list[torch.Size]) -> None:
+    """As transformers 5.24 does with the old name of a cache: that name goes by the native module."""
+    model, renamed = model_of("Llama"), []
+    native = unwrap(transformers.models.llama.modeling_llama.LlamaAttention.forward)
+
+    @wraps(native)
+    def forward(self: Any, *args: Any, old: Any = None, **kwargs: Any) -> Any:
+        renamed.append(old)
+        return native(self, *args, **kwargs)
+
+    for layer in model.layers:
+        layer.self_attn.__class__ = type("Renaming", (type(layer.self_attn),), {"forward": forward})
+    with torch.no_grad():
+        wanted = model(IDS).last_hidden_state
+        fuse_rotary(model)
+        assert torch.equal(model(IDS).last_hidden_state, wanted)
+        assert len(taken) == 2 and len(renamed) == 2
+        hidden = torch.randn(2, 7, 16, dtype=torch.bfloat16)
+        turned = model.rotary_emb(hidden, IDS)
+        unknown = next(name for name in NAMES if name not in signature(native).parameters)
+        model.layers[0].self_attn(hidden, turned, None, **{unknown: None})
+    assert len(taken) == 2 and len(renamed) == 3
 
 
 def test_other_rotations_are_left_alone() -> None:
