@@ -77,8 +77,9 @@ class StructuredModelMixin(NestedMixin):
         """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
         native: Any = super()
         native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
-        kind = caches_ranks(self.config)
-        for name in NAMES if kind is not None else ():
+        if (kind := caches_ranks(self.config)) is None:
+            return
+        for name in NAMES:
             if model_kwargs.get(name) is not None:
                 model_kwargs[name] = rank_cache(model_kwargs[name], self.config, kind)
 

@@ -18,9 +18,10 @@ CLOSE = 1e-5
 
 
 def numbers(*shape: int) -> Tensor:
-    """Numbers that modules are asked about, on the CPU."""
+    """Numbers that modules are asked about, on the CPU and in single precision: models are made under
+    other defaults."""
     generator = torch.Generator("cpu").manual_seed(0)
-    return 2 * torch.randn(shape, generator=generator, device="cpu")
+    return 2 * torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 @torch.no_grad()

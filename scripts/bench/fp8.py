@@ -47,9 +47,10 @@ class Timer:
     def __init__(self) -> None:
         self.l2 = torch.cuda.get_device_properties(0).L2_cache_size
         self.flush = torch.empty(2 * self.l2, dtype=torch.uint8, device="cuda")
+        self.quartiles: dict[str, tuple[float, float]] = {}  # of the last call
 
     def __call__(self, arms: Arms, rounds: int) -> dict[str, float]:
-        """Milliseconds by arm; one that fails is said and left out."""
+        """Median milliseconds by arm; one that fails is said and left out."""
         pool, samplers = torch.cuda.graph_pool_handle(), {}
         shared: dict[tuple[int, ...], list[Any]] = {}
         for name, (call, arguments) in arms.items():
@@ -66,7 +67,9 @@ class Timer:
                 print(f"  {name}: {type(error).__name__}: {str(error)[:300]}")
                 torch.cuda.synchronize()
         times = interleave(samplers, rounds, lambda name, e: print(f"  {name}: {str(e)[:200]}"))
-        return {name: spread(found).ms for name, found in times.items()}
+        spreads = {name: spread(found) for name, found in times.items()}
+        self.quartiles = {name: (found.low, found.high) for name, found in spreads.items()}
+        return {name: found.ms for name, found in spreads.items()}
 
 
 def rank_of(o: int, i: int, more: int = 0, step: int = 128) -> int:
@@ -345,7 +348,8 @@ def main() -> int:
             )
             for name, ms in times.items():
                 ratios = f"{dense / ms:5.2f}  {eight / ms:5.2f}"
-                print(f"  {name:32} {ms * 1e3:8.1f} us  {ratios}  {errors[name]:.3f}")
+                between = " to ".join(f"{end * 1e3:.1f}" for end in timer.quartiles[name])
+                print(f"  {name:32} {ms * 1e3:8.1f} us ({between})  {ratios}  {errors[name]:.3f}")
                 rows.append({"o": o, "i": i, "n": n, "arm": name, "ms": ms, "dense": dense / ms})
             sys.stdout.flush()
     del timer, arms, x

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+from exporting import compress_to
+from pico import save_pico
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from blr.compressor.loading.load import load_model
 from blr.compressor.modeling import fused_gate
 from blr.compressor.modeling.fused_gate import FusedGate, fuse_gates
+from blr.compressor.modeling.fused_norm import FusedNorm
+from blr.compressor.modeling.fused_rotary import FusedRotary
 from blr.kernels.gated.reference import GATES
 
 pytestmark = pytest.mark.fast
@@ -60,3 +66,13 @@ def test_other_mlps_are_left_alone() -> None:
     model = nn.ModuleList([mlp(Scaled), mlp(act="relu"), nn.Linear(8, 8)])
     fuse_gates(model)
     assert not any(isinstance(module, FusedGate) for module in model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_models_are_fused_whatever_they_are_loaded_in(dtype: str, tmp_path: Path) -> None:
+    """transformers makes them under their dtype as the default one, in which modules are asked, too."""
+    folder = compress_to(save_pico("llama", tmp_path / "model"), tmp_path / "out", method="svd", cf=1.5)
+    model = load_model(folder, "AutoModelForCausalLM", dtype=dtype, device="cpu")
+    found = [sum(isinstance(m, kind) for m in model.modules()) for kind in (FusedGate, FusedRotary)]
+    assert found == 2 * [model.config.num_hidden_layers]
+    assert sum(isinstance(m, FusedNorm) for m in model.modules()) == 2 * found[0] + 1
