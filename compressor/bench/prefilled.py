@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -22,6 +23,7 @@ from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.errors import UsageError
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
+from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import BLOCK, share_rows
 from blr.compressor.modeling.fused import fuse
@@ -52,6 +54,7 @@ class Prefilled:
     built: dict[str, Any] = field(default_factory=dict)
     graphs: dict[int, ForwardGraphs] = field(default_factory=dict)  # by the id of a built model
     decoders: dict[int, Any] = field(default_factory=dict)  # likewise
+    calls: dict[int, Any] = field(default_factory=dict)  # of compiled layers, by their id
 
     def __post_init__(self) -> None:
         self.models = Models(
@@ -89,15 +92,18 @@ class Prefilled:
     def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
         """What is compared, in float32; `way`: eager, layers compiled, these captured in a graph, or as
         the runtime of an export takes prompts."""
-        compiled = way not in ("", RUNTIME)
         for layer in self.layers(model):
-            if compiled and not hasattr(layer, "blr_compiled"):
-                layer.compile(dynamic=False)
-                layer.blr_compiled = layer._compiled_call_impl
-            layer._compiled_call_impl = layer.blr_compiled if compiled else None
+            layer._compiled_call_impl = self._compiled(layer) if way not in ("", RUNTIME) else None
         run: Any = {GRAPH: self._replayed, RUNTIME: self._decoded}.get(way, self.compute)
         found: Tensor = run(model, x)
         return found
+
+    def _compiled(self, layer: Any) -> Any:
+        """What a call of a layer is when it is compiled."""
+        if id(layer) not in self.calls:
+            layer.compile(dynamic=False)
+            self.calls[id(layer)] = layer._compiled_call_impl
+        return self.calls[id(layer)]
 
     def _replayed(self, model: Any, x: Tensor) -> Tensor:
         """`compute` by the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
@@ -113,7 +119,7 @@ class Prefilled:
 
         if id(model) not in self.decoders:
             ops = "triton" if kernels_on(self.device) else "torch"
-            made = Decoder(model, batch=self.batch, context=self.context + 1, ops=ops)
+            made = Decoder(fused(model), batch=self.batch, context=self.context + 1, ops=ops)
             self.decoders[id(model)] = made
         found: Tensor = self.decoders[id(model)].prefill(x)
         return found
@@ -134,6 +140,15 @@ class Prefilled:
         given = x if x.is_floating_point() else model.get_input_embeddings()(x)
         with torch.enable_grad():
             return self.compute(model, given.detach().requires_grad_()).detach()
+
+
+def fused(model: Any) -> Any:
+    """The model, or of a plain dense one the same weights in modules that are fused, as exports are."""
+    if any(isinstance(module, Extension) for module in model.modules()):
+        return model
+    made = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    fuse(made)
+    return made
 
 
 class Encoders(Prefilled):
