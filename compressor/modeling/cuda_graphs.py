@@ -22,6 +22,7 @@ from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
+from blr.kernels.common.placing import on_gpu
 
 MAX_GRAPHS = 16  # input shapes of an encoder kept at once
 MAX_REMADE = 8  # models made of other modules or weights than before, until no graph is made any more
@@ -52,7 +53,8 @@ class CapturedForward:
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
         inside = unmasked if plain else nullcontext
         asked = [getattr(self.config, name, None) for name in ASKED]
-        return graphs.run(native.__call__, (args, kwargs), inside, asked)
+        with on_gpu(self.device):
+            return graphs.run(native.__call__, (args, kwargs), inside, asked)
 
 
 class ForwardGraphs:

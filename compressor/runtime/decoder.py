@@ -9,8 +9,8 @@ timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.compressor.runtime.turns import Turn
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
+from blr.kernels.common.placing import on_gpu
 from blr.kernels.common.tables import token_mode
 
 if TYPE_CHECKING:
@@ -37,7 +38,19 @@ if TYPE_CHECKING:
 __all__ = ["Decoder", "supports"]
 
 MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
+Method = TypeVar("Method", bound=Callable[..., Any])
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
+
+
+def _on_own_gpu(method: Method) -> Method:
+    """Inside, the GPU of the decoder is the current one: graphs, streams and launches are of that."""
+
+    @wraps(method)
+    def run(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+        with on_gpu(self.state.tokens.device):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, run)
 
 
 class Decoder:
@@ -104,6 +117,7 @@ class Decoder:
                 self.mode = "graph"
 
     @torch.no_grad()
+    @_on_own_gpu
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Forget everything and take a prompt.
 
@@ -138,6 +152,7 @@ class Decoder:
         return logits
 
     @torch.no_grad()
+    @_on_own_gpu
     def step(self, tokens: Tensor) -> Tensor:
         """Feed `tokens` [B] after a `prefill` of B rows; returns the logits [B, vocab] in float32.
 
@@ -151,6 +166,7 @@ class Decoder:
         return self.state.buffers["logits"][: self.rows].clone()
 
     @torch.no_grad()
+    @_on_own_gpu
     def generate(
         self,
         input_ids: Tensor,
@@ -221,6 +237,7 @@ class Decoder:
             return seen * self.state.kv.bytes_a_slot(rows)
         return phase.bytes * (rows if phase.kind == "embed" else 1)
 
+    @_on_own_gpu
     def profile(self, steps: int = 20) -> list[tuple[str, float, int]]:
         """Times of the phases after a `prefill`: (name, microseconds, bytes a token).
 

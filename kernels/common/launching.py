@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.common.placing import on_gpu_of
+
 _compiled: dict[Any, Any] = {}
 _thread = threading.local()  # `noted`: where this thread's launches are noted, if they are
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """``kernel[grid](*arguments, **options)``, noted while this thread is inside `noting`."""
-    made = kernel[grid](*arguments, **options)
+    with on_gpu_of(arguments):
+        made = kernel[grid](*arguments, **options)
     _note(kernel, made, grid, arguments, options)
 
 
@@ -55,14 +58,15 @@ def launch(
         arguments: tensors, descriptors and numbers, in the order of the kernel. constants: those that
             it is compiled for, in its order, after all others.
     """
-    key = _key(kernel, arguments, constants, options)
-    found = _compiled.get(key)
-    if found is not None:
-        found[(*grid, 1, 1)[:3]](*arguments, *constants.values())
-    else:
-        found = kernel[grid](*arguments, **constants, **options)
-        if _callable(kernel, found, len(arguments), constants):
-            _compiled[key] = found
+    with on_gpu_of(arguments):
+        key = _key(kernel, arguments, constants, options)
+        found = _compiled.get(key)
+        if found is not None:
+            found[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+        else:
+            found = kernel[grid](*arguments, **constants, **options)
+            if _callable(kernel, found, len(arguments), constants):
+                _compiled[key] = found
     _note(kernel, found, grid, arguments, constants)
 
 
@@ -81,12 +85,13 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> None:
         """Launch with these tensors, descriptors and numbers; noted as by `run_kernel`."""
-        if self.run is not None:
-            self.run(*arguments, *self.values)
-        else:
-            self.made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
-            if _callable(self.kernel, self.made, len(arguments), self.constants):
-                self.run = self.made[(*self.grid, 1, 1)[:3]]
+        with on_gpu_of(arguments):
+            if self.run is not None:
+                self.run(*arguments, *self.values)
+            else:
+                self.made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
+                if _callable(self.kernel, self.made, len(arguments), self.constants):
+                    self.run = self.made[(*self.grid, 1, 1)[:3]]
         _note(self.kernel, self.made, self.grid, arguments, self.constants)
 
 

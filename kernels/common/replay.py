@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blr.kernels.common.launching import noting
+from blr.kernels.common.placing import is_elsewhere, on_gpu
 
 RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/LOG.md)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
@@ -128,6 +129,9 @@ class Replayed:
 
     def __call__(self, x: Tensor, *rest: Tensor | None) -> Tensor:
         """[..., o]; `rest` are the factors and the bias."""
+        if is_elsewhere(x):
+            with on_gpu(x.device):
+                return self(x, *rest)
         if self.known is not None and (y := self.known(x, *rest)) is not None:
             return y
         flat = x.reshape(-1, x.shape[-1])
@@ -156,6 +160,9 @@ class Launches:
 
     def __call__(self, x: Tensor, *rest: Tensor | None) -> Any:
         """What `run` gives."""
+        if is_elsewhere(x):
+            with on_gpu(x.device):
+                return self(x, *rest)
         if self.known is not None and (found := self.known(x, *rest)) is not None:
             return found
         if self.tries <= 0:

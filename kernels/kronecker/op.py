@@ -17,6 +17,7 @@ from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant, dispatch
 from blr.kernels.common.inlining import called
+from blr.kernels.common.placing import on_gpu
 from blr.kernels.common.registration import apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.kronecker.reference import kronecker_factor
@@ -66,7 +67,8 @@ def _outputs(factors: Sequence[Tensor]) -> int:
 
 def _forward(x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
     shape = Shape(x.shape[1], _outputs(factors), len(factors))
-    return dispatch("kronecker", shape, variants, _chain, x, factors, bias)
+    with on_gpu(x.device):
+        return dispatch("kronecker", shape, variants, _chain, x, factors, bias)
 
 
 def _fake(x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
