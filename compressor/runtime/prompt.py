@@ -20,7 +20,7 @@ from blr.compressor.runtime.failures import BatchError
 CHUNK = 512  # tokens of a row that pass through the layers together where memory is short
 WHOLE = 8192  # tokens of all rows that do on a GPU; of longer prompts half as many at a time
 CAPTURED = 2048  # tokens of all rows up to which the host may be what a pass waits for
-GRAPHS = 48  # shapes of prompts kept at once
+GRAPHS = 96  # shapes of prompts kept at once: all that `graph_shape` gives for up to 16 rows
 LEAST = 16  # tokens that the lengths of graphs lie apart, a quarter of a power of two where that is more
 
 
