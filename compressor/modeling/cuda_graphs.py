@@ -83,19 +83,9 @@ class ForwardGraphs:
                 self.maskless = False
         return self.maskless
 
-    def run(
-        self,
-        forward: Callable[..., Any],
-        inputs: Any,
-        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        asked: Sequence[Any] = (),
-    ) -> Any:
-        """``forward(*inputs[0], **inputs[1])``.
-
-        Args:
-            inside: what a capture is made in. asked: what else results depend on.
-        """
-        result = self.replayed(forward, inputs, inside, asked)
+    def run(self, forward: Callable[..., Any], inputs: Any, *how: Any, **named: Any) -> Any:
+        """``forward(*inputs[0], **inputs[1])``, by a graph if there is one; `how`: as of `replayed`."""
+        result = self.replayed(forward, inputs, *how, **named)
         return forward(*inputs[0], **inputs[1]) if result is None else result
 
     def replayed(
@@ -105,7 +95,11 @@ class ForwardGraphs:
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         asked: Sequence[Any] = (),
     ) -> Any:
-        """The same by a graph, captured first for new shapes; None where the pass is to run as usual."""
+        """The same by a graph, captured first for new shapes; None where the pass is to run as usual.
+
+        Args:
+            inside: what a capture is made in. asked: what else results depend on.
+        """
         leaves, spec = tree_flatten(inputs)
         key = None if self.failed else _key([*leaves, *asked], spec)
         if key is None:
