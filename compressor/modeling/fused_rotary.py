@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +24,7 @@ from blr.kernels.rotary.launch import rotated
 from blr.kernels.rotary.reference import rotate
 
 ROTATION = "apply_rotary_pos_emb"  # what the models of transformers call it
+RENAMING = "transformers.utils.deprecation"  # whose functions stand before a `forward` since 5.24
 
 
 class FusedRotary(Extension):
@@ -33,7 +33,7 @@ class FusedRotary(Extension):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As of the module."""
         native: Any = super().forward  # type: ignore[misc]
-        inner = unwrap(native.__func__)
+        inner = behind_renaming(native.__func__)
         renamed = any(name in kwargs and name not in inner.__code__.co_varnames for name in NAMES)
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or renamed:
             return native(*args, **kwargs)
@@ -43,10 +43,17 @@ class FusedRotary(Extension):
 def fuse_rotary(model: nn.Module) -> None:
     """Let the attention of `model` rotate by one kernel, if it does so as `reference.rotate`."""
     for module in model.modules():
-        forward = unwrap(type(module).forward)  # what renames its arguments stands before it
+        forward = behind_renaming(type(module).forward)
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATION in names and _rotates(forward.__globals__.get(ROTATION)):
             extend(module, FusedRotary)
+
+
+def behind_renaming(function: Any) -> Any:
+    """What a function calls that only takes old names of its arguments, too; else itself."""
+    while getattr(function, "__globals__", {}).get("__name__") == RENAMING:
+        function = function.__wrapped__
+    return function
 
 
 @cache

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pickle
 from functools import wraps
-from inspect import signature, unwrap
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.utils.deprecation import deprecate_kwarg
 
 from blr.compressor.modeling import fused_rotary
 from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.fused_rotary import FusedRotary, fuse_rotary
+from blr.compressor.modeling.fused_rotary import FusedRotary, behind_renaming, fuse_rotary
 from blr.kernels.rotary.reference import rotate
 
 pytestmark = pytest.mark.fast
@@ -61,26 +62,39 @@ def test_the_same_numbers_by_the_kernel(name: str, taken: list[torch.Size]) -> N
 
 def test_behind_what_renames_arguments(taken: list[torch.Size]) -> None:
     """As transformers 5.24 does with the old name of a cache: that name goes by the native module."""
-    model, renamed = model_of("Llama"), []
-    native = unwrap(transformers.models.llama.modeling_llama.LlamaAttention.forward)
+    model = model_of("Llama")
+    native = behind_renaming(type(model.layers[0].self_attn).forward)
+    renaming = deprecate_kwarg("old", "9.0.0", new_name="attention_mask")(native)
 
-    @wraps(native)
-    def forward(self: Any, *args: Any, old: Any = None, **kwargs: Any) -> Any:
-        renamed.append(old)
-        return native(self, *args, **kwargs)
+    def renamed(forward: Any) -> None:
+        for layer in model.layers:
+            layer.self_attn.__class__ = type("Renaming", (type(layer.self_attn),), {"forward": forward})
 
-    for layer in model.layers:
-        layer.self_attn.__class__ = type("Renaming", (type(layer.self_attn),), {"forward": forward})
+    renamed(renaming)
     with torch.no_grad():
         wanted = model(IDS).last_hidden_state
         fuse_rotary(model)
-        assert torch.equal(model(IDS).last_hidden_state, wanted)
-        assert len(taken) == 2 and len(renamed) == 2
+        assert torch.equal(model(IDS).last_hidden_state, wanted) and len(taken) == 2
         hidden = torch.randn(2, 7, 16, dtype=torch.bfloat16)
         turned = model.rotary_emb(hidden, IDS)
         unknown = next(name for name in NAMES if name not in signature(native).parameters)
-        model.layers[0].self_attn(hidden, turned, None, **{unknown: None})
-    assert len(taken) == 2 and len(renamed) == 3
+        model.layers[0].self_attn(hidden, turned, attention_mask=None, **{unknown: None})
+    assert len(taken) == 2
+
+
+def test_behind_anything_else_it_is_left_alone() -> None:
+    model = model_of("Llama")
+    native = type(model.layers[0].self_attn).forward
+
+    @wraps(native)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return native(self, *args, **kwargs)
+
+    model.layers[0].self_attn.__class__ = type(
+        "Other", (type(model.layers[0].self_attn),), {"forward": forward}
+    )
+    fuse_rotary(model)
+    assert [isinstance(layer.self_attn, FusedRotary) for layer in model.layers] == [False, True]
 
 
 def test_other_rotations_are_left_alone() -> None:
