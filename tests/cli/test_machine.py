@@ -101,6 +101,10 @@ def test_what_a_machine_lacks(lack: str, command: str, limited: Limited, model: 
     refused(limited.run(command, "model", *rest, cwd=model.parent, patch=LACKING[lack]), 9, "")
 
 
+# What the C library says where it ends a process itself, before Python hears of it.
+LOADER = "cannot allocate memory for thread-local data: ABORT\n"
+
+
 def test_little_address_space(limited: Limited, model: Path) -> None:
     """A real limit: whatever fails first, it is the machine that is said to be at fault."""
     patch = (
@@ -110,7 +114,7 @@ def test_little_address_space(limited: Limited, model: Path) -> None:
     )
     for command in (("generate", "model", "the"), ("compress", "model", "-o", "out")):
         ended = limited.run(*command, cwd=model.parent, patch=patch)
-        assert ended.code in (0, 9), ended.err
+        assert ended.code in (0, 9) or (ended.code, ended.err) == (127, LOADER), ended.err
 
 
 @pytest.mark.parametrize(
