@@ -60,7 +60,7 @@ def heal(
             min=1,
             callback=values.count,
             help="Tokens of own text to write.",
-            show_default="4194304 on a GPU, 65536 on a CPU, fewer for a small budget",
+            show_default="by the budget, at most 16777216 on a GPU, 65536 on a CPU",
         ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training.", show_default="3")] = None,

@@ -277,7 +277,7 @@ class Job:
             tracking.finish()
 
     def _data(self, teacher: Any, reading: Reading) -> Data:
-        from blr.compressor.heal.data import make_data
+        from blr.compressor.heal.data import Author, make_data
         from blr.compressor.text.own import write_own_text
 
         if reading.window < self.options.window:
@@ -290,8 +290,10 @@ class Job:
                 teacher, reading.tokenizer, wanted, journal, self.progress, share, wait
             )
 
-        gpu = self.processes.device.type == "cuda"
-        return make_data(reading, self.options, gpu, lambda: self._scan(self.teacher.source), write)
+        source, gpu = self.teacher.source, self.processes.device.type == "cuda"
+        parameters = sum(entry.parameters for entry in source.entries.values())
+        author = Author(parameters, lambda: self._scan(source), write, gpu)
+        return make_data(reading, self.options, author)
 
     def _tell(self, line: dict[str, Any]) -> None:
         """Append to metrics.jsonl in the partial folder, for whoever watches."""
@@ -360,7 +362,7 @@ class Job:
         source = self.checkpoint.source
         stored = sum(entry.nbytes for entry in source.entries.values())
         trained = sum(spec.parameters for spec in self.checkpoint.specs.values())
-        return stored + STATE_BYTES * trained + 4 * (self.options.own_tokens or 0) + (64 << 20)
+        return stored + STATE_BYTES * trained + 4 * (self.options.own_tokens or 0) + (128 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on; not how many processes there are."""

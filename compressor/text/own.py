@@ -2,8 +2,9 @@
 
 Nobody needs a corpus then, and no domain is favoured. Every sample starts from a token at random
 (where the tokenizer has a chat template, every other batch from the opening of a user's turn) and is
-drawn at temperature 1 from the likeliest tokens of probability 0.98. LLM-QAT (arXiv 2305.17888);
-self-calibration (arXiv 2410.17170).
+drawn at temperature 1 from the tokens that are at least as likely as by pure chance, 1 in the size of
+the vocabulary: on prose that leaves .985 of SmolLM2's probability, and sorts nothing. LLM-QAT (arXiv
+2305.17888); self-calibration (arXiv 2410.17170); truncation at a probability: arXiv 2210.15191.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.progress import Progress
 
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
-TOP_P = 0.98
-ALGORITHM = 2  # raise it when samples change: journals of older runs are then void
+ALGORITHM = 3  # raise it when samples change: journals of older runs are then void
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
 GPU_BYTES = 16 << 30  # for the cache and the logits of a batch
@@ -146,8 +146,8 @@ def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnT
     return torch.cat(found, 1)[:, : wanted.length].to("cpu", torch.int32)
 
 
-def sample(logits: Tensor, generator: torch.Generator, top_p: float = TOP_P) -> Tensor:
-    """A token [m, 1] for each row of `logits` [m, v], from the likeliest of probability `top_p`."""
-    p, order = logits.softmax(-1).sort(-1, descending=True)
-    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
-    return order.gather(1, torch.multinomial(p, 1, generator=generator))
+def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token [m, 1] for each row of `logits` [m, v], none that is less likely than 1 in v."""
+    p = logits.softmax(-1)
+    least = 0.999 / p.shape[1]  # where all are equally likely, rounding leaves some
+    return torch.multinomial(p.masked_fill_(p < least, 0.0), 1, generator=generator)

@@ -30,11 +30,13 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "CPU_BATCH", 4)
 
 
-def test_only_the_likeliest_tokens_are_drawn() -> None:
+def test_no_token_is_drawn_that_is_less_likely_than_by_chance() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(2000, -1)
-    drawn = sample(logits, torch.Generator().manual_seed(0), top_p=0.7)[:, 0]
+    drawn = sample(logits, torch.Generator().manual_seed(0))[:, 0]
     assert sorted(drawn.unique().tolist()) == [0, 1]
     assert float((drawn == 0).float().mean()) == pytest.approx(0.5 / 0.8, abs=0.05)
+    even = sample(torch.zeros(2000, 4), torch.Generator().manual_seed(0))
+    assert sorted(even.unique().tolist()) == [0, 1, 2, 3]
 
 
 def test_the_text_is_the_models_own(model: Any, dense: Path, tmp_path: Path) -> None:
@@ -81,23 +83,34 @@ class Kept(Journal):
         self.folder.mkdir()
 
 
+STEP = 4 * (16 + ROOM)  # tokens of the test's batches
+SMALL, LARGE = 135e6, 8e9  # parameters
+
+
 @pytest.mark.parametrize(
-    ("budget", "gpu", "expected"),
+    ("budget", "writer", "expected"),
     [
-        ({"minutes": 3.0}, False, data.CPU_OWN),
-        ({"minutes": 30.0}, False, data.CPU_OWN),
-        ({"minutes": 0.3}, False, round(0.1 * data.CPU_OWN)),
-        ({"minutes": 0.001}, False, 3 * (16 + ROOM)),  # to train on and to judge by
-        ({"minutes": 0.3}, True, data.GPU_OWN),
-        ({"steps": 10}, False, 10 * 4 * (16 + ROOM)),
-        ({"steps": 10**6}, True, data.GPU_OWN),
-        ({"epochs": 1.0}, False, data.CPU_OWN),
-        ({"minutes": 0.001, "own_tokens": 500}, False, 500),
+        ({"minutes": 3.0}, None, data.CPU_OWN),
+        ({"minutes": 30.0}, None, data.CPU_OWN),
+        ({"minutes": 0.3}, None, round(0.1 * data.CPU_OWN)),
+        ({"minutes": 0.001}, None, 3 * (16 + ROOM)),  # to train on and to judge by
+        ({"minutes": 0.3}, SMALL, round(18 * data.PACE / SMALL)),
+        ({"minutes": 1.0}, SMALL, round(60 * data.PACE / SMALL / data.READS)),
+        ({"minutes": 30.0}, SMALL, data.MOST_OWN),
+        ({"minutes": 3.0}, LARGE, round(180 * data.PACE / LARGE)),
+        ({"minutes": 0.3}, 1000.0, data.GPU_OWN),  # the host is what small models wait for
+        ({"steps": 10}, None, 10 * STEP),
+        ({"steps": 10}, SMALL, 10 * STEP),
+        ({"steps": 10**5}, SMALL, data.GPU_OWN),
+        ({"steps": 3 * 10**5}, SMALL, 10**5 * STEP),
+        ({"steps": 10**6}, SMALL, data.MOST_OWN),
+        ({"epochs": 1.0}, None, data.CPU_OWN),
+        ({"minutes": 0.001, "own_tokens": 500}, None, 500),
     ],
     ids=str,
 )
 def test_no_more_is_written_than_the_budget_reads(
-    budget: dict[str, Any], gpu: bool, expected: int
+    budget: dict[str, Any], writer: float | None, expected: int
 ) -> None:
     asked: list[OwnText] = []
 
@@ -106,5 +119,6 @@ def test_no_more_is_written_than_the_budget_reads(
         return torch.zeros(8, wanted.length, dtype=torch.int32)
 
     options = check_options(HealOptions("c", "d", window=16, batch=64, **budget))
-    data.make_data(Reading(None, 16, 64), options, gpu, lambda: "author", write)
+    author = data.Author(int(writer or SMALL), lambda: "author", write, gpu=writer is not None)
+    data.make_data(Reading(None, 16, 64), options, author)
     assert [wanted.tokens for wanted in asked] == [expected]
