@@ -27,7 +27,7 @@ from blr.compressor.text.windows import Stream, digest, interleaved, text_stream
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # times as many sentences
 CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # own tokens written; beside long trainings
-READS = 3  # times that training may read them where more than GPU_OWN are written
+READS = 4  # times that training may read them where more than GPU_OWN are written
 PACE, MOST_PACE = 3e13, 5e5  # parameters times tokens that a GPU trains on in a second; tokens at most
 
 
@@ -162,8 +162,8 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
 
 def _own_tokens(options: HealOptions, step: int, author: Author) -> int:
     """Own tokens to write: as asked for, else no more than steps of so many tokens read, and than usual
-    or, on a GPU, where it is more, a third of what training will read: read more often they are learnt
-    by heart (SmolLM2, 12 times: divergence .09 from what was read, .23 from what was not). On a CPU,
+    or, on a GPU, where it is more, a quarter of what training will read: what is read more often is
+    learnt by heart (SmolLM2, 12 times: divergence .09 on what was read, .23 on what was not). On a CPU,
     where writing takes as long as training, in proportion to the minutes below the default."""
     if options.own_tokens is not None:
         return options.own_tokens

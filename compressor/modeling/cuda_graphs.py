@@ -262,12 +262,14 @@ def warm_up(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph`. Where it fails, torch's generator is left waiting for it, and every random
-    number drawn on the GPU from then on would be an error: it goes on from its state before."""
+    """`torch.cuda.graph` on a stream of the current GPU: torch's own is of the one that was captured on
+    first, and on another a graph would be empty. Where it fails, torch's generator is left waiting for
+    it, and every random number drawn on the GPU from then on would be an error: it goes on from its
+    state before."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.clone_state()
     try:
-        with torch.cuda.graph(graph, **options):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), **options):
             yield
     except BaseException:
         generator.graphsafe_set_state(before)

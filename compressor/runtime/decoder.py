@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.context import context_of
+from blr.compressor.modeling.cuda_graphs import capturing
 from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
@@ -297,7 +298,7 @@ class Decoder:
         for tensor, value in zip((self.state.tokens, self.state.pos), kept, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+        with capturing(graph, capture_error_mode="thread_local"):  # other threads may go on
             for run in runs:
                 run()
         return partial(_replay, graph, runs)

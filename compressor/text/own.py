@@ -24,7 +24,10 @@ ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at 
 ALGORITHM = 3  # raise it when samples change: journals of older runs are then void
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
-GPU_BYTES = 16 << 30  # for the cache and the logits of a batch
+GPU_BYTES = (
+    32 << 30
+)  # for the cache and the logits of a batch, which is written in parts where less is free
+FREE = 0.8  # share of what is free that a part is to take
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,17 @@ def batch_size(model: Any, length: int) -> int:
     """Samples written at once: a power of two, the same for the same model and kind of device."""
     if model.device.type == "cpu":
         return CPU_BATCH
+    return min(GPU_BATCH, _rows_in(GPU_BYTES, model, length))
+
+
+def _rows_in(room: float, model: Any, length: int) -> int:
+    """The power of two of samples whose cache and logits take at most `room` bytes, one at least."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize
-    most = GPU_BYTES // (cache + 40 * config.vocab_size)
-    return max(1, min(GPU_BATCH, 1 << max(most.bit_length() - 1, 0)))
+    most = int(room // (cache + 40 * config.vocab_size))
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
@@ -126,13 +134,27 @@ def _prompts(
 
 @torch.inference_mode()
 def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
-    """Continue prompts `ids` [m, p] to [m, length]; on the CPU, int32."""
+    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory; on the CPU, int32."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    generator = _generator(model.device, wanted, number)
+    rows = _rows_at_once(model, wanted.length)
     # cuDNN's attention would plan anew for every length of the cache, which takes longer than it runs
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return _continued(model, ids, generator, wanted)
+        while True:
+            generator = _generator(model.device, wanted, number)
+            try:
+                return torch.cat([_continued(model, p, generator, wanted) for p in ids.split(rows)])
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            rows = min(rows, len(ids)) // 2 or 1
+            torch.cuda.empty_cache()
+
+
+def _rows_at_once(model: Any, length: int) -> int:
+    if model.device.type != "cuda":
+        return CPU_BATCH
+    return _rows_in(FREE * torch.cuda.mem_get_info(model.device)[0], model, length)
 
 
 def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,25 @@ def test_an_exported_encoder_gives_the_same_through_its_graph(
         model.pooler.dense = nn.Linear(model.config.hidden_size, model.config.hidden_size)
         torch.testing.assert_close(model(**inputs)[1], model.forward(**inputs)[1])
         assert (counter.captures, counter.replays) == (3, 5)
+
+
+def test_a_graph_is_captured_on_a_stream_of_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the stream of the first GPU that it captured on; on another the graph is empty."""
+    used: list[Any] = []
+
+    @contextmanager
+    def graph(graph: Any, stream: Any = "the first GPU's", **options: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device=device: f"one of GPU {device}")
+        with captured.capturing(None):
+            pass
+    assert used == ["one of GPU 0", "one of GPU 1"]
 
 
 def test_a_model_goes_with_what_is_held_for_it() -> None:
