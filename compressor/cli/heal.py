@@ -27,7 +27,7 @@ from blr.compressor.cli.options import (
     healed_text,
     print_result,
 )
-from blr.compressor.heal.settings import KINDS, HealOptions, check_options
+from blr.compressor.heal.settings import KINDS, VARY, HealOptions, check_options
 from blr.compressor.parallel import environment
 
 
@@ -61,6 +61,14 @@ def heal(
             callback=values.count,
             help="Tokens of own text to write.",
             show_default="by the budget, at most 16777216 on a GPU, 65536 on a CPU",
+        ),
+    ] = None,
+    vary: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of tokens replaced where a text is read for the fourth time and on, lest it be "
+            "learnt by heart.",
+            show_default=f"{VARY:g}; 0 for --loss lm and encoders",
         ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training.", show_default="3")] = None,
@@ -184,6 +192,7 @@ def heal(
             data=tuple(data or ()),
             mix=mix,
             own_tokens=own_tokens,
+            vary=vary,
             loss=loss,
             top_k=top_k,
             hidden=hidden,

@@ -96,9 +96,9 @@ class Reading:
 
     def _stream(self, name: str, options: HealOptions) -> Stream:
         documents = read_documents(name, options.offline)
-        if self.sentences is None:
-            return text_stream(tokenize(documents, self.tokenizer), self.window, options.seed, name)
         place = self.window, options.seed, name
+        if self.sentences is None:
+            return text_stream(tokenize(documents, self.tokenizer), *place, options.varied)
         return sentence_stream(documents, self.tokenizer, self.sentences, *place)
 
 
@@ -127,6 +127,8 @@ def _check_encoder(options: HealOptions) -> None:
         raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
     if options.own_tokens is not None:
         raise UsageError("--own-tokens is for decoders; an encoder writes no text of its own")
+    if options.vary is not None:
+        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are")
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
         length = min(options.window + ROOM, reading.context)
         count = max(_own_tokens(options, batch * length, author), 3 * length)
         rows = author.write(OwnText(count, length, options.seed, author.digest()))
-        streams[SELF] = Stream(rows, reading.window, options.seed)
+        streams[SELF] = Stream(rows, reading.window, options.seed, options.varied)
     counts = _shares(streams, share, batch)
     parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
     found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]

@@ -16,6 +16,7 @@ CHUNK = 1 << 26  # logits made at once
 LONGEST = 1e5  # minutes
 MINUTES = 3.0  # when no budget is given
 MIX = 2 / 3  # of own text beside the user's
+VARY = 0.2  # of the tokens where a text is read for the fourth time and on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
     *("fsdp", "micro", "track"),
@@ -28,12 +29,13 @@ class HealOptions:
 
     Exactly one of `minutes`, `epochs` (of the user's text, or of the own text where that is all) and
     `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
-    share of every batch is `mix`. `rate` is relative to a tensor's root mean square; `batch` and
-    `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and `hidden` shape the
-    loss (None: hidden states count for encoders alone); `lora` is the rank of additions that are
-    trained in place of factors; `fsdp` shares the model out over processes (None: where it must), of
-    which each takes `micro` windows a pass (None: what fits); `track` names a tracker; `patience`
-    counts evaluations on held-back windows without a new best.
+    share of every batch is `mix`; `vary` is the share of tokens that are others where a text is read
+    for the fourth time and on (None: `VARY` under the loss kl). `rate` is relative to a tensor's root
+    mean square; `batch` and `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and
+    `hidden` shape the loss (None: hidden states count for encoders alone); `lora` is the rank of
+    additions that are trained in place of factors; `fsdp` shares the model out over processes (None:
+    where it must), of which each takes `micro` windows a pass (None: what fits); `track` names a
+    tracker; `patience` counts evaluations on held-back windows without a new best.
     """
 
     source_name: str
@@ -42,6 +44,7 @@ class HealOptions:
     data: tuple[str, ...] = ()
     mix: float | None = None
     own_tokens: int | None = None
+    vary: float | None = None
     loss: str = "kl"
     top_k: int | None = None
     hidden: float | None = None
@@ -76,6 +79,11 @@ class HealOptions:
         """The user's texts."""
         return [name for name in self.data if name != SELF]
 
+    @property
+    def varied(self) -> float:
+        """The share of tokens that are others where a decoder's text is read again and again."""
+        return (VARY if self.loss == "kl" else 0.0) if self.vary is None else self.vary
+
     def trained(self, kinds: list[str]) -> list[str]:
         """What is trained, in words, where that is parameters of these `kinds` beside additions."""
         return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
@@ -109,6 +117,8 @@ def check_options(options: HealOptions) -> HealOptions:
         raise UsageError(f"--train: nothing to train; name some of {', '.join(KINDS)}")
     if options.mix is not None and not 0 <= options.mix <= 1:
         raise UsageError(f"--mix {options.mix:g}: expected a share from 0 to 1")
+    if options.vary is not None and not 0 <= options.vary < 1:
+        raise UsageError(f"--vary {options.vary:g}: expected a share from 0 to below 1")
     if options.mix and not options.files and options.mix < 1:
         raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --data FILE")
     _refuse_idle(options)
@@ -123,6 +133,8 @@ def _refuse_idle(options: HealOptions) -> None:
         raise UsageError("--mix 1 reads nothing of --data; lower it, or leave out --data")
     if options.own_tokens is not None and options.mix == 0:
         raise UsageError(f"--own-tokens {options.own_tokens}: --mix 0 takes none; leave one of them out")
+    if options.vary and options.loss != "kl":
+        raise UsageError(f"--vary {options.vary:g} is of --loss kl; leave it out")
     if options.top_k is not None and options.loss != "kl":
         raise UsageError(f"--top-k {options.top_k} is of --loss kl; leave it out")
 

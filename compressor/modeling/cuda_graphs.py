@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -262,15 +263,22 @@ def warm_up(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph` on a stream of the current GPU: torch's own is of the one that was captured on
-    first, and on another a graph would be empty. Where it fails, torch's generator is left waiting for
+    """`torch.cuda.graph` on the current GPU's stream for it: torch's own is of the GPU that was captured
+    on first, and on another a graph would be empty. Where it fails, torch's generator is left waiting for
     it, and every random number drawn on the GPU from then on would be an error: it goes on from its
     state before."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
     try:
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), **options):
+        with torch.cuda.graph(graph, stream=_capture_stream(device), **options):
             yield
     except BaseException:
         generator.graphsafe_set_state(before)
         raise
+
+
+@cache
+def _capture_stream(device: int) -> Any:
+    """One for all captures: graphs that share a pool share memory of the same stream alone."""
+    return torch.cuda.Stream(device)

@@ -18,17 +18,19 @@ from blr.compressor.errors import InputError
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows
 PIECE = 1 << 20  # characters tokenized at once
+PLAIN_READS = 3  # epochs in which windows are read as they are
 
 
 class Stream:
     """Rows of tokens to cut windows from: [n, l] with l ≥ window, or one text as a single row.
 
-    Every epoch visits the windows in a new order and, where there is room, at a new offset. `held`
-    [h, window] are windows that `take` never touches.
+    Every epoch visits the windows in a new order and, where there is room, at a new offset; from the
+    fourth on, the share `vary` of their tokens are others, from anywhere in the text, so that what is
+    read often is not learnt by heart. `held` [h, window] are windows that `take` never touches.
     """
 
-    def __init__(self, rows: Tensor, window: int, seed: int) -> None:
-        self.window, self.seed = window, seed
+    def __init__(self, rows: Tensor, window: int, seed: int, vary: float = 0.0) -> None:
+        self.window, self.seed, self.vary = window, seed, vary
         self.one_text = len(rows) == 1
         count = rows.shape[1] // window if self.one_text else len(rows)
         held = min(max(round(HELD_SHARE * count), 1), HELD_MOST)
@@ -57,12 +59,20 @@ class Stream:
         epochs, places = zip(*(divmod(k, len(self)) for k in range(first, first + count)), strict=True)
         orders = {epoch: self._order(epoch) for epoch in dict.fromkeys(epochs)}
         found = []
-        for epoch, place in zip(epochs, places, strict=True):
+        for k, epoch, place in zip(range(first, first + count), epochs, places, strict=True):
             order, offset = orders[epoch]
             pick = int(order[place])
             row, start = (0, pick * self.window) if self.one_text else (pick, 0)
-            found.append(self.rows[row, start + offset : start + offset + self.window])
+            window = self.rows[row, start + offset : start + offset + self.window]
+            found.append(self._varied(window, k) if self.vary and epoch >= PLAIN_READS else window)
         return torch.stack(found).long()
+
+    def _varied(self, window: Tensor, k: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 7_000_003 + k)
+        chosen = torch.rand(len(window), generator=generator) < self.vary
+        flat = self.rows.reshape(-1)
+        others = flat[torch.randint(len(flat), window.shape, generator=generator)]
+        return torch.where(chosen, others, window)
 
     def _order(self, epoch: int) -> tuple[Tensor, int]:
         """The order of the windows in an epoch, and where in its room each begins."""
@@ -93,14 +103,14 @@ def tokenize(documents: Iterable[str], tokenizer: Any) -> Tensor:
     return torch.cat(found)
 
 
-def text_stream(tokens: Tensor, window: int, seed: int, name: str) -> Stream:
+def text_stream(tokens: Tensor, window: int, seed: int, name: str, vary: float = 0.0) -> Stream:
     """The stream of one text. Raises InputError for one too short to be trained on and judged by."""
     if len(tokens) < 3 * window:
         raise InputError(
             f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
             "give more text, or take shorter windows"
         )
-    return Stream(tokens[None], window, seed)
+    return Stream(tokens[None], window, seed, vary)
 
 
 def interleaved(parts: list[Tensor]) -> Tensor:

@@ -51,6 +51,9 @@ WRONG: dict[str, list[str]] = {
         *(f"--window {HUGE}", "--window 1", "--batch 0", f"--batch {HUGE}", "--top-k 0", "--patience 0"),
         *(
             f"--own-tokens {HUGE}",
+            "--vary nan",
+            "--vary 1",
+            "--vary -0.1",
             f"--seed {HUGE}",
             "--loss =",
             "--train =",
@@ -107,6 +110,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
     ],
     "heal X --teacher X -o out": [
         *("--data X --mix 1", "--data X --mix 0 --own-tokens 9", "--loss lm --top-k 5"),
+        "--loss lm --vary 0.1",
     ],
     "verify X": ["--public-key X", "--identity x"],
 }

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,13 @@ def test_a_graph_is_captured_on_a_stream_of_the_current_gpu(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
-    for device in (0, 1):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
+    monkeypatch.setattr(captured, "_capture_stream", cache(captured._capture_stream.__wrapped__))
+    for device in (0, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device=device: f"one of GPU {device}")
         with captured.capturing(None):
             pass
-    assert used == ["one of GPU 0", "one of GPU 1"]
+    assert used == [[0], [1], [0]] and used[0] is used[2], "graphs of one pool share a stream"
 
 
 def test_a_model_goes_with_what_is_held_for_it() -> None:

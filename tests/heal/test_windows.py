@@ -13,7 +13,7 @@ import torch
 from blr.compressor.errors import InputError, UsageError
 from blr.compressor.heal.data import Data, Part, Reading, _shares, batch_windows, text_digests
 from blr.compressor.heal.settings import HealOptions, check_options
-from blr.compressor.text.windows import Stream, text_stream
+from blr.compressor.text.windows import PLAIN_READS, Stream, text_stream
 
 WINDOW = 8
 
@@ -46,6 +46,20 @@ def test_a_window_does_not_depend_on_what_was_taken_before(make: object) -> None
     whole = stream.take(0, 3 * len(stream))
     parts = [stream.take(first, 5) for first in range(0, 3 * len(stream) - 5, 5)]
     assert torch.equal(torch.cat(parts), whole[: 5 * len(parts)])
+
+
+@pytest.mark.parametrize("make", [one_text, samples])
+def test_what_is_read_often_is_varied(make: object) -> None:
+    """By tokens of the text, none held back, the same whoever asks for a window."""
+    plain: Stream = make()  # type: ignore[operator]
+    varied: Stream = make()  # type: ignore[operator]
+    varied.vary, count = 0.25, len(plain)
+    assert torch.equal(varied.take(0, PLAIN_READS * count), plain.take(0, PLAIN_READS * count))
+    first = PLAIN_READS * count
+    found, usual = varied.take(first, 5 * count), plain.take(first, 5 * count)
+    assert float((found != usual).float().mean()) == pytest.approx(0.25, abs=0.04)
+    assert set(found.flatten().tolist()) <= set(plain.rows.flatten().tolist())
+    assert torch.equal(varied.take(first + 3, 4), found[3:7])
 
 
 def test_a_short_text_is_refused() -> None:
