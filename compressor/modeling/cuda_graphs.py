@@ -264,8 +264,8 @@ def warm_up(run: Callable[[], Any]) -> float:
 @contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[None]:
     """`torch.cuda.graph` on the current GPU's stream for it: torch's own is of the GPU that was captured
-    on first, and on another a graph would be empty. Where it fails, torch's generator is left waiting for
-    it, and every random number drawn on the GPU from then on would be an error: it goes on from its
+    on first, and on another a graph would be empty. Where it fails, torch's generator is left waiting
+    for it, and every random number drawn on the GPU from then on would be an error: it goes on from its
     state before."""
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
