@@ -24,9 +24,7 @@ ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at 
 ALGORITHM = 3  # raise it when samples change: journals of older runs are then void
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
-GPU_BYTES = (
-    32 << 30
-)  # for the cache and the logits of a batch, which is written in parts where less is free
+GPU_BYTES = 32 << 30  # for the cache and the logits of a batch; in parts where less is free
 FREE = 0.8  # share of what is free that a part is to take
 
 
@@ -134,7 +132,8 @@ def _prompts(
 
 @torch.inference_mode()
 def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
-    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory; on the CPU, int32."""
+    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory, on which the text
+    depends; on the CPU, int32."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     rows = _rows_at_once(model, wanted.length)
@@ -152,9 +151,11 @@ def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
 
 
 def _rows_at_once(model: Any, length: int) -> int:
-    if model.device.type != "cuda":
+    device = model.device
+    if device.type != "cuda":
         return CPU_BATCH
-    return _rows_in(FREE * torch.cuda.mem_get_info(model.device)[0], model, length)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _rows_in(FREE * (torch.cuda.mem_get_info(device)[0] + idle), model, length)
 
 
 def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
