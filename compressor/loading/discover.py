@@ -49,12 +49,17 @@ def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module
     heads = {name for name, module in every.items() if type(module).__name__.endswith("Head")}
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
+        if _is_linear(module):
             member = name.rpartition(".")[0]
             holders = {member[: dot.start()] for dot in re.finditer(r"\.", member)}
             outside = module in task or not holders & lists or bool({*holders, member} & heads)
             found[outside][name] = module
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it computes x Wᵀ + bias: Llama 4's router is an `nn.Linear` that gives a pair instead."""
+    return isinstance(module, Conv1D) or getattr(type(module), "forward", None) is nn.Linear.forward
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> Any:

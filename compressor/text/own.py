@@ -88,12 +88,20 @@ def batch_size(model: Any, length: int) -> int:
 
 def _rows_in(room: float, model: Any, length: int) -> int:
     """The power of two of samples whose cache and logits take at most `room` bytes, one at least."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize
+    config = model.config.get_text_config(decoder=True)
+    cache = 2 * config.num_hidden_layers * _width(config) * length * model.dtype.itemsize
     most = int(room // (cache + 40 * config.vocab_size))
     return 1 << max(most.bit_length() - 1, 0)
+
+
+def _width(config: Any) -> int:
+    """Of a layer's keys; of one without heads, or with other ones in every layer, the hidden state's."""
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except (AttributeError, RuntimeError, ValueError):
+        return int(config.hidden_size)
+    return int(heads * head)
 
 
 def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
@@ -120,7 +128,7 @@ def _prompts(
     model: Any, tokenizer: Any, opening: list[int], size: int, wanted: OwnText, number: int
 ) -> Tensor:
     """[size, p]: the opening and a plain token at random."""
-    count = min(len(tokenizer), model.config.vocab_size)
+    count = min(len(tokenizer), model.config.get_text_config(decoder=True).vocab_size)
     special = torch.tensor(sorted({i for i in tokenizer.all_special_ids if i < count}), dtype=torch.long)
     plain = torch.ones(count, dtype=torch.bool)
     plain[special] = False

@@ -1,12 +1,14 @@
-"""Own text: drawn from the likeliest tokens, the same for the same seed, written once."""
+"""Own text: drawn from the likelier tokens, the same for the same seed, written once."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from heal_models import QUIET
 
 from blr.compressor.checkpoint.journal import Journal
@@ -92,6 +94,25 @@ def test_a_chat_model_opens_every_other_batch_as_its_user(
     rows = write_own_text(model, tokenizer, WANTED, Kept(tmp_path), QUIET)
     opened = ["".join(map(chr, row[:6].tolist())) == "<user>" for row in rows]
     assert opened == [False] * 4 + [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2), 32),
+        (transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=128), 256),
+        (transformers.MambaConfig(hidden_size=64), 64),
+        (transformers.Gemma3Config(text_config={"num_key_value_heads": 2, "head_dim": 32}), 64),
+    ],
+    ids=["llama", "qwen3", "no heads", "of several kinds of input"],
+)
+def test_batches_are_sized_for_every_kind_of_model(config: Any, width: int) -> None:
+    """On a GPU: on a CPU they are all of one size."""
+    text = config.get_text_config(decoder=True)
+    sample = 2 * text.num_hidden_layers * width * 20 * 2 + 40 * text.vocab_size  # bytes
+    model = SimpleNamespace(config=config, dtype=torch.bfloat16)
+    assert own._rows_in(5 * sample, model, 20) == 4
+    assert own._rows_in(sample / 2, model, 20) == 1
 
 
 class Kept(Journal):

@@ -136,3 +136,19 @@ def test_heads_that_a_decoder_borrows_stay_dense() -> None:
         inner, outer = linear_layers(transformers.DeformableDetrForObjectDetection(config))
     assert {name.split(".")[2] for name in inner} == {"layers"}
     assert any("bbox_embed" in name for name in outer) and any("class_embed" in name for name in outer)
+
+
+def test_a_linear_layer_that_computes_something_else_is_none_of_them() -> None:
+    """Llama 4's router is an `nn.Linear` that gives two tensors."""
+
+    class Router(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            scores = super().forward(x)
+            return scores.sigmoid(), scores
+
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS["LlamaConfig"]))
+        model.model.layers[0].mlp.router = Router(8, 4)
+    inner, outer = linear_layers(model)
+    assert "model.layers.0.mlp.gate_proj" in inner and "lm_head" in outer
+    assert not [name for name in (*inner, *outer) if name.endswith("router")]
