@@ -26,18 +26,26 @@ from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
+
 
 @dataclass
 class Batch:
-    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of a block
+    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of blocks
     and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
     compressed one. Both stay on the device that `start` put them on, and are empty in processes that
-    do not own the batch."""
+    do not own the batch. Blocks differ in what they are given where some attend to a window alone or
+    rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks')."""
 
     hidden: Tensor
     student: Tensor
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[Arguments, ...]
     mask: Tensor
+    kinds: tuple[int, ...] = ()
+
+    def given(self, block: nn.Module) -> Arguments:
+        """What `block` gets beside its hidden states."""
+        return self.arguments[self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0]
 
     def rows(self, values: Tensor) -> Tensor:
         """Those [n, …] of real tokens of `values` [m, w, …]; waits for no GPU."""
@@ -55,6 +63,7 @@ class Batch:
         return int(self.mask.sum())
 
 
+NUMBER = "_number"  # attribute of a loaded block: its place in the model
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
@@ -85,7 +94,9 @@ class BlockModel:
 
     def load_block(self, index: int) -> nn.Module:
         """Block `index` with its weights, a copy of its own."""
-        return self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
+        block = self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
+        setattr(block, NUMBER, index)
+        return block
 
     def load_rest(self) -> None:
         """Load everything but the blocks into the model."""
@@ -102,38 +113,39 @@ class BlockModel:
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
         """The hidden states that enter the first block; batches are dealt out to `processes`."""
-        first, batches, place = self.blocks[0], list[Batch](), None
+        batches, place = list[Batch](), None
         tokens = calibration.tokens // (1 if processes is None else processes.count)
         for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
             arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
             if not bool(mask.all()):
                 arguments["attention_mask"] = mask.to(self.device)
-            hidden, rest = self._entering(first, arguments)
+            hidden, given, kinds = self._entering(arguments)
             size = STATES * tokens * hidden.shape[-1] * hidden.element_size()
             place = place or home(size, self.device)
             kept = hidden.to(place) if processes is None or processes.owns(n) else torch.empty(0)
-            batches.append(Batch(kept, kept, rest, mask.bool()))
+            batches.append(Batch(kept, kept, given, mask.bool(), kinds))
         return batches
 
-    def _entering(self, block: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, Any]:
-        kept: list[Any] = []
+    def _entering(self, arguments: Any) -> tuple[Tensor, tuple[Arguments, ...], tuple[int, ...]]:
+        """The states that enter the first block, and the arguments of blocks and their kinds."""
+        kept: list[tuple[Tensor, Arguments]] = []
 
         def catch(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            kept.append((positional, named))
-            raise _Reached
+            kept.append(_parted(positional, named))
+            if len(kept) == len(self.blocks):
+                raise _Reached
 
-        handle = block.register_forward_pre_hook(catch, with_kwargs=True)
+        handles = [b.register_forward_pre_hook(catch, with_kwargs=True) for b in self.blocks]
         try:
-            self.model(**arguments, **_without_cache(self.model))
+            with _passed_by(self.blocks):
+                self.model(**arguments, **_without_cache(self.model))
         except _Reached:
             pass
         finally:
-            handle.remove()
-        positional, named = kept[0]
-        if positional:
-            return positional[0], (positional[1:], named)
-        named = dict(named)
-        return named.pop("hidden_states"), ((), named)
+            for handle in handles:
+                handle.remove()
+        found, kinds = _distinct([given for _, given in kept])
+        return kept[0][0], found, kinds
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., v] of final hidden states [..., d], behind the last norm, the head and its soft cap."""
@@ -175,11 +187,66 @@ def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
+class Blocks(nn.Module):
+    """All blocks in turn, run as one by `run_block`."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
 def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """The block's hidden output [m, w, d] for `hidden` on the block's device."""
-    positional, named = batch.arguments
+    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
+    if isinstance(block, Blocks):
+        for part in block.blocks:
+            hidden = run_block(part, hidden, batch)
+        return hidden
+    positional, named = batch.given(block)
     out = block(hidden, *positional, **named)
     return out[0] if isinstance(out, tuple) else out
+
+
+def _parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    """A block's hidden states, and what it is given beside them."""
+    if positional:
+        return positional[0], (positional[1:], named)
+    named = dict(named)
+    return named.pop("hidden_states"), ((), named)
+
+
+@contextmanager
+def _passed_by(blocks: nn.ModuleList) -> Iterator[None]:
+    """Blocks hand their hidden states on as they are: only what each is given is asked for."""
+    for block in blocks:
+        block.forward = lambda *positional, **named: _parted(positional, named)[0]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
+    """The arguments that differ, and which of them every block's are."""
+    found, kinds = list[Arguments](), list[int]()
+    for one in given:
+        kinds.append(next((k for k, other in enumerate(found) if same(one, other)), len(found)))
+        if kinds[-1] == len(found):
+            found.append(one)
+    return tuple(found), tuple(kinds)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same numbers, tensors inside of them included."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return isinstance(one, bool | int | float | str) and one == other
 
 
 @contextmanager

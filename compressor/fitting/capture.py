@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.blocks import Batch
+from blr.compressor.fitting.blocks import Batch, same
 from blr.compressor.modeling.cuda_graphs import capturing
 
 WARM_UP = 2  # eager passes before a capture: libraries set themselves up in the first
@@ -61,16 +60,7 @@ def alike(batches: Sequence[Batch]) -> list[bool]:
     return [
         bool(batch.mask.all())
         and batch.mask.shape == first.mask.shape
-        and _same(batch.arguments, first.arguments)
+        and same(batch.arguments, first.arguments)
+        and batch.kinds == first.kinds
         for batch in batches
     ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return one is other or (isinstance(one, bool | int | float | str) and one == other)

@@ -31,7 +31,7 @@ from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 11  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 12  # raise it when a factorizer's results change: journals of older runs are then void
 
 # Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
 # of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import kl_div
 
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError
-from blr.compressor.fitting.blocks import Batch, BlockModel, run_block
+from blr.compressor.fitting.blocks import Batch, BlockModel, Blocks, run_block
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
@@ -71,21 +71,6 @@ def _train(run: Run, starts: list[Batch], advance: Any) -> Refit:
     for part in trained:
         part.parameter.requires_grad_(False)
     return found
-
-
-class Blocks(nn.Module):
-    """All blocks in turn, called as one."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, hidden: Tensor, *positional: Any, **named: Any) -> Tensor:
-        """[m, w, d] -> [m, w, d]."""
-        for block in self.blocks:
-            out = block(hidden, *positional, **named)
-            hidden = out[0] if isinstance(out, tuple) else out
-        return hidden
 
 
 class Finishing(Refitting):

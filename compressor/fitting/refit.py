@@ -211,8 +211,7 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
             return type(value)(cut(item) for item in value)
         return {key: cut(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    positional, named = batch.arguments
-    return replace(batch, arguments=(cut(positional), cut(named)), mask=batch.mask[windows])
+    return replace(batch, arguments=cut(batch.arguments), mask=batch.mask[windows])
 
 
 def _gradient(parameter: Tensor) -> Tensor:

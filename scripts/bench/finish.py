@@ -25,7 +25,7 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.evaluate import read_tokens
 from blr.compressor.fitting import engine, finish
-from blr.compressor.fitting.blocks import Batch, run_block
+from blr.compressor.fitting.blocks import Batch, Blocks, run_block
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_tokenizer
@@ -139,7 +139,7 @@ def _text(tokenizer: Any, path: Path, given: argparse.Namespace) -> Calibration:
 
 @torch.no_grad()
 def _loss(run: Run, text: Calibration, blocks: list[Any]) -> float:
-    whole = finish.Blocks(blocks)
+    whole = Blocks(blocks)
     values = []
     for ids, batch in zip(text.ids, run.model.start(text), strict=True):
         out = run.model.logits(run_block(whole, batch.hidden.to(run.model.device), batch))

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
-from pico import save_pico
+from pico import MODELS, MORE, save_model, save_pico
 
 from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError
-from blr.compressor.fitting.blocks import BlockModel, run_block
+from blr.compressor.fitting.blocks import BlockModel, Blocks, run_block
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
+from blr.compressor.fitting.refit import window_rows
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.parallel.processes import Processes
@@ -24,6 +25,33 @@ from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
 pytestmark = pytest.mark.fast
+
+
+KINDS = ["sliding_attention", "full_attention"]
+ALTERNATING = {
+    "gemma2": {"sliding_window": 4, "layer_types": KINDS},
+    "gemma3": {"sliding_window": 4, "layer_types": KINDS},  # each also rotates in its own way
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "layer_types": KINDS},
+}
+
+
+@pytest.mark.parametrize("name", ALTERNATING)
+@torch.no_grad()
+def test_every_block_is_given_what_the_model_gives_it(name: str, tmp_path: Path) -> None:
+    """Masks and rotations, where blocks that attend to a window lie between others."""
+    config, settings, kind = {**MODELS, **MORE}[name]
+    save_model(config, {**settings, **ALTERNATING[name], "num_hidden_layers": 2}, kind, tmp_path)
+    source = open_source(tmp_path)
+    model = BlockModel(source, find_family(source.model_type), CPU)
+    model.load_rest()
+    whole, given = native(name, tmp_path), calibration()
+    for ids, batch in zip(given.ids, model.start(given), strict=True):
+        assert len(batch.arguments) == 2 and batch.kinds == (0, 1)
+        every = Blocks([model.load_block(index) for index in range(2)])
+        found = model.logits(run_block(every, batch.hidden, batch))
+        torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        first = run_block(model.load_block(0), batch.hidden[1:2], window_rows(batch, torch.tensor([1])))
+        torch.testing.assert_close(first, run_block(model.load_block(0), batch.hidden, batch)[1:2])
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

@@ -12,7 +12,7 @@ from pico import save_pico
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting import finish
-from blr.compressor.fitting.blocks import run_block
+from blr.compressor.fitting.blocks import Blocks, run_block
 from blr.compressor.fitting.run import Run
 
 PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
@@ -20,7 +20,7 @@ PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
 
 def divergence(found: Run) -> float:
     """KL of the dense model's distributions from those of the stored results, nats a token."""
-    blocks, total = finish.Blocks([student.block for student in found.students]), 0.0
+    blocks, total = Blocks([student.block for student in found.students]), 0.0
     starts = found.model.start(calibration())
     with torch.no_grad():
         for start, end in zip(starts, found.batches, strict=True):
