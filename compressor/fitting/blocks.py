@@ -148,10 +148,15 @@ class BlockModel:
         return kept[0][0], found, kinds
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., v] of final hidden states [..., d], behind the last norm, the head and its soft cap."""
-        base, cap = self.model.base_model, getattr(self.model.config, "final_logit_softcapping", None)
+        """[..., v] of final hidden states [..., d]: last norm, head, its scale and its cap."""
+        base, config = self.model.base_model, self.model.config
         norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
         found: Tensor = self.model.get_output_embeddings()(norm(hidden))
+        scale = getattr(config, "logit_scale", None) or 1 / (
+            getattr(config, "logits_scaling", None) or 1
+        )
+        cap = getattr(config, "final_logit_softcapping", None)
+        found = found if scale == 1 else found * scale  # Cohere multiplies, Granite divides
         return found if cap is None else cap * torch.tanh(found / cap)
 
     def stored_module(self, name: str) -> str:

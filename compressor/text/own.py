@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
-from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
 
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
@@ -167,14 +167,31 @@ def _rows_at_once(model: Any, length: int) -> int:
 
 
 def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
+    cached = _cached(model, ids[:1]) and _fresh_cache(model)
+    asked = {**(cached or {}), "use_cache": bool(cached), "logits_to_keep": 1}
+    tokens = fresh = ids
+    for _ in range(wanted.length - ids.shape[1]):
+        out = model(input_ids=fresh if cached else tokens, **asked)
+        fresh = sample(out.logits[:, -1].float(), generator)
+        tokens = torch.cat([tokens, fresh], 1)
+    return tokens[:, : wanted.length].to("cpu", torch.int32)
+
+
+def _fresh_cache(model: Any) -> dict[str, Any]:
     from transformers import DynamicCache
 
-    cached, fresh, found = {cache_name(model): DynamicCache(config=model.config)}, ids, [ids]
-    for _ in range(wanted.length - ids.shape[1]):
-        out = model(input_ids=fresh, **cached, use_cache=True, logits_to_keep=1)
-        fresh = sample(out.logits[:, -1].float(), generator)
-        found.append(fresh)
-    return torch.cat(found, 1)[:, : wanted.length].to("cpu", torch.int32)
+    return {cache_name(model): DynamicCache(config=model.config)}
+
+
+def _cached(model: Any, ids: Tensor) -> bool:
+    """Whether `model` keeps what it has read in a cache that it is given; RWKV leaves it as it is,
+    MiniMax refuses it: these read the whole text for every token."""
+    given = _fresh_cache(model)
+    try:
+        out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
+    except (TypeError, ValueError):
+        return False
+    return any(getattr(out, name, None) is cache for name in NAMES for cache in given.values())
 
 
 def sample(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
-from pico import MODELS, MORE, save_model, save_pico
+from pico import MODELS, MORE, VOCAB, save_model, save_pico
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.journal import Journal
@@ -52,6 +54,35 @@ def test_every_block_is_given_what_the_model_gives_it(name: str, tmp_path: Path)
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         first = run_block(model.load_block(0), batch.hidden[1:2], window_rows(batch, torch.tensor([1])))
         torch.testing.assert_close(first, run_block(model.load_block(0), batch.hidden, batch)[1:2])
+
+
+SMALL = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "sliding_window": 4},
+    **{"logits_scaling": 4.0, "residual_multiplier": 0.5, "logit_scale": 0.25, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("model_type", find_family("gemma2").model_types)  # type: ignore[union-attr]
+@torch.no_grad()
+def test_decoders_that_name_their_layers_as_llama_does(model_type: str, tmp_path: Path) -> None:
+    """However they scale, normalize or mask: their blocks in turn are the model, logits and all."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this release of transformers")
+    known = CONFIG_MAPPING[model_type]()
+    config = type(known)(**{key: value for key, value in SMALL.items() if hasattr(known, key)})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    model = BlockModel(source, find_family(model_type), CPU)
+    model.load_rest()
+    whole, given = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), calibration()
+    every = Blocks([model.load_block(index) for index in range(len(model))])
+    for ids, batch in zip(given.ids, model.start(given), strict=True):
+        found = model.logits(run_block(every, batch.hidden, batch))
+        torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    names = [name for group in model.family.groups for name in group.modules]
+    assert all(isinstance(every.blocks[0].get_submodule(name), torch.nn.Linear) for name in names)
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

@@ -115,6 +115,41 @@ def test_batches_are_sized_for_every_kind_of_model(config: Any, width: int) -> N
     assert own._rows_in(sample / 2, model, 20) == 1
 
 
+class Forgetful(transformers.LlamaForCausalLM):
+    """One that keeps nothing of what it has read, as models do that have a state of their own."""
+
+    def forward(self, input_ids: torch.Tensor, **ignored: Any) -> Any:
+        return super().forward(input_ids, use_cache=False)
+
+
+class Refusing(transformers.LlamaForCausalLM):
+    """One that takes caches of its own alone, as MiniMax."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **ignored: Any) -> Any:
+        if past_key_values is not None:
+            raise ValueError("a cache of another kind")
+        return super().forward(input_ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps"), [(transformers.LlamaForCausalLM, True), (Forgetful, False), (Refusing, False)]
+)
+@torch.no_grad()
+def test_every_token_follows_from_all_before_it(kind: Any, keeps: bool) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    torch.manual_seed(0)
+    model = kind(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    ids = torch.arange(4)[:, None]
+    assert own._cached(model, ids) == keeps
+    found = own.continued(model, ids, 0, WANTED).long().clone()
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1, WANTED.length):
+        logits = model(input_ids=found[:, :n]).logits[:, -1]
+        assert torch.equal(sample(logits, generator)[:, 0], found[:, n])
+
+
 class Kept(Journal):
     """One in a folder that is there."""
 
