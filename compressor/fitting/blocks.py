@@ -64,6 +64,7 @@ class Batch:
 
 
 NUMBER = "_number"  # attribute of a loaded block: its place in the model
+NORMS = ("norm", "ln_f", "final_layernorm")  # the last one's name
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
@@ -150,7 +151,7 @@ class BlockModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., v] of final hidden states [..., d]: last norm, head, its scale and its cap."""
         base, config = self.model.base_model, self.model.config
-        norm = next(getattr(base, name) for name in ("norm", "ln_f") if hasattr(base, name))
+        norm = next(getattr(base, name) for name in NORMS if hasattr(base, name))
         found: Tensor = self.model.get_output_embeddings()(norm(hidden))
         scale = getattr(config, "logit_scale", None) or 1 / (
             getattr(config, "logits_scaling", None) or 1

@@ -12,7 +12,7 @@ from pico import MODELS, MORE, VOCAB, save_model, save_pico
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.architectures import find_family
+from blr.compressor.architectures import families, find_family
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError
@@ -63,10 +63,15 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("model_type", find_family("gemma2").model_types)  # type: ignore[union-attr]
+TABLES = ("decoders", "ungated", "glm", "starcoder2", "phi")
+
+
+@pytest.mark.parametrize(
+    "model_type", [t for f in families() if f.name in TABLES for t in f.model_types]
+)
 @torch.no_grad()
-def test_decoders_that_name_their_layers_as_llama_does(model_type: str, tmp_path: Path) -> None:
-    """However they scale, normalize or mask: their blocks in turn are the model, logits and all."""
+def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path: Path) -> None:
+    """Their blocks in turn are the model, logits and all."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this release of transformers")
     known = CONFIG_MAPPING[model_type]()
@@ -81,8 +86,9 @@ def test_decoders_that_name_their_layers_as_llama_does(model_type: str, tmp_path
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         found = model.logits(run_block(every, batch.hidden, batch))
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-    names = [name for group in model.family.groups for name in group.modules]
-    assert all(isinstance(every.blocks[0].get_submodule(name), torch.nn.Linear) for name in names)
+    names = {name for group in model.family.groups for name in group.modules}
+    linear = {n for n, m in every.blocks[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    assert names == linear
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)
