@@ -153,11 +153,10 @@ class BlockModel:
         base, config = self.model.base_model, self.model.config
         norm = next(getattr(base, name) for name in NORMS if hasattr(base, name))
         found: Tensor = self.model.get_output_embeddings()(norm(hidden))
-        scale = getattr(config, "logit_scale", None) or 1 / (
-            getattr(config, "logits_scaling", None) or 1
-        )
-        cap = getattr(config, "final_logit_softcapping", None)
-        found = found if scale == 1 else found * scale  # Cohere multiplies, Granite divides
+        named = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        factor, divisor, cap = (getattr(config, name, None) for name in named)
+        if factor or divisor:  # Cohere multiplies, Granite divides
+            found = found * ((factor or 1) / (divisor or 1))
         return found if cap is None else cap * torch.tanh(found / cap)
 
     def stored_module(self, name: str) -> str:
