@@ -58,8 +58,28 @@ def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it computes x Wᵀ + bias: Llama 4's router is an `nn.Linear` that gives a pair instead."""
-    return isinstance(module, Conv1D) or getattr(type(module), "forward", None) is nn.Linear.forward
+    """Whether it computes x Wᵀ + bias: Falcon's own class does, Llama 4's router gives a pair, and both
+    are an `nn.Linear` by class."""
+    if isinstance(module, Conv1D) or not isinstance(module, nn.Linear):
+        return isinstance(module, Conv1D)
+    return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)
+
+
+_MULTIPLIES: dict[type, bool] = {}  # by class
+
+
+def _multiplies(kind: type, module: nn.Linear) -> bool:
+    if kind not in _MULTIPLIES:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(2, module.in_features, generator=draw)
+        given = {name: torch.randn(p.shape, generator=draw) for name, p in module.named_parameters()}
+        try:
+            found = torch.func.functional_call(module, given, (x,))
+            usual = nn.functional.linear(x, given["weight"], given.get("bias"))
+            _MULTIPLIES[kind] = bool(torch.allclose(found, usual, rtol=1e-3, atol=1e-3))
+        except Exception:  # whatever it asks for beside x, or gives beside y
+            _MULTIPLIES[kind] = False
+    return _MULTIPLIES[kind]
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> Any:
@@ -72,7 +92,16 @@ def meta_model(source: Source, *, buffers: bool = False) -> Any:
     if native is None:
         path = source.folder / "config.json"
         refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
-    config = {key: value for key, value in source.config.items() if key != "model_type"}
+    config = {key: _decoded(value) for key, value in source.config.items() if key != "model_type"}
     empty = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
     with native_errors(source), empty:
         return native(CONFIG_MAPPING[source.model_type].from_dict(config))
+
+
+def _decoded(value: Any) -> Any:
+    """A value of config.json with what transformers writes for infinity, {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value

@@ -139,16 +139,22 @@ def test_heads_that_a_decoder_borrows_stay_dense() -> None:
 
 
 def test_a_linear_layer_that_computes_something_else_is_none_of_them() -> None:
-    """Llama 4's router is an `nn.Linear` that gives two tensors."""
+    """Llama 4's router is an `nn.Linear` that gives two tensors; Falcon's own class multiplies."""
 
     class Router(torch.nn.Linear):
         def forward(self, x: Any) -> Any:
             scores = super().forward(x)
             return scores.sigmoid(), scores
 
+    class Own(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return x @ self.weight.T
+
     with torch.device("meta"):
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS["LlamaConfig"]))
         model.model.layers[0].mlp.router = Router(8, 4)
+        model.model.layers[1].mlp.own = Own(8, 4, bias=False)
     inner, outer = linear_layers(model)
     assert "model.layers.0.mlp.gate_proj" in inner and "lm_head" in outer
+    assert "model.layers.1.mlp.own" in inner
     assert not [name for name in (*inner, *outer) if name.endswith("router")]
