@@ -39,6 +39,9 @@ _SOUNDS_LIKE_CODE = re.compile(
 _LABELS = {"id2label", "label2id"}  # their keys are names of classes
 
 
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+
+
 def inert(value: Any, known: Collection[str] | None = None) -> Any:
     """Parsed JSON without its hints of code, at any depth.
 
@@ -48,10 +51,15 @@ def inert(value: Any, known: Collection[str] | None = None) -> Any:
     """
     if isinstance(value, list):
         return [inert(item, known) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or is_number(value):
         return value
     kept = {key: held for key, held in value.items() if not _is_hint(key, held, known)}
     return {key: held if key in _LABELS else inert(held, known) for key, held in kept.items()}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is what transformers writes for a float that JSON has no word for."""
+    return isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _FLOATS
 
 
 def carried(path: Path) -> bytes | Path:

@@ -28,7 +28,7 @@ from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.tensors import plan_tensors
 from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.discover import meta_model
-from blr.compressor.loading.native import native_class, native_errors
+from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
@@ -98,7 +98,7 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
     """Raise InputError when tensors of `shapes` do not fill the native model of `config`."""
     native = native_class(source)
     with native_errors(source):
-        made = CONFIG_MAPPING[source.model_type].from_dict(dict(config))
+        made = CONFIG_MAPPING[source.model_type].from_dict(decoded(config))
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         found = misfits(native, None, config=made, state_dict=tensors)
     if found:

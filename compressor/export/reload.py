@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.loading.carry import keep_tokenizer
-from blr.compressor.loading.native import native_class, native_errors
+from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.machine.device import pick_device
 from blr.compressor.modeling.exported import model_class
@@ -39,7 +39,7 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
             raise UsageError(f"--context {asked}: {kind} generates no text, leave the option out")
         return None
     with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(dict(source.config))
+        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
         limit = context_of(config.to_dict())
     if asked is not None and asked > limit:
         raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
@@ -54,7 +54,7 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
     with native_errors(source):
         register(source.model_type)
         cls = model_class(config["architectures"][0])
-        ours = cls.config_class.from_dict(dict(config))
+        ours = cls.config_class.from_dict(decoded(config))
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         found = misfits(cls, None, config=ours, state_dict=tensors)
     if found:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.architectures import Family
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.native import REMEDY, native_class, native_errors
+from blr.compressor.loading.native import REMEDY, decoded, native_class, native_errors
 from blr.compressor.modeling.classes import module_names
 
 
@@ -92,16 +92,7 @@ def meta_model(source: Source, *, buffers: bool = False) -> Any:
     if native is None:
         path = source.folder / "config.json"
         refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
-    config = {key: _decoded(value) for key, value in source.config.items() if key != "model_type"}
+    config = {key: value for key, value in decoded(source.config).items() if key != "model_type"}
     empty = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
     with native_errors(source), empty:
         return native(CONFIG_MAPPING[source.model_type].from_dict(config))
-
-
-def _decoded(value: Any) -> Any:
-    """A value of config.json with what transformers writes for infinity, {"__float__": "Infinity"}."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value

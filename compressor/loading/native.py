@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blr.compressor.checkpoint.config import REMEDY
+from blr.compressor.checkpoint.hints import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError
@@ -57,3 +58,12 @@ def native_errors(source: Source) -> Iterator[None]:
         reason = quote(first_line(error), 160)[1:-1]
         found = f"values that {quote(source.model_type)} cannot be built from ({reason})"
         refuse(source.folder / "config.json", found, "those of a trained model", REMEDY)
+
+
+def decoded(value: Any) -> Any:
+    """A configuration as transformers reads it: {"__float__": "Infinity"} is a number."""
+    if is_number(value):
+        return float(value["__float__"])
+    if isinstance(value, Mapping):
+        return {key: decoded(item) for key, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
-from blr.compressor.loading.native import native_errors
+from blr.compressor.loading.native import decoded, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.exported import model_class
@@ -84,7 +84,7 @@ def _dtype(stored: str) -> torch.dtype:
 
 def _made_of(source: Source) -> tuple[Any, Any]:
     """The class that config.json names, or the plain one of its model type, and its configuration."""
-    config = CONFIG_MAPPING[source.model_type].from_dict(dict(source.config))
+    config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
     name = (source.config.get("architectures") or [auto_classes(source.model_type)["AutoModel"][0]])[0]
     return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
 

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
 from blr.compressor.loading.carry import keep_tokenizer
-from blr.compressor.loading.native import native_class, native_errors
+from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
@@ -99,7 +99,7 @@ def check_fits(source: Source, plan: Plan) -> None:
         register(source.config["model_type"])
         config = structured_config(source.config, plan)
         cls = model_class(config["architectures"][0])
-        ours = cls.config_class.from_dict(config)
+        ours = cls.config_class.from_dict(decoded(config))
         found = misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
     if found:
         remedy = "take config.json and weights from the same model"

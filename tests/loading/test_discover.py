@@ -11,8 +11,10 @@ import transformers
 from pico import MODELS, MORE, save_model
 
 from blr.compressor.architectures import find_family
+from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.loading.discover import discover_family, linear_layers
+from blr.compressor.loading.native import decoded
 from blr.compressor.planning.layers import find_layers
 from blr.compressor.recipe.schema import make_recipe
 
@@ -158,3 +160,11 @@ def test_a_linear_layer_that_computes_something_else_is_none_of_them() -> None:
     assert "model.layers.0.mlp.gate_proj" in inner and "lm_head" in outer
     assert "model.layers.1.mlp.own" in inner
     assert not [name for name in (*inner, *outer) if name.endswith("router")]
+
+
+def test_numbers_that_json_has_no_word_for() -> None:
+    """Bamba's and Granite's time steps have no upper bound; what merely looks like one stays text."""
+    stored = {"limit": [0.0, {"__float__": "Infinity"}], "size": 3}
+    assert inert(stored) == stored
+    assert decoded(stored)["limit"] == [0.0, float("inf")]
+    assert decoded({"a": {"__float__": "os.system"}}) == {"a": {"__float__": "os.system"}}
