@@ -60,7 +60,7 @@ def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module
 def _is_linear(module: nn.Module) -> bool:
     """Whether it computes x Wᵀ + bias: Falcon's own class does, Llama 4's router gives a pair, and both
     are an `nn.Linear` by class."""
-    if isinstance(module, Conv1D) or not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D)
     return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)
 
