@@ -22,6 +22,7 @@ from syncing import never_wait
 from warm import Warm
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["BLR_TEXT_DIR"] = "off"  # what a run writes must not depend on those before it
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads only slow pico-sized linear algebra down
 

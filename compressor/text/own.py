@@ -9,6 +9,7 @@ the vocabulary: on prose that leaves .985 of SmolLM2's probability, and sorts no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from blr.compressor.checkpoint.journal import Journal, layer_key
 from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
+from blr.compressor.text.shelf import Shelf, shelf_folder
 
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
 ALGORITHM = 3  # raise it when samples change: journals of older runs are then void
@@ -61,17 +63,34 @@ def write_own_text(
     count = -(-samples // size)
     keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
     mine = [n for n in range(count) if n % share[1] == share[0] and journal.load(keys[n]) is None]
+
+    def written(n: int) -> Tensor:
+        prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
+        return continued(model, prompts, n, wanted)
+
     if mine:
         progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
-    with progress.layers(len(mine), "writing own text") as advance:
-        for n in mine:
-            advance("")
-            prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
-            journal.store(keys[n], {"ids": continued(model, prompts, n, wanted)}, {})
+        shelf, under = Shelf(shelf_folder()), _surroundings(model, tokenizer)
+        with progress.layers(len(mine), "writing own text") as advance:
+            named = {n: layer_key(text=keys[n], **under) for n in mine}
+            for n, ids in shelf.batches(named, written, lambda: advance("")):
+                journal.store(keys[n], {"ids": ids}, {})
+        if shelf.read:
+            progress.say(f"{shelf.read} of {len(mine)} batches as it wrote them before ({shelf.folder})")
     wait()
     journal.await_all(keys)
     rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
     return rows[:samples]
+
+
+def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What text depends on beside its batch's key: all of the model but its weights, and the device."""
+    device = model.device
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"config": config, "dtype": str(model.dtype), "tokens": len(tokenizer), "where": where}
 
 
 def model_dtype(device: torch.device) -> str:

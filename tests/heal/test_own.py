@@ -67,6 +67,21 @@ def test_what_is_written_is_not_written_again(
     assert not torch.equal(other, first) and len(calls) == 7
 
 
+def test_another_run_reads_what_this_model_wrote(
+    model: Any, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLR_TEXT_DIR", str(tmp_path / "shelf"))
+    calls, write, tokenizer = [], own.continued, load_tokenizer(dense)
+    monkeypatch.setattr(own, "continued", lambda *a: calls.append(a[2]) or write(*a))
+    first, again = (
+        write_own_text(model, tokenizer, WANTED, Kept(tmp_path / name), QUIET) for name in "ab"
+    )
+    assert torch.equal(first, again) and calls == [0, 1, 2]
+    monkeypatch.setattr(model.config, "rope_theta", 7.0, raising=False)  # it answers otherwise now
+    write_own_text(model, tokenizer, WANTED, Kept(tmp_path / "c"), QUIET)
+    assert len(calls) == 6
+
+
 def test_where_memory_runs_out_a_batch_is_written_in_parts(
     model: Any, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
