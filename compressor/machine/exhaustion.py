@@ -15,6 +15,10 @@ _SIGNS = re.compile(
     r"|pthread_create|memory allocation of \d+ bytes failed",
     re.IGNORECASE,
 )
+_GPU_FULL = re.compile(
+    r"Tried to allocate ([\d.]+ \w+)\. GPU (\d+) has a total capacity of ([\d.]+ \w+) of which "
+    r"([\d.]+ \w+) is free"
+)
 OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, of a GPU's
 PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that nobody hides a bug
 
@@ -25,10 +29,22 @@ def raise_exhausted(error: BaseException) -> None:
         return
     said = exhausted(error)
     if said:
-        raise CapabilityError(
+        raise CapabilityError(_told(said)) from error
+
+
+def _told(said: str) -> str:
+    if not said.startswith("CUDA out of memory"):
+        return (
             f"this machine has too little memory or too few threads ({said}); raise the limit "
             "(ulimit -v, -u, the container's), free some, or take a larger machine"
-        ) from error
+        )
+    found = _GPU_FULL.search(said)
+    asked, gpu, size, free = found.groups() if found else ("more", "0", "its memory", "too little")
+    return (
+        f"the GPU has too little memory: {asked} were needed, {free} of {size} are free on GPU {gpu} of "
+        "those that this process sees; stop what else runs there (nvidia-smi), do fewer things at once "
+        "(--jobs), or take another (CUDA_VISIBLE_DEVICES) or --device cpu"
+    )
 
 
 def exhausted(error: BaseException) -> str | None:

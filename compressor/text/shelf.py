@@ -22,18 +22,17 @@ from blr.compressor.errors import BlrError
 
 MOST = 1 << 30  # bytes kept; beyond them what was read longest ago goes
 STALE = 3600.0  # seconds after which a file that was not finished is nobody's
-OFF = "off"
 UNLOCKED = -1
 FAILURES = (BlrError, OSError, SafetensorError)
 
 
 def shelf_folder() -> Path | None:
-    """BLR_TEXT_DIR, else the user's cache folder; None for BLR_TEXT_DIR=off."""
+    """BLR_TEXT_DIR, else the user's cache folder; None for BLR_TEXT_DIR=off and for one that is not
+    absolute."""
     named = os.environ.get("BLR_TEXT_DIR")
-    if named == OFF:
-        return None
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(named or f"{cache}/blr/own-text"))
+    folder = os.path.expanduser(named or f"{cache}/blr/own-text")
+    return Path(folder) if os.path.isabs(folder) else None
 
 
 class Shelf:

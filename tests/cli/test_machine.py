@@ -10,7 +10,8 @@ import torch
 from limited import Limited, refused
 from running import Run
 
-from blr.compressor.machine.exhaustion import exhausted
+from blr.compressor.errors import CapabilityError
+from blr.compressor.machine.exhaustion import exhausted, raise_exhausted
 
 # --- Folders of caches and tables -----------------------------------------------------------------
 
@@ -65,6 +66,23 @@ def test_tables_that_are_no_files(kind: str, tmp_path: Path, monkeypatch: pytest
 
 
 # --- What a machine lacks -------------------------------------------------------------------------
+
+CUDA_FULL = (
+    "CUDA out of memory. Tried to allocate 768.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which "
+    "291.62 MiB is free. Process 903 has 2.53 GiB memory in use."
+)
+
+
+def test_a_full_gpu_is_told_by_what_it_has() -> None:
+    """Limits of the shell are no way out of it."""
+    with pytest.raises(CapabilityError) as raised:
+        raise_exhausted(torch.OutOfMemoryError(CUDA_FULL))
+    said = str(raised.value)
+    assert "768.00 MiB were needed, 291.62 MiB of 79.18 GiB are free on GPU 0" in said
+    assert "--jobs" in said and "ulimit" not in said
+    with pytest.raises(CapabilityError, match="the GPU has too little memory"):
+        raise_exhausted(torch.OutOfMemoryError("CUDA out of memory, said otherwise"))
+
 
 LACKING: dict[str, str] = {
     "threads": 'import threading\ndef f(s): raise RuntimeError("can\'t start new thread")\n'

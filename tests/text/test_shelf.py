@@ -80,14 +80,12 @@ def test_what_another_process_writes_comes_last(tmp_path: Path, holder: subproce
     assert order == writer.wrote == [2, 7, 5]
 
 
-@pytest.mark.parametrize("there", ["a file", "nothing allowed"])
-def test_without_a_shelf_text_is_written(there: str, tmp_path: Path) -> None:
-    place = tmp_path / "shelf"
-    if there == "a file":
-        place.write_text("")
+@pytest.mark.parametrize("folder", ["a file", "/dev/null/x", "/proc/1/x", "/" + "a" * 5000, None])
+def test_without_a_shelf_text_is_written(folder: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
     for _ in range(2):
         writer = Writer()
-        taken(Shelf(place if there == "a file" else None), writer)
+        taken(Shelf(tmp_path / folder if folder else None), writer)
         assert writer.wrote == [2, 5, 7]
 
 
@@ -109,6 +107,8 @@ def test_what_was_read_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytes
     ("environment", "expected"),
     [
         ({"BLR_TEXT_DIR": "off"}, None),
+        ({"BLR_TEXT_DIR": "~nosuchuser/x"}, None),
+        ({"XDG_CACHE_HOME": "here"}, None),
         ({"BLR_TEXT_DIR": "/there"}, Path("/there")),
         ({"XDG_CACHE_HOME": "/cache"}, Path("/cache/blr/own-text")),
         ({"HOME": "/home/me"}, Path("/home/me/.cache/blr/own-text")),
