@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -21,6 +22,12 @@ class Group:
     modules: tuple[str, ...]
     residual: str | None = None
 
+    def within(self, names: Collection[str]) -> Group | None:
+        """Its part among the modules `names` of a block, None if it has none there."""
+        modules = tuple(name for name in self.modules if name in names)
+        residual = self.residual if self.residual in names else None
+        return Group(modules, residual) if modules else None
+
 
 @dataclass(frozen=True)
 class Family:
@@ -29,8 +36,8 @@ class Family:
     `modules` maps globs over module names (as on disk) to the layer type they are reported
     under; `heads` are layers that stay dense unless asked for; `transposed` says that weights
     are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes; `blocks`
-    is the list of blocks on disk and `groups` what each consists of, in order of execution (None
-    and empty where calibration is not supported). `attention` maps the layer types that hold
+    is the list of blocks on disk and `groups` what they consist of, in order of execution, where a
+    block may have some of them only (None and empty where calibration is not supported). `attention` maps the layer types that hold
     heads to the side they are on ("out" or "in") and their symbolic number; `prefix` is what
     module names start with in a checkpoint with a head.
     """

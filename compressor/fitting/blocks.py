@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.architectures import Family
+from blr.compressor.architectures import Family, Group
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.storage import home
@@ -48,8 +48,9 @@ class Batch:
         return self.arguments[self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0]
 
     def rows(self, values: Tensor) -> Tensor:
-        """Those [n, …] of real tokens of `values` [m, w, …]; waits for no GPU."""
-        flat = values.flatten(0, 1)
+        """Those [n, …] of real tokens of `values` [m, w, …], or [m w, d] as some modules take them;
+        waits for no GPU."""
+        flat = values if values.dim() == 2 else values.flatten(0, 1)
         return flat if self._real is None else flat[self._real.to(flat.device)]
 
     @cached_property
@@ -64,7 +65,7 @@ class Batch:
 
 
 NUMBER = "_number"  # attribute of a loaded block: its place in the model
-NORMS = ("norm", "ln_f", "final_layernorm")  # the last one's name
+NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")  # the last one's name
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
@@ -111,6 +112,11 @@ class BlockModel:
         for module in self.model.children():
             move_buffers(module, self.device)
 
+    def groups(self, block: nn.Module) -> list[Group]:
+        """The family's groups that are in `block`, by what of them it has."""
+        names = {name for name, _ in block.named_modules()}
+        return [part for group in self.family.groups if (part := group.within(names))]
+
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
         """The hidden states that enter the first block; batches are dealt out to `processes`."""
@@ -150,14 +156,21 @@ class BlockModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., v] of final hidden states [..., d]: last norm, head, its scale and its cap."""
-        base, config = self.model.base_model, self.model.config
-        norm = next(getattr(base, name) for name in NORMS if hasattr(base, name))
-        found: Tensor = self.model.get_output_embeddings()(norm(hidden))
+        found: Tensor = self.model.get_output_embeddings()(self._normed(hidden))
+        config = self.model.config.get_text_config(decoder=True)
         named = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, divisor, cap = (getattr(config, name, None) for name in named)
         if factor or divisor:  # Cohere multiplies, Granite divides
             found = found * ((factor or 1) / (divisor or 1))
         return found if cap is None else cap * torch.tanh(found / cap)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """What lies beside the blocks and behind them: the last norm, and OPT's projection."""
+        beside = self.model.get_submodule(self.path.rpartition(".")[0])
+        norm = next(getattr(beside, name) for name in NORMS if hasattr(beside, name))
+        hidden = hidden if norm is None else norm(hidden)
+        project = getattr(beside, "project_out", None)
+        return hidden if project is None else project(hidden)
 
     def stored_module(self, name: str) -> str:
         """Name on disk of the module called `name` in the model."""

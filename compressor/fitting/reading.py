@@ -30,7 +30,7 @@ def read_by(
         states: that enter the block, of this process's batches by number.
     """
     run, processes = student.run, student.run.work.processes
-    groups = [group.modules for group in run.model.family.groups]
+    groups = [group.modules for group in run.model.groups(student.block)]
     sums = {names[0]: MomentSums(processes, len(run.batches), 1) for names in groups}
     behind: dict[int, Tensor] = {}
     for turn in rounds(processes, len(run.batches)):

@@ -144,8 +144,9 @@ class Sweep:
     ) -> dict[int, Tensor]:
         """Gradients entering block `index`, having added what it says to what is found."""
         block = self.model.load_block(index)
-        names = [name for group in self.model.family.groups for name in group.modules]
-        heads = [group.modules[0] for group in self.model.family.groups]
+        groups = self.model.groups(block)
+        names = [name for group in groups for name in group.modules]
+        heads = [group.modules[0] for group in groups]
         sums = {
             key: OrderedSum(self.processes, len(self.batches), torch.float64)
             for key in [(HIDDEN, "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
@@ -166,7 +167,7 @@ class Sweep:
 
     def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
         model = self.model
-        tasks = {name: group for group in model.family.groups for name in group.modules}
+        tasks = {name: group for group in model.groups(block) for name in group.modules}
         sizes = [block.get_parameter(f"{name}.weight").numel() for name in tasks]
         owners = share_out(sizes, self.processes.count)
         mine: dict[str, Tensor] = {}

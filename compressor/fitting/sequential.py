@@ -58,12 +58,13 @@ class BlockFit:
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
         self.dense = run.model.load_block(index)
+        self.groups = run.model.groups(self.dense)
         self.student = Student(run, index)
         self.cache: dict[int, dict[str, Tensor]] | None = None
 
     def fit(self, advance: Any) -> None:
         """Fit all groups, refit if asked, and move the hidden states behind this block."""
-        for group in self.run.model.family.groups:
+        for group in self.groups:
             self._fit_group(group, advance)
         targets = self._dense_outputs()
         if self.run.epochs and self.student.twins:
@@ -170,8 +171,7 @@ class BlockFit:
         return {name: t.to(device) for name, t in self.cache[n].items() if name in wanted}
 
     def _all_inputs(self, batch: Batch, place: torch.device) -> dict[str, Tensor]:
-        groups = self.run.model.family.groups
-        names = {name for g in groups for name in (g.modules[0], g.residual) if name}
+        names = {name for g in self.groups for name in (g.modules[0], g.residual) if name}
         with captured_inputs(self.dense, sorted(names)) as kept:
             out = run_block(self.dense, batch.hidden.to(self.run.model.device), batch)
         return {name: tensor.to(place) for name, tensor in kept.items()} | {"": out.to(place)}
@@ -179,8 +179,7 @@ class BlockFit:
     def _cache_place(self) -> torch.device | None:
         """Where the dense inputs of this block are kept; None if they are too large."""
         tokens = sum(batch.mask.numel() for batch in self.run.mine.values())
-        groups = self.run.model.family.groups
-        inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in groups]
+        inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in self.groups]
         widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
         size = 4 * tokens * (2 * sum(widths) + max(max(shape) for shape in inputs))
         place = home(size, self.run.model.device)

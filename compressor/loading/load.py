@@ -30,6 +30,7 @@ from blr.compressor.modeling.modeling_blr import misloaded
 from blr.compressor.quoting import first_line, quote
 
 GENERATES = "AutoModelForCausalLM"
+ALWAYS_CAUSAL = "GPTNeoX"  # classes that are, whatever is_decoder says: transformers writes false
 
 
 def load_model(
@@ -102,7 +103,8 @@ def _check_generates(source: Source) -> None:
     if name is not None and hasattr(transformers, name) and not continues_text(source):
         expected = "a causal language model (LlamaForCausalLM, …)"
         refuse(source.folder, f"{name}, which continues no text", expected, "take a decoder")
-    if name is not None and source.config.get("is_decoder") is False:
+    encodes = source.config.get("is_decoder") is False
+    if name is not None and encodes and not name.startswith(ALWAYS_CAUSAL):
         refuse(source.folder, f"{name} of is_decoder false", "a decoder", "take one")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exporting import compress_to, export_to
-from pico import save_pico
+from pico import save_model, save_pico
 from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -355,6 +355,23 @@ def test_tokens_without_embeddings(encoder: Path, tmp_path: Path, invoke: Invoke
 def test_an_encoder_continues_no_text(command: str, encoder: Path, text: Path, invoke: Invoke) -> None:
     code, out, err = call(invoke, command, encoder, text)
     assert (code, out) == (4, "") and "BertModel, which continues no text" in err
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Bert"])
+def test_a_decoder_is_one_by_what_its_class_computes(
+    name: str, tiny: Path, tmp_path: Path, text: Path, invoke: Invoke
+) -> None:
+    """transformers writes `is_decoder: false` for GPT-NeoX, which looks back alone all the same."""
+    size = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    settings = {**size, "vocab_size": 4096, "is_decoder": False}
+    kind = {"GPTNeoX": "GPTNeoXForCausalLM", "Bert": "BertLMHeadModel"}[name]
+    save_model(f"{name}Config", settings, kind, dense := tmp_path / "dense")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, dense)
+    for folder in (dense, compress_to(dense, tmp_path / "small", method="svd", cf=2)):
+        code, _, err = invoke("eval", folder, "--text", text, "--quiet")
+        assert code == (0 if name == "GPTNeoX" else 4), err
+        assert ("of is_decoder false" in err) == (name == "Bert")
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
