@@ -37,9 +37,9 @@ class Family:
     under; `heads` are layers that stay dense unless asked for; `transposed` says that weights
     are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes; `blocks`
     is the list of blocks on disk and `groups` what they consist of, in order of execution, where a
-    block may have some of them only (None and empty where calibration is not supported). `attention` maps the layer types that hold
-    heads to the side they are on ("out" or "in") and their symbolic number; `prefix` is what
-    module names start with in a checkpoint with a head.
+    block may have some of them only (None and empty where calibration is not supported). `attention`
+    maps the layer types that hold heads to the side they are on ("out" or "in") and their symbolic
+    number; `prefix` is what module names start with in a checkpoint with a head.
     """
 
     name: str

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from blr.compressor.architectures import Family, Group
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import CapabilityError
+from blr.compressor.errors import CapabilityError, InputError
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
+from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
@@ -48,9 +49,9 @@ class Batch:
         return self.arguments[self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0]
 
     def rows(self, values: Tensor) -> Tensor:
-        """Those [n, …] of real tokens of `values` [m, w, …], or [m w, d] as some modules take them;
-        waits for no GPU."""
-        flat = values if values.dim() == 2 else values.flatten(0, 1)
+        """Those [n, d] of real tokens of `values` [m, w, d], or [m w, d] and [m, 1, w, d] as some
+        modules take them; waits for no GPU."""
+        flat = values.flatten(0, -2)
         return flat if self._real is None else flat[self._real.to(flat.device)]
 
     @cached_property
@@ -179,12 +180,23 @@ class BlockModel:
     def _loaded_names(self) -> dict[str, str]:
         split = {name: name.rpartition(".") for name in self.source.entries}
         modules = module_names(self.model, (owner for owner, _, _ in split.values()))
-        return {f"{modules[owner]}.{leaf}": name for name, (owner, _, leaf) in split.items()}
+        found = {f"{modules[owner]}.{leaf}": name for name, (owner, _, leaf) in split.items()}
+        return renamed(self.model, self.source.entries) | found
 
     def _load(self, module: nn.Module, prefix: str) -> nn.Module:
-        state = {name: self._tensor(prefix + name) for name, _ in module.named_parameters()}
+        state = {name: self._weight(prefix + name) for name, _ in module.named_parameters()}
         module.load_state_dict(state, strict=False, assign=True)
         return move_buffers(module, self.device).requires_grad_(False)
+
+    def _weight(self, name: str) -> Tensor:
+        """A parameter of a block. Raises InputError if the checkpoint has it not."""
+        if name in self.names or name in self.model.all_tied_weights_keys:
+            return self._tensor(name)
+        merged = merged_names(self.model, name, self.names)
+        if not merged:
+            found = f"{self.source.folder}: found no tensor for {name}"
+            raise InputError(f"{found}; expected the whole model; copy the checkpoint again")
+        return torch.stack([torch.cat([self._tensor(each) for each in parts]) for parts in merged])
 
     def _tensor(self, name: str) -> Tensor:
         stored = self.names.get(name)

@@ -16,6 +16,8 @@ from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
 
+NOTHING = 1e-5  # of the mean diagonal: what float32 leaves of a difference that is none
+
 
 def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) -> Tensor | None:
     """H of the columns of V as it is packed: [i, i] of low rank [r, i]; of Monarch [l, k, p, p] for
@@ -40,10 +42,18 @@ def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) ->
 
 
 def _left(gram: Tensor, Z: Tensor, blocks: int) -> Tensor:
-    """The blocks [b, p, p] on the diagonal of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``."""
+    """The blocks [b, p, p] on the diagonal of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``; of H itself where next to
+    nothing is left of them, as where Z has the rank of its inputs: all of it rounding, also below zero."""
     weighted = gram @ Z
     solved = solve_spd(Z.mT @ weighted, weighted)
     own = gram.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))
     parts = zip(weighted.chunk(blocks), solved.chunk(blocks), strict=True)
-    found = [own[n, :, n] - right @ left.mT for n, (left, right) in enumerate(parts)]
-    return torch.stack([(block + block.mT) / 2 for block in found])
+    found = [
+        _or_all(own[n, :, n] - right @ left.mT, own[n, :, n]) for n, (left, right) in enumerate(parts)
+    ]
+    return torch.stack(found)
+
+
+def _or_all(left: Tensor, whole: Tensor) -> Tensor:
+    some = left.diagonal().mean() > NOTHING * whole.diagonal().mean()
+    return torch.where(some, (left + left.mT) / 2, whole)

@@ -63,18 +63,28 @@ SMALL = {
 }
 
 
-OF_ITS_OWN = {"lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]}}
-UNLISTED = {"linear_attn.in_proj_a", "linear_attn.in_proj_b"}  # a few outputs
+OF_ITS_OWN = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    **{name: {"num_key_value_heads": 4} for name in ("deepseek_v2", "deepseek_v3")},
+}
+UNLISTED = {  # that have a few outputs, or choose experts
+    *("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"),
+    *("mlp.shared_expert_gate", "mlp.router", "mlp.gate.wg"),
+}
 TABLES = (
     *("decoders", "ungated", "glm", "starcoder2", "phi"),
-    *("neox", "bloom", "gptj", "bigcode", "opt", "hybrid"),
+    *("neox", "bloom", "gptj", "bigcode", "opt", "hybrid", "moe"),
 )
 SMALL |= {
     **{"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "rotary_dim": 8, "ffn_dim": 48},
     **{"num_layers": 4, "num_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
     **{"n_positions": 64, "n_ctx": 64, "attention_types": [[["global", "local"], 2]], "window_size": 4},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": None},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_num_experts": 4, "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 16, "n_group": 1},
+    **{"shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "topk_group": 1},
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": None},
 }
 
 
@@ -102,7 +112,9 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     for block in every.blocks:
         names = {name for group in model.groups(block) for name in group.modules}
-        assert names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)} - UNLISTED
+        assert (
+            names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)} - UNLISTED
+        )
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

@@ -125,6 +125,21 @@ def test_errors_in_v_cost_what_no_u_makes_good(spec: Spec) -> None:
     assert abs(left - expected) < 1e-2 * expected
 
 
+def test_where_nothing_is_lost_any_rounding_is_taken() -> None:
+    """V of all its inputs' ranks, as a fit gives it (Zᵀ H Z = 1): U makes good every error, and what is
+    left is float32's rounding, also below zero."""
+    of = LowRankSpec(24, 96, 24)
+    for _ in range(4):
+        x = torch.randn(400, 24) @ torch.randn(24, 24)
+        gram = x.mT @ x / 400
+        turn = torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64)).Q
+        root = torch.linalg.cholesky(gram.double())
+        Z = torch.linalg.solve_triangular(root.mT, turn, upper=True).float()
+        seen = seen_by_v(of, {"U": torch.randn(96, 24), "V": Z}, gram)
+        assert seen is not None
+        costs_of(seen.double())  # raises where it is no metric
+
+
 @pytest.mark.parametrize("of", [DenseSpec(96, 64), *PLAIN], ids=lambda s: s.structure)
 def test_statistics_of_the_inputs_take_errors_off_layers(of: Spec) -> None:
     x, weight = _inputs(), torch.randn(64, 96, dtype=torch.float64)
