@@ -13,8 +13,16 @@ _BEHIND_PADDING = re.compile(
 )
 
 
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says; of a model of several parts, what it says of the one that reads text
+    before the rest."""
+    part = config.get("text_config")
+    return {**config, **part} if isinstance(part, Mapping) else config
+
+
 def context_of(config: Mapping[str, Any]) -> int:
     """Tokens that a model with `config` has positions for; `UNLIMITED` where it sets no limit."""
+    config = of_text(config)
     # GPT-2's name for it; T5's `n_positions` is no limit, its positions are relative
     limit = config.get("n_positions" if "n_embd" in config else "max_position_embeddings")
     if type(limit) is not int or limit < 1:

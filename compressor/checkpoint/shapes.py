@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
@@ -80,7 +81,7 @@ def _factor(source: Source, term: str) -> int | None:
         raise ValueError(f"{term!r} is neither an integer nor a config key")
     if term.isdigit():
         return int(term)
-    value = source.config.get(term)
+    value = of_text(source.config).get(term)
     if value is None:
         return _default(source, term)
     if type(value) is not int or not 1 <= value <= MAX_VALUE:

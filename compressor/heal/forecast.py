@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.heal.settings import CHUNK, HealOptions
 from blr.compressor.planning.plan import Plan
@@ -99,8 +99,10 @@ def sizes_of(
         stored: dense parameters in the files, 0 or less than there are where they are not known.
     """
 
+    text = of_text(config)
+
     def number(*names: str) -> int:
-        found = (config.get(name) for name in names)
+        found = (text.get(name) for name in names)
         return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
     width = number("hidden_size", "n_embd", "dim") or 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.export.origin import Checkpoint
@@ -22,6 +23,7 @@ from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.load import load_model
+from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
@@ -159,7 +161,7 @@ def check_same_vocabulary(student: Checkpoint, teacher: Checkpoint) -> None:
         raise InputError(
             f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
         )
-    sizes = [checkpoint.source.config.get("vocab_size") for checkpoint in (student, teacher)]
+    sizes = [of_text(checkpoint.source.config).get("vocab_size") for checkpoint in (student, teacher)]
     if sizes[0] != sizes[1]:
         found = f"a vocabulary of {quote(sizes[1])} tokens, not {quote(sizes[0])}"
         _refuse_vocabulary(teacher, f"{found} as the compressed model")
@@ -182,7 +184,7 @@ def task_of(checkpoint: Checkpoint) -> str:
     """
     config = checkpoint.source.config
     name = (config.get("architectures") or [""])[0]
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
+    if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
         return GENERATES
     reads = "vocab_size" in config and not config.get("is_encoder_decoder")
     if name.endswith("Model") and "Encoder" not in name and reads:

@@ -17,7 +17,7 @@ from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import check_transformers
-from blr.compressor.loading.native import continues_text
+from blr.compressor.loading.native import continues_text, sees_and_writes
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
@@ -57,6 +57,8 @@ def load_model(
     check_listed(folder, "all" if verify else "none")
     if task == GENERATES and not trust:
         _check_generates(source)
+    if task == GENERATES and sees_and_writes(source):
+        task = "AutoModelForImageTextToText"
     target = pick_device(device)
     transformers.utils.logging.disable_progress_bar()
     model = _from_pretrained(folder, task, dtype, trust)

@@ -8,7 +8,10 @@ from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.hints import is_number
@@ -39,11 +42,22 @@ def native_class(source: Source) -> Any:
 
 def continues_text(source: Source) -> bool:
     """Whether the class named first under `architectures`, ours or a native one, is a causal language
-    model."""
+    model, also one that reads images beside text."""
+    return _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source) or sees_and_writes(source)
+
+
+def sees_and_writes(source: Source) -> bool:
+    """Whether that class is of those that read images beside text and transformers does not list among
+    the causal language models."""
+    if _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source):
+        return False
+    return _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
+
+
+def _among(known: Mapping[str, Any], source: Source) -> bool:
     names = source.config.get("architectures") or [""]
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    causal = {n for name in known for n in ((name,) if isinstance(name, str) else name)}
-    return names[0].removeprefix(PREFIX) in causal
+    classes = {n for name in known.values() for n in ((name,) if isinstance(name, str) else name)}
+    return names[0].removeprefix(PREFIX) in classes
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _tokens(model: Any) -> Tensor | None:
     size = getattr(text, "vocab_size", None)
     if size is None:
         return None
-    usable = plain_tokens(text)
+    usable = plain_tokens(model.config)
     length = min(TOKENS, max(context_of(text.to_dict()) // 2, 1))
     drawn = torch.randint(len(usable), (1, length), generator=_generator())
     ids = usable[drawn]
@@ -143,9 +143,13 @@ def _tokens(model: Any) -> Tensor | None:
 
 
 def plain_tokens(config: Any) -> Tensor:
-    """Ids [n] of a text model's configuration, the first 65,536 at most, without special ones."""
-    special = {v for k, v in config.to_dict().items() if k.endswith("_token_id") and isinstance(v, int)}
-    return torch.tensor([n for n in range(min(config.vocab_size, 1 << 16)) if n not in special] or [0])
+    """Ids [n] of the text of a model's configuration, the first 65,536 at most, without special ones
+    and those that stand for images."""
+    text = config.get_text_config()
+    told = {**config.to_dict(), **text.to_dict()}
+    ends = ("_token_id", "_token_index")
+    named = {v for k, v in told.items() if k.endswith(ends) and isinstance(v, int)}
+    return torch.tensor([n for n in range(min(text.vocab_size, 1 << 16)) if n not in named] or [0])
 
 
 def _image(model: Any) -> Tensor | None:

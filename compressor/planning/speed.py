@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
@@ -36,7 +37,7 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
 
 def _head(source: Source, gpu: Gpu) -> float:
     """Microseconds of the product with the vocabulary."""
-    words, width = (source.config.get(name) for name in ("vocab_size", "hidden_size"))
+    words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
     if not isinstance(words, int) or not isinstance(width, int):
         return 0.0
     return dense_time(width, words, DECODE, gpu, launch=False)

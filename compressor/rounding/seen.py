@@ -43,7 +43,7 @@ def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) ->
 
 def _left(gram: Tensor, Z: Tensor, blocks: int) -> Tensor:
     """The blocks [b, p, p] on the diagonal of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``; of H itself where next to
-    nothing is left of them, as where Z has the rank of its inputs: all of it rounding, also below zero."""
+    nothing is left of them, as where Z has the rank of its inputs: that is rounding, also below zero."""
     weighted = gram @ Z
     solved = solve_spd(Z.mT @ weighted, weighted)
     own = gram.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
-from pico import MODELS, MORE, VOCAB, save_model, save_pico
-from transformers import AutoModelForCausalLM
+from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.architectures import families, find_family
@@ -115,6 +115,19 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
         assert (
             names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)} - UNLISTED
         )
+
+
+@pytest.mark.parametrize("model_type", SEEING)
+@torch.no_grad()
+def test_what_reads_text_of_a_model_that_reads_images(model_type: str, tmp_path: Path) -> None:
+    source = open_source(save_seeing(model_type, tmp_path))
+    model = BlockModel(source, find_family(model_type), CPU)
+    model.load_rest()
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    given, every = calibration(), Blocks([model.load_block(index) for index in range(len(model))])
+    for ids, batch in zip(given.ids, model.start(given), strict=True):
+        found = model.logits(run_block(every, batch.hidden, batch))
+        torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)

@@ -175,3 +175,43 @@ def inputs_for(model: Any) -> dict[str, torch.Tensor]:
     if hasattr(model.config, "image_size"):
         return {"pixel_values": torch.randn(2, 3, 32, 32, dtype=model.dtype)}
     return {"input_ids": torch.randint(2, VOCAB, (2, 24))}
+
+
+SEEING = ("gemma3", "qwen3_5", "mistral3", "llava", "qwen3_vl")  # types of models of text and images
+
+
+def save_seeing(model_type: str, folder: Path, vocabulary: int = VOCAB) -> Path:
+    """Save a pico model of text and images of `model_type`, with random weights, into `folder`."""
+    known = transformers.CONFIG_MAPPING[model_type]()
+    text = {
+        **{
+            **_LLAMA,
+            "vocab_size": vocabulary,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "sliding_window": 8,
+        },
+        **{"full_attention_interval": 2, "layer_types": None, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    }
+    images = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 28, "patch_size": 14, "num_heads": 2, "depth": 2, "out_hidden_size": 32},
+        **{"head_dim": 16},
+    }
+    parts = {
+        "text_config": _small(known.text_config, text),
+        "vision_config": _small(known.vision_config, images),
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(type(known)(**parts))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _small(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of the kind of `config` with those of `settings` that it has."""
+    kind = type(config)
+    fixed = {name for name in settings if isinstance(getattr(kind, name, None), property)}
+    taken = {k: v for k, v in settings.items() if hasattr(config, k) and k not in fixed}
+    return kind(**taken).to_dict()
