@@ -70,7 +70,8 @@ class Summary:
     `became` says how many layers were made what; `kept` counts layers that were left dense on purpose;
     `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
     `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
-    maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run;
+    maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run and
+    `spent` what of it went into what, in the first process;
     `check` says what was run of the output and how far its results are from the dense model's
     (`output/check.py`), `healed` what training it brought (`heal/run.py`).
     """
@@ -90,6 +91,7 @@ class Summary:
     factor: float
     errors: dict[str, float]
     seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     healed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
@@ -168,7 +170,8 @@ class Job:
             self.door.check_fits(self.source, self.plan)
             check_carried(self.source, self.door.config(self.source.config, self.plan))
             healing = Healing(self.source, self.settings) if self.settings.heal else None
-            read = self._digest()
+            with self.progress.timed("reading"):
+                read = self._digest()
             if not self.work.processes.told(workspace.finished(read)):
                 self._produce(read, healing)
             self.work.processes.leave()
@@ -226,7 +229,8 @@ class Job:
             if processes.told(not self.workspace.holds_result(folder, read)):
                 self._write(folder, check, read)
             place = self.workspace, self.progress
-            self.healed = healing.run(folder, check, processes.told(read), *place, processes)
+            with self.progress.timed("healing"):
+                self.healed = healing.run(folder, check, processes.told(read), *place, processes)
         self.checked = check.facts
 
     def _write(self, folder: Path, check: Check, read: str) -> None:
@@ -259,7 +263,8 @@ class Job:
         if settings.calibration is None:
             from blr.compressor.fitting.factorize import factorize_layers
 
-            return Fitted(factorize_layers(work, self.plan))
+            with self.progress.timed("fits"):
+                return Fitted(factorize_layers(work, self.plan))
         from blr.compressor.fitting.engine import compress_calibrated
 
         replan = partial(make_plan, source, recipe, calibrated=True)
@@ -344,6 +349,7 @@ class Job:
             factor=bytes_before / bytes_after,
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
+            spent={what: round(time, 1) for what, time in self.progress.spent.items()},
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,

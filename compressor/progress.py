@@ -15,10 +15,11 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 
 class Progress:
     """What a long run says while it works. `quiet` silences everything but warnings, `silent` those
-    too: in processes beside the first."""
+    too: in processes beside the first. `spent` are seconds by what they went into (`timed`)."""
 
     def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
+        self.spent: dict[str, float] = {}
         self.quiet, self.silent = quiet or silent, silent
         self.bars = not self.quiet and sys.stderr.isatty()
 
@@ -38,6 +39,16 @@ class Progress:
         """Announce a stage, on a terminal."""
         if self.bars:
             print(f"{name} …", file=sys.stderr)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the seconds of what is done inside to those `spent` on `what`. What a GPU has not done
+        by the end counts where it is waited for."""
+        started = monotonic()
+        try:
+            yield
+        finally:
+            self.spent[what] = self.spent.get(what, 0.0) + monotonic() - started
 
     @contextmanager
     def layers(self, total: int, what: str = "factorizing") -> Iterator[Callable[[str], None]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
+from running import Invoke
 
 from blr.compressor import progress
 from blr.compressor.progress import Progress, duration
@@ -50,3 +55,32 @@ def test_nothing_when_it_is_quiet(clock: list[float], capsys: pytest.CaptureFixt
 def test_durations_are_read_at_a_glance() -> None:
     found = [duration(seconds) for seconds in (0.4, 89, 90, 3600, 3 * 3600 + 300)]
     assert found == ["0 s", "89 s", "2 min", "60 min", "3 h 5 min"]
+
+
+def test_seconds_are_added_up_by_what_they_went_into(clock: list[float]) -> None:
+    told = Progress(quiet=True)
+    for what, seconds in (("fits", 2.0), ("check", 1.5), ("fits", 4.0)):
+        with suppress(KeyError), told.timed(what):
+            clock[0] += seconds
+            raise KeyError  # failed work took its time, too
+    assert told.spent == {"fits": 6.0, "check": 1.5}
+
+
+def test_a_summary_says_where_the_time_went(tiny: Path, tmp_path: Path, invoke: Invoke) -> None:
+    command = (
+        "compress",
+        tiny,
+        "--method",
+        "svd",
+        "--cf",
+        "2",
+        "--calibration",
+        "self",
+        "--samples",
+        "2",
+    )
+    code, out, err = invoke(*command, "--seq-len", "16", "-o", tmp_path / "out", "--format", "json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert list(found["spent"]) == "reading text sensitivity inputs fits writing check".split()
+    assert 0 < sum(found["spent"].values()) <= found["seconds"]

@@ -223,6 +223,12 @@ def _change(factor: float) -> str:
     return f"{factor:.3f} times smaller" if factor >= 1 else f"{1 / factor:.3f} times larger"
 
 
+def _spent(spent: dict[str, float]) -> str:
+    """What took a second or more, in the order in which it began."""
+    told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
+    return f" ({told})" if told else ""
+
+
 def _compress_text(summary: dict[str, Any]) -> str:
     before, after = summary["parameters_before"], summary["parameters_after"]
     kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
@@ -238,6 +244,6 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"error by layer type: {errors}",
             *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
-            f"time: {summary['seconds']:.1f} s",
+            f"time: {summary['seconds']:.1f} s{_spent(summary['spent'])}",
         )
     )

@@ -63,7 +63,9 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     """
     source, recipe, target = work.source, work.recipe, work.target
     model = BlockModel(source, find_family(source.model_type), target)
-    calibration = _read(work, text, model)
+    timed = work.progress.timed
+    with timed("text"):
+        calibration = _read(work, text, model)
     model.load_rest()
     batches = model.start(calibration, work.processes)
     key = layer_key(
@@ -74,7 +76,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     )
     sensitivity = None
     if recipe.allocation != "uniform":
-        sensitivity = _measure(work, model, batches, key, replan)
+        with timed("sensitivity"):
+            sensitivity = _measure(work, model, batches, key, replan)
     curves = _curves(sensitivity)
     plan = replan(curves)
     if sensitivity is not None:
@@ -87,7 +90,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
     if finish:
-        finish_blocks(run, model.start(calibration, work.processes))
+        with timed("last pass"):
+            finish_blocks(run, model.start(calibration, work.processes))
     results |= _outside(work, plan, results)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest}
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}

@@ -68,7 +68,8 @@ class BlockFit:
             self._fit_group(group, advance)
         targets = self._dense_outputs()
         if self.run.epochs and self.student.twins:
-            self._refit(targets)
+            with self.run.work.progress.timed("refits"):
+                self._refit(targets)
         self._advance(targets)
         if self.run.finish:
             self.run.students.append(self.student)
@@ -98,7 +99,9 @@ class BlockFit:
 
     def _fit(self, modules: dict[str, str], group: Group) -> None:
         """Have the factors of `modules` (by key) in the journal."""
-        moments, work = self._moments(group), self.run.work
+        work = self.run.work
+        with work.progress.timed("inputs"):
+            moments = self._moments(group)
         metrics = {module: self._metric(module) for module in modules.values()}
 
         def fit(key: str, processes: Processes | None = None) -> None:
@@ -111,9 +114,11 @@ class BlockFit:
         jobs = {key: self.run.job(module) for key, module in modules.items()}
         together = [key for key, job in jobs.items() if fitted_together(job)]
         for key in together:
-            fit(key, work.processes)
+            with work.progress.timed("fits by all"):
+                fit(key, work.processes)
         rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
-        work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
+        with work.progress.timed("fits"):
+            work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
         work.journal.await_all(together)
 
     def _metric(self, module: str) -> Tensor | None:

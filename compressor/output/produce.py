@@ -76,11 +76,13 @@ def write_whole(
     }
     workspace.claim((folder / name).relative_to(workspace.partial).as_posix() for name in names)
     folder.mkdir(exist_ok=True)
-    written = _write_shards(folder, contents, progress)
+    with progress.timed("writing"):
+        written = _write_shards(folder, contents, progress)
     for name, data in contents.small.items():
         written[name] = write_stream(folder / name, pieces(data))
     progress.stage("checking")
-    written.update(check(folder))
+    with progress.timed("check"):
+        written.update(check(folder))
     fsync_folder(folder)  # the files before the manifest that lists them
     write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
 
