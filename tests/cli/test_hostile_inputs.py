@@ -128,7 +128,7 @@ def test_pickle_refused(case: str, pickled: dict[str, dict[str, Any]]) -> None:
 
 
 # Refused by what transformers makes of the config, hence with torch but before any work
-_BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
+_BARE = {"model_type": "biogpt", "architectures": ["BioGptForCausalLM"]}
 NATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "type-unknown": ({"model_type": "nonesuch"}, "model type 'nonesuch'"),
     "architecture-unknown": ({"architectures": ["EvilForCausalLM"]}, "'EvilForCausalLM'"),
@@ -138,12 +138,12 @@ NATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "architecture-with-more-tensors": ({"tie_word_embeddings": False}, "lm_head.weight"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'"),
     "quantized-oddly": ({"quantization_config": "yes"}, "method 'yes'"),
-    "no-table-no-architecture": ({**_BLOOM, "architectures": None}, "no architectures"),
-    "no-table-huge-depth": ({**_BLOOM, "num_hidden_layers": 10**6}, "num_hidden_layers '1000000'"),
-    "no-table-huge-experts": ({**_BLOOM, "a": {"num_experts": 10**9}}, "num_experts '1000000000'"),
-    "no-table-bad-width": ({**_BLOOM, "hidden_size": "wide"}, "'bloom' cannot be built from"),
-    "no-table-bad-heads": ({**_BLOOM, "num_attention_heads": 0}, "'bloom' cannot be built from"),
-    "no-table-other-tensors": (_BLOOM, "no linear layer of a 'bloom' model"),
+    "no-table-no-architecture": ({**_BARE, "architectures": None}, "no architectures"),
+    "no-table-huge-depth": ({**_BARE, "num_hidden_layers": 10**6}, "num_hidden_layers '1000000'"),
+    "no-table-huge-experts": ({**_BARE, "a": {"num_experts": 10**9}}, "num_experts '1000000000'"),
+    "no-table-bad-width": ({**_BARE, "hidden_size": "wide"}, "'biogpt' cannot be built from"),
+    "no-table-bad-heads": ({**_BARE, "num_attention_heads": 0}, "'biogpt' cannot be built from"),
+    "no-table-other-tensors": (_BARE, "no linear layer of a 'biogpt' model"),
     "compressed-already": ({"model_type": "blr_llama"}, "already compressed"),
 }
 

@@ -220,7 +220,7 @@ def test_outline_of_a_checkpoint_has_its_shapes(tiny: Path, tmp_path: Path) -> N
 
 
 def test_outline_needs_a_known_family_with_its_sizes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    (tmp_path / "config.json").write_text('{"model_type": "biogpt"}')
     with pytest.raises(InputError, match="has no table"):
         outline(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 2}')
