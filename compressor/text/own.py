@@ -73,7 +73,7 @@ def write_own_text(
         shelf, under = Shelf(shelf_folder()), _surroundings(model, tokenizer)
         with progress.layers(len(mine), "writing own text") as advance:
             named = {n: layer_key(text=keys[n], **under) for n in mine}
-            for n, ids in shelf.batches(named, written, lambda: advance("")):
+            for n, ids in shelf.batches(named, written, lambda: advance(""), progress.say):
                 journal.store(keys[n], {"ids": ids}, {})
         if shelf.read:
             progress.say(f"{shelf.read} of {len(mine)} batches as it wrote them before ({shelf.folder})")

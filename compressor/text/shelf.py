@@ -22,6 +22,7 @@ from blr.compressor.errors import BlrError
 
 MOST = 1 << 30  # bytes kept; beyond them what was read longest ago goes
 STALE = 3600.0  # seconds after which a file that was not finished is nobody's
+OFF = "off"  # of BLR_TEXT_DIR
 UNLOCKED = -1
 FAILURES = (BlrError, OSError, SafetensorError)
 
@@ -59,13 +60,19 @@ class Shelf:
                 _trim(self.folder)
 
     def batches(
-        self, keys: Mapping[int, str], write: Callable[[int], Tensor], begin: Callable[[], None]
+        self,
+        keys: Mapping[int, str],
+        write: Callable[[int], Tensor],
+        begin: Callable[[], None],
+        say: Callable[[str], None],
     ) -> Iterator[tuple[int, Tensor]]:
         """Every number with its batch, from the shelf or written for it. Those that another process is
         writing come last, so that processes that want the same share the work; `begin` is called
-        before each."""
+        before each, and what is waited for is said."""
         late: list[int] = []
         for n, wait in chain(((n, False) for n in keys), ((n, True) for n in late)):
+            if wait and n == late[0]:
+                say(f"waits for what another run is writing of it (BLR_TEXT_DIR={OFF}: nobody waits)")
             with self._claimed(keys[n], wait) as ours:
                 if not (ours or wait):
                     late.append(n)

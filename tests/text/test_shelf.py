@@ -39,7 +39,7 @@ class Writer:
 
 def taken(shelf: Shelf, writer: Writer) -> dict[int, Tensor]:
     begun: list[int] = []
-    found = dict(shelf.batches(KEYS, writer, lambda: begun.append(1)))
+    found = dict(shelf.batches(KEYS, writer, lambda: begun.append(1), pytest.fail))
     assert len(begun) == len(KEYS)
     assert all(torch.equal(ids, Writer()(n)) for n, ids in found.items())
     return found
@@ -71,13 +71,14 @@ def test_a_damaged_batch_is_written_again(tmp_path: Path) -> None:
 
 
 def test_what_another_process_writes_comes_last(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    writer, order = Writer(), []
-    for n, _ in Shelf(tmp_path).batches(KEYS, writer, lambda: None):
+    writer, order, said = Writer(), list[int](), list[str]()
+    for n, _ in Shelf(tmp_path).batches(KEYS, writer, lambda: None, said.append):
         order.append(n)
         if len(order) == 2:  # it ends without having written it
             assert holder.stdin
             holder.stdin.close()
     assert order == writer.wrote == [2, 7, 5]
+    assert len(said) == 1 and "another run" in said[0]
 
 
 @pytest.mark.parametrize("folder", ["a file", "/dev/null/x", "/proc/1/x", "/" + "a" * 5000, None])
