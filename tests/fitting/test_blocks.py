@@ -9,7 +9,7 @@ import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
 from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.architectures import families, find_family
@@ -73,7 +73,7 @@ UNLISTED = {  # that have a few outputs, or choose experts
 }
 TABLES = (
     *("decoders", "ungated", "glm", "starcoder2", "phi"),
-    *("neox", "bloom", "gptj", "bigcode", "opt", "hybrid", "moe"),
+    *("neox", "bloom", "gptj", "gptneo", "bigcode", "opt", "hybrid", "moe", "experts"),
 )
 SMALL |= {
     **{"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "rotary_dim": 8, "ffn_dim": 48},
@@ -115,6 +115,32 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
         assert (
             names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)} - UNLISTED
         )
+
+
+ENCODERS = [t for f in families() if f.name in ("bert", "mpnet", "encoders") for t in f.model_types]
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+@torch.no_grad()
+def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: Path) -> None:
+    """Padded texts, too; ModernBERT has windows in two of three blocks."""
+    known = CONFIG_MAPPING[model_type]()
+    more = {"embedding_size": 32, "local_attention": 4, "num_key_value_heads": 4}
+    config = type(known)(**{k: v for k, v in {**SMALL, **more}.items() if hasattr(known, k)})
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    model = BlockModel(open_source(tmp_path), find_family(model_type), CPU)
+    model.load_rest()
+    whole, given = AutoModel.from_pretrained(tmp_path, dtype=torch.float32), calibration(padded=True)
+    every = Blocks([model.load_block(index) for index in range(len(model))])
+    norm = getattr(whole, "final_norm", getattr(whole, "norm", torch.nn.Identity()))
+    for ids, mask, batch in zip(given.ids, given.masks, model.start(given), strict=True):
+        found = norm(run_block(every, batch.hidden, batch))
+        expected = whole(input_ids=ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+    for block in every.blocks:
+        names = {name for group in model.groups(block) for name in group.modules}
+        assert names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
 
 
 @pytest.mark.parametrize("model_type", SEEING)

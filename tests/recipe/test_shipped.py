@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from blr.compressor.architectures import Family, families
 from blr.compressor.errors import InputError, RecipeError, UsageError
 from blr.compressor.planning.assign import nearest_blocks
 from blr.compressor.planning.auto import known_losses
 from blr.compressor.planning.outline import open_or_outline, outline
 from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.recipe.globs import matches
 from blr.compressor.recipe.schema import Recipe, make_recipe
 from blr.compressor.recipe.shipped import describe_recipe, load_recipe, shipped_recipes
 from blr.compressor.structures.specs import MonarchSpec
@@ -217,6 +219,16 @@ def test_outline_of_a_checkpoint_has_its_shapes(tiny: Path, tmp_path: Path) -> N
     real, _ = open_or_outline(tiny)
     for name, entry in outline(tmp_path).entries.items():
         assert (entry.shape, entry.dtype) == (real.entries[name].shape, real.entries[name].dtype)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_a_table_that_counts_blocks_has_the_shape_of_every_layer(family: Family) -> None:
+    """So that a config.json alone can be planned; without the count it is told to come with weights."""
+    counted = [glob.removesuffix("#").removeprefix("*") for glob in family.shapes if glob[-1] == "#"]
+    for glob in family.modules if counted else ():
+        inner = glob.split(".*.", 1)[1]
+        tensor = f"{family.prefix}{counted[0]}0.{inner}.weight"
+        assert any(matches(tensor, shape) for shape in family.shapes if shape[-1] != "#"), tensor
 
 
 def test_outline_needs_a_known_family_with_its_sizes(tmp_path: Path) -> None:
