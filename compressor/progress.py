@@ -20,6 +20,7 @@ class Progress:
     def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
         self.spent: dict[str, float] = {}
+        self._inner = 0.0  # seconds of what was timed inside of what is being timed
         self.quiet, self.silent = quiet or silent, silent
         self.bars = not self.quiet and sys.stderr.isatty()
 
@@ -42,13 +43,15 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds of what is done inside to those `spent` on `what`. What a GPU has not done
-        by the end counts where it is waited for."""
-        started = monotonic()
+        """Add the seconds of what is done inside, but for what is timed there itself, to those `spent`
+        on `what`. What a GPU has not done by the end counts where it is waited for."""
+        started, outer, self._inner = monotonic(), self._inner, 0.0
         try:
             yield
         finally:
-            self.spent[what] = self.spent.get(what, 0.0) + monotonic() - started
+            took = monotonic() - started
+            self.spent[what] = self.spent.get(what, 0.0) + took - self._inner
+            self._inner = outer + took
 
     @contextmanager
     def layers(self, total: int, what: str = "factorizing") -> Iterator[Callable[[str], None]]:

@@ -64,6 +64,12 @@ def test_seconds_are_added_up_by_what_they_went_into(clock: list[float]) -> None
             clock[0] += seconds
             raise KeyError  # failed work took its time, too
     assert told.spent == {"fits": 6.0, "check": 1.5}
+    with told.timed("healing"):  # what it times itself counts once
+        clock[0] += 8.0
+        for seconds in (1.0, 2.0):
+            with told.timed("check"):
+                clock[0] += seconds
+    assert told.spent == {"fits": 6.0, "check": 4.5, "healing": 8.0}
 
 
 def test_a_summary_says_where_the_time_went(tiny: Path, tmp_path: Path, invoke: Invoke) -> None:

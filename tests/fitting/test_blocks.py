@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
-from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing
+from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing, small
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -96,10 +96,7 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
     """Their blocks in turn are the model, logits and all."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this release of transformers")
-    known = CONFIG_MAPPING[model_type]()
-    fixed = {key for key in SMALL if isinstance(getattr(type(known), key, None), property)}
-    taken = {key: value for key, value in SMALL.items() if hasattr(known, key) and key not in fixed}
-    config = type(known)(**{**taken, **OF_ITS_OWN.get(model_type, {})})
+    config = small(CONFIG_MAPPING[model_type](), {**SMALL, **OF_ITS_OWN.get(model_type, {})})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     source = open_source(tmp_path)
@@ -124,9 +121,8 @@ ENCODERS = [t for f in families() if f.name in ("bert", "mpnet", "encoders") for
 @torch.no_grad()
 def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: Path) -> None:
     """Padded texts, too; ModernBERT has windows in two of three blocks."""
-    known = CONFIG_MAPPING[model_type]()
     more = {"embedding_size": 32, "local_attention": 4, "num_key_value_heads": 4}
-    config = type(known)(**{k: v for k, v in {**SMALL, **more}.items() if hasattr(known, k)})
+    config = small(CONFIG_MAPPING[model_type](), {**SMALL, **more})
     torch.manual_seed(0)
     AutoModel.from_config(config).save_pretrained(tmp_path)
     model = BlockModel(open_source(tmp_path), find_family(model_type), CPU)

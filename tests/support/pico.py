@@ -200,8 +200,8 @@ def save_seeing(model_type: str, folder: Path, vocabulary: int = VOCAB) -> Path:
         **{"head_dim": 16},
     }
     parts = {
-        "text_config": _small(known.text_config, text),
-        "vision_config": _small(known.vision_config, images),
+        "text_config": small(known.text_config, text).to_dict(),
+        "vision_config": small(known.vision_config, images).to_dict(),
     }
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(type(known)(**parts))
@@ -209,9 +209,8 @@ def save_seeing(model_type: str, folder: Path, vocabulary: int = VOCAB) -> Path:
     return folder
 
 
-def _small(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def small(config: Any, settings: dict[str, Any]) -> Any:
     """A configuration of the kind of `config` with those of `settings` that it has."""
     kind = type(config)
     fixed = {name for name in settings if isinstance(getattr(kind, name, None), property)}
-    taken = {k: v for k, v in settings.items() if hasattr(config, k) and k not in fixed}
-    return kind(**taken).to_dict()
+    return kind(**{k: v for k, v in settings.items() if hasattr(config, k) and k not in fixed})
