@@ -1,13 +1,15 @@
 """The table of healing: what compression loses and minutes of training bring back, a row a setting.
 
     python scripts/bench/heal_table.py --data FOLDER --mini FOLDER [--smol FOLDER] --out FOLDER
-        [--rows 'mini-*'] [--sweep 0.75] [--gpus 0,0,1] [--blr 'python -m blr.compressor']
+        [--rows 'mini-*'] [--sweep 0.75] [--gpus 0,0,1] [--fits] [--budget '--steps 1900']
+        [--blr 'python -m blr.compressor']
 
 FOLDER of --data holds heldout.txt, calibration.txt, train-prose.txt(.xz) and wikitext2-test.txt. Rows
 run concurrently, one on each GPU (--gpus: their numbers, one twice for two rows on it; by default all
 that are visible). Everything a row runs is kept: what is done is not done again by another call of the
 same options, also after a failure. OUT/logs/ROW.log has the commands and what they said, OUT/results
-the figures of each. Minutes are those of training alone (`trained_seconds`: no start, no own text, no
+the figures of each. --fits ends before healing, so that fits may share a GPU, which trainings have to
+themselves. Minutes are those of training alone (`trained_seconds`: no start, no own text, no
 compression, no evaluation).
 
 --sweep trains every row with each of TRIALS for so many minutes first and takes the one whose held-back
@@ -22,6 +24,7 @@ import json
 import lzma
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -47,7 +50,7 @@ class Row:
     model: str
     compress: str
     heal: str
-    target: tuple[float, ...]
+    target: tuple[float, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,6 +73,14 @@ ROWS = (
     Row(
         "smol-int2", "smol", f"--base int2 --method svd --rank 16 --group 64 {SMOL_FIT}",
         SMOL, (0.12, 0.25),
+    ),
+    Row(
+        "smol-int3", "smol", f"--base int3 --method svd --rank 16 --group 64 {SMOL_FIT}",
+        SMOL, (0.03, 0.06),
+    ),
+    *(  # the line to beat, without a target
+        Row(f"smol-{b}-plain", "smol", f"--method dense --quantize {b} --group 64 {SMOL_FIT}", SMOL)
+        for b in ("int2", "int3")
     ),
     Row(
         "smol-blast-2-self", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}",
@@ -190,6 +201,8 @@ class Table:
             dense = self.evaluated(f"{row.model}.dense", row.model, self.models[row.model], row.model)
             key, source = self.compressed(row)
             before = self.evaluated(f"{key}.before", row.name, source, row.model)
+            if self.given.fits:
+                return {"row": row.name, "dense": dense, "before": before}
             options = self.settled(row, source)
             healed, folder = self.healed(row, f"{row.name}.healed", source, options)
             after = self.evaluated(f"{row.name}.after", row.name, folder, row.model)
@@ -199,21 +212,22 @@ class Table:
             **{"row": row.name, "dense": dense, "before": before, "after": after},
             **{"minutes": healed["trained_seconds"] / 60, "tokens": healed["tokens"]},
             "speed": healed["tokens"] / max(healed["trained_seconds"], 1e-9),
-            "met": met(row, dense, after),
+            "verdict": verdict(row, dense, after),
             "command": f"blr compress {row.model} {row.compress.format(**self.words)} -o {key} && "
             f"blr heal {key} --teacher {row.model} {options.format(**self.words)} -o {row.name}-healed",
             "notes": row.notes,
         }
 
 
-def met(row: Row, dense: dict[str, float], after: dict[str, float]) -> bool:
+def verdict(row: Row, dense: dict[str, float], after: dict[str, float]) -> str:
     """Whether the figures are those asked for: perplexity of mini-llama, nats over dense of SmolLM2."""
+    found = [math.log(after[name] / dense[name]) for name in ("prose", "wiki")]
     if row.model == "mini":
-        return after["prose"] <= row.target[0]
-    return all(
-        math.log(after[name] / dense[name]) <= wanted
-        for name, wanted in zip(("prose", "wiki"), row.target, strict=True)
-    )
+        found = [after["prose"]]
+    if not row.target:
+        return "no target"
+    met = all(value <= wanted for value, wanted in zip(found, row.target, strict=True))
+    return "met" if met else "MISSED"
 
 
 def line(found: Result) -> str:
@@ -221,14 +235,16 @@ def line(found: Result) -> str:
     if "error" in found:
         return f"{found['row']:18s} {found['error']}"
     cells = []
+    if "after" not in found:
+        lost = {name: math.log(found["before"][name] / dense) for name, dense in found["dense"].items()}
+        return f"{found['row']:18s} " + ", ".join(f"{name} {nats:+.3f}" for name, nats in lost.items())
     for name, dense in found["dense"].items():
         was, now = found["before"][name], found["after"][name]
         nats = f"{math.log(was / dense):+.3f} -> {math.log(now / dense):+.3f}"
         cells.append(f"{name} {was:.2f} -> {now:.3f} (dense {dense:.2f}; {nats})")
     said = f"{found['minutes']:.2f} min, {found['speed'] / 1e3:,.0f}k tokens/s"
-    verdict = "met" if found["met"] else "MISSED"
     rest = [f"    {text}" for text in (found["command"], *found["notes"])]
-    return "\n".join([f"{found['row']:18s} {' | '.join(cells)} | {said} | {verdict}", *rest])
+    return "\n".join([f"{found['row']:18s} {' | '.join(cells)} | {said} | {found['verdict']}", *rest])
 
 
 def plain_text(data: Path, out: Path) -> Path:
@@ -262,6 +278,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sweep", type=float, default=0.0, help="minutes a trial")
     parser.add_argument("--more", default="", help="options of heal for every row, as '--minutes 0.1'")
     parser.add_argument("--fit", default="", help="the same of compress")
+    parser.add_argument("--budget", help="of heal, in the place of --minutes, as '--steps 1900'")
+    parser.add_argument("--fits", action="store_true", help="compress and evaluate, and end")
     parser.add_argument("--gpus", help="as 0,1")
     parser.add_argument("--blr", default=f"{sys.executable} -m blr.compressor")
     found = parser.parse_args()
@@ -273,7 +291,11 @@ def main() -> None:
     given = arguments()
     global ROWS
     ROWS = tuple(
-        Row(row.name, row.model, f"{row.compress} {given.fit}", f"{row.heal} {given.more}", row.target)
+        Row(
+            *(row.name, row.model, f"{row.compress} {given.fit}"),
+            re.sub(r"--minutes \S+", given.budget or r"\g<0>", f"{row.heal} {given.more}"),
+            row.target,
+        )
         for row in ROWS
     )
     chosen = [

@@ -1,11 +1,13 @@
 """What several GPUs of one host gain: wall time, GPU-seconds, peak memory, and whether bytes are equal.
 
-    python scripts/bench/scaling.py --out FOLDER [--gpus 1 2] [--cases 8b 1b heal] [--layers-8b 2]
-        [--layers-1b 4] [--samples 256] [--steps 40] [--device auto] [--blr 'python -m blr.compressor']
+    python scripts/bench/scaling.py --out FOLDER [--gpus 1 2] [--cases 8b 1b heal heal-8b]
+        [--layers-8b 2] [--layers-1b 4] [--samples 256] [--steps 40] [--batch N] [--device auto]
+        [--blr 'python -m blr.compressor']
 
-Checkpoints are random, of published shapes with fewer decoder layers, and made here (a minute). The
-cases: calibrated BLAST b=16 CF 2 of the 8B and of the 1B shape, and healing of a 1B shape of 16 layers
-(compressed by Monarch without calibration; tokens a second are the median of the logged lines). With
+Checkpoints are random, of published shapes, those to compress with fewer decoder layers, and made here
+(a minute; an 8B two). The cases: calibrated BLAST b=16 CF 2 of the 8B and of the 1B shape (with the
+seconds of each phase in the first process), and healing of the 1B and of the 8B shape (compressed by
+Monarch without calibration; tokens a second are the median of the logged lines). With
 two numbers of GPUs measured, others are predicted (`--predict`), and marked so: of compression by
 Amdahl's law; of healing by a step's time on one and what a sum over two adds to it, which grows as the
 bytes of a ring do, 2 (N - 1) / N. That is within one host's links: over hosts it is a bound. One
@@ -31,7 +33,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TINY, SAMPLE = ROOT / "tests/data/tiny-llama", ROOT / "tests/data/sample.txt"
-SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "heal": "llama-3.2-1b"}
+SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "heal": "llama-3.2-1b", "heal-8b": "llama-3.1-8b"}
+HEALED = {"heal": 16, "heal-8b": 32}  # layers
 HEAD = "| case | GPUs | wall s | × | GPU s | GiB a GPU | host GiB | tokens/s | same bytes |"
 
 
@@ -127,7 +130,8 @@ class Bench:
         found = run([*self.blr, *self._command(case), *self._options(target, gpus)])
         row = {"case": case, "gpus": gpus, **{k: found[k] for k in ("wall", "gpu_gib", "host_gib")}}
         row |= {"seconds": found["seconds"], "tokens": None, "sha256": digest(target)}
-        if case == "heal":
+        row["spent"] = found.get("spent", {})
+        if case in HEALED:
             row["tokens"] = tokens_a_second(target / "metrics.jsonl")
         shutil.rmtree(target)
         self.rows.append(row)
@@ -140,21 +144,23 @@ class Bench:
         return [*given, "-q", "--format", "json"]
 
     def _command(self, case: str) -> list[str]:
-        if case == "heal":
-            return self._heal()
+        if case in HEALED:
+            return self._heal(case)
         layers = self.a.layers_8b if case == "8b" else self.a.layers_1b
         model = checkpoint(self.out, SHAPES[case], layers)
         chosen = ["--method", "blast", "--blocks", "16", "--cf", "2"]
         calibrated = ["--calibration", str(self.text), "--samples", str(self.a.samples)]
         return ["compress", str(model), *chosen, *calibrated]
 
-    def _heal(self) -> list[str]:
-        teacher, student = checkpoint(self.out, SHAPES["heal"], 16), self.out / "student"
+    def _heal(self, case: str) -> list[str]:
+        teacher = checkpoint(self.out, SHAPES[case], HEALED[case])
+        student = self.out / f"student-{case}"
         if not student.exists():
             options = self._options(student, max(self.a.gpus))
             run([*self.blr, "compress", str(teacher), "--method", "monarch", *options])
         data = ["--data", str(self.text), "--mix", "0", "--steps", str(self.a.steps)]
-        return ["heal", str(student), "--teacher", str(teacher), *data]
+        data += ["--batch", str(self.a.batch)] if self.a.batch else []
+        return ["heal", str(student), "--teacher", str(teacher), *data, "--save-minutes", "60"]
 
     def warm_up(self) -> None:
         """What the first run on a machine pays for: libraries read from disk, kernels compiled."""
@@ -213,12 +219,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--cases", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--cases", nargs="+", choices=SHAPES, default=["8b", "1b", "heal"])
     parser.add_argument("--layers-8b", type=int, default=2)
     parser.add_argument("--layers-1b", type=int, default=4)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--predict", type=int, nargs="*", default=[4, 8, 64])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, help="tokens a step of healing")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--blr", default=f"{sys.executable} -m blr.compressor")
     bench = Bench(parser.parse_args())
@@ -228,6 +235,9 @@ def main() -> None:
         rows = [bench.measure(case, gpus) for gpus in sorted(bench.a.gpus)]
         for row in [*rows, *predicted(rows, bench.a.predict)]:
             print(text_of(row, rows[0]), flush=True)
+        for row in rows:
+            if told := ", ".join(f"{what} {seconds:.1f}" for what, seconds in row["spent"].items()):
+                print(f"  on {row['gpus']}: {told}", flush=True)
 
 
 if __name__ == "__main__":
