@@ -14,6 +14,7 @@ from typing import Any
 
 from blr.kernels.kronecker.cost import (
     A100,
+    DENSE_BYTES,
     H200,
     Machine,
     Problem,
@@ -43,8 +44,8 @@ def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Con
         ways["permute"] = permute_seconds(p, machine), {}
     if p.kind == "tf32x3" or (p.kind == "fp32" and not p.exact and not p.batch_last):
         ways["split"] = SPLIT_MARGIN * split_seconds(p, machine), {}
-    if p.d > 1 and p.n > 16 and not p.batch_last and p.kind != "tf32x3":
-        if densifiable(p, p.d):
+    if p.d > 1 and p.n > DECODE_ROWS and not p.batch_last and p.kind != "tf32x3":
+        if densifiable(p, p.d) or p.weights * p.d * p.size <= DENSE_BYTES:
             ways["blocks"] = blocks_seconds(p, machine), {}
         dense = dense_config(p)
         if dense["G"] == p.d and densifiable(p, p.d):
@@ -65,7 +66,8 @@ def choose(
     """
     config = fused_config(p, machine, decode_rows)
     if config["path"] == "decode":
-        return "fused", config
+        library = p.d == 1 and p.n > 1 and p.kind == "half"  # its own kernels for few rows are faster
+        return ("permute", {}) if library else ("fused", config)
     ways = estimates(p, machine)
     name = min(ways, key=lambda way: ways[way][0])
     config = ways[name][1]

@@ -12,7 +12,12 @@ from math import ceil
 from typing import Any
 
 SECTOR = 32  # bytes, what L2 hands to an SM at least
-DENSE_SHARE = 1 / 8  # a weight is densified on the fly up to this share of the activations
+# Seconds that a step of one tile's sum takes by itself, which few rows cannot hide: of one column, of one
+# whose neighbours are elsewhere (d > 1), and of a group of columns, 32 inputs of each.
+STEP, APART, GROUPED = 0.4e-6, 2.5e-6, 10e-6
+FILL = 2  # steps of a group before the first that overlaps another
+DENSE_SHARE = 1 / 8  # a weight is densified on the fly up to this share of the activations,
+DENSE_BYTES = 64 << 20  # or, for the library, up to this size
 
 # (path, kind) -> (seconds a padded output element costs besides its products, operations a second).
 # The first number is start, end and store of a tile, which short sums do not hide.
@@ -133,8 +138,8 @@ def permute_seconds(p: Problem, machine: Machine = H200) -> float:
         return product + min(p.a, p.d) * machine.launch + bias_seconds(p, machine)
     if p.d == 1:
         return product + machine.launch + (bias_seconds(p, machine) if p.a > 1 else 0.0)
-    copies = moved_seconds(p, 2 * p.x, machine) + moved_seconds(p, 2 * p.y, machine)
-    return product + copies + machine.launch
+    volumes = 2 * p.x, 2 * p.y, 2 * p.weights * p.size  # the library copies blocks that are no rows
+    return product + sum(moved_seconds(p, each, machine) for each in volumes) + machine.launch
 
 
 def densify_seconds(p: Problem, G: int, machine: Machine) -> float:
@@ -162,7 +167,7 @@ def split_seconds(p: Problem, machine: Machine = H200) -> float:
 
 
 def fused_seconds(p: Problem, config: Mapping[str, Any], machine: Machine = H200) -> float:
-    """One kernel: memory, or its padded tiles if they take longer."""
+    """One kernel: memory, its padded tiles, or the loads of one tile in turn, whichever is longest."""
     path, G, BN, BB, BC = (config[key] for key in ("path", "G", "BN", "BB", "BC"))
     run = G if path == "dense" else 1
     wide = 1.0 if p.batch_last or p.d <= G else max(1.0, SECTOR / (G * p.size))
@@ -170,7 +175,11 @@ def fused_seconds(p: Problem, config: Mapping[str, Any], machine: Machine = H200
     columns = p.d if path == "dense" else ceil(p.d / G) * G
     outputs = ceil(p.n / BN) * BN * ceil(p.b * run / BB) * BB * p.a * columns // run
     start, rate = machine.kernels["grouped" if path == "grouped" else "plain", p.kind]
-    tiles = outputs * (start + 2 * ceil(p.c * run / BC) * BC / rate)
+    steps = ceil(p.c * run / BC)
+    tiles = outputs * (start + 2 * steps * BC / rate)
     tiles *= wide if path == "dense" else 1.0  # 16-byte copies become 4- and 8-byte ones
-    time = machine.launch + max(memory, tiles)
+    each, before = STEP if p.batch_last or p.d == run else APART, 0
+    if path == "grouped":
+        each, before = GROUPED * BC / 32, min(FILL, steps)
+    time = machine.launch + max(memory, tiles, each * steps) + each * before
     return time + (densify_seconds(p, G, machine) if path == "dense" else 0.0)

@@ -9,6 +9,7 @@ from blr.kernels.kronecker.cost import H200, Machine, Problem
 Config = dict[str, Any]
 
 DECODE_ROWS = 2  # up to here CUDA cores keep up with the weights
+WASTED = 1.12  # times its columns that a row's tiles may take
 
 
 def cdiv(value: int, by: int) -> int:
@@ -76,7 +77,11 @@ def grouped_config(p: Problem, machine: Machine = H200) -> Config:
 
 
 def decode_config(p: Problem) -> Config:
-    """Tiles for a few rows: enough programs for 132 SMs, else up to 4096 products a step."""
+    """Tiles for a few rows: enough programs for 132 SMs, else up to 4096 products a step; where columns
+    lie side by side (d = 1) few rows of long runs."""
+    if p.d == 1 and p.c >= 512:
+        BC = 1024 if cdiv(p.c, 1024) * 1024 <= WASTED * p.c else 512
+        return {"path": "decode", "BB": 2, "BC": BC, "num_warps": BC // 256, "num_stages": 3}
     BC = power_of_two(p.c, 16, 512)
     BB = power_of_two(p.a * p.b * p.d // 528 + 1, 4, max(4, 4096 // BC))
     return {"path": "decode", "BB": BB, "BC": BC, "num_warps": 4, "num_stages": 3}
