@@ -64,7 +64,8 @@ def _rotating(forward: Any) -> Any:
         return forward  # another mixin, which calls the module's own
 
     def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or type(k) is not Tensor or not (is_fused(q, k) and is_fused(cos, q)):
+        fused = type(k) is Tensor and is_fused(q, k) and is_fused(cos, q) and _whole(q, cos)
+        if args or kwargs or not fused:
             return native(q, k, cos, sin, *args, **kwargs)
         return rotated(q, k, cos, sin)
 
@@ -72,6 +73,11 @@ def _rotating(forward: Any) -> Any:
     made = FunctionType(forward.__code__, names, forward.__name__, None, forward.__closure__)
     made.__kwdefaults__, made.__defaults__ = forward.__kwdefaults__, forward.__defaults__
     return made
+
+
+def _whole(q: Tensor, cos: Tensor) -> bool:
+    """Whether all features of heads are rotated; of GLM, GPT-NeoX, Phi and others a part is."""
+    return cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
 
 
 @cache

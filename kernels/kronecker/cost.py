@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 SECTOR = 32  # bytes, what L2 hands to an SM at least
-# Seconds that a step of one tile's sum takes by itself, which few rows cannot hide: of one column, of one
+# Seconds that a step of a tile's sum takes by itself, which few rows cannot hide: of one column, of one
 # whose neighbours are elsewhere (d > 1), and of a group of columns, 32 inputs of each.
 STEP, APART, GROUPED = 0.4e-6, 2.5e-6, 10e-6
 FILL = 2  # steps of a group before the first that overlaps another

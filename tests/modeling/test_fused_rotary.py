@@ -20,6 +20,7 @@ from blr.kernels.rotary.reference import rotate
 
 pytestmark = pytest.mark.fast
 IDS = torch.arange(14).view(2, 7)
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 SIZES = {
     **{"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
@@ -58,6 +59,22 @@ def test_the_same_numbers_by_the_kernel(name: str, taken: list[torch.Size]) -> N
         assert torch.equal(fused.float()(IDS)[0], native.float()(IDS)[0]) and len(taken) == 2
     fused(IDS).last_hidden_state.sum().backward()
     assert len(taken) == 2, "for gradients, too"
+
+
+@pytest.mark.parametrize(
+    ("name", "rotated"), [("GPTNeoX", 0), ("Glm4Moe", 0), ("StableLm", 2), ("Phi", 2)]
+)
+def test_where_a_part_of_the_features_is_rotated(
+    name: str, rotated: int, taken: list[torch.Size]
+) -> None:
+    """The model's function takes that part, or its attention does before it calls the function."""
+    native = model_of(name, rope_parameters=PARTIAL, head_dim=4)
+    fused = pickle.loads(pickle.dumps(native))
+    fuse_rotary(fused)
+    assert any(isinstance(module, FusedRotary) for module in fused.modules())
+    with torch.no_grad():
+        assert torch.equal(fused(IDS).last_hidden_state, native(IDS).last_hidden_state)
+    assert len(taken) == rotated
 
 
 def test_behind_what_renames_arguments(taken: list[torch.Size]) -> None:
