@@ -19,14 +19,20 @@ def make_optimizer(
     masters: Iterable[Tensor], rate: float, sizes: Iterable[float], shares: Iterable[float]
 ) -> torch.optim.AdamW:
     """A group for every size of tensor; `base` is its rate at the height of the schedule: the share in
-    `shares` of `rate` × the root mean square in `sizes`."""
+    `shares` of `rate` × the root mean square in `sizes`. Moments are there from the start: what passes
+    may take is what is left beside them."""
     tensors = list(masters)
-    found: dict[int, list[Tensor]] = {}
+    alike: dict[int, list[Tensor]] = {}
     for master, size, part in zip(tensors, sizes, shares, strict=True):
-        found.setdefault(round(math.log(part * (size or SMALL), STEP)), []).append(master)
-    groups = [{"params": found[k], "lr": 0.0, "base": rate * STEP**k} for k in sorted(found)]
+        alike.setdefault(round(math.log(part * (size or SMALL), STEP)), []).append(master)
+    groups = [{"params": alike[k], "lr": 0.0, "base": rate * STEP**k} for k in sorted(alike)]
     fused = all(tensor.is_cuda for tensor in tensors)
-    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=fused)
+    found = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=fused)
+    for tensor in tensors:  # as its first step makes them
+        step = torch.zeros((), device=tensor.device if fused else "cpu")
+        moments = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
+        found.state[tensor] = {"step": step, **moments}
+    return found
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -124,9 +124,13 @@ class Pair:
         for master in self.masters.values():
             master.grad = None
 
-    def values(self) -> dict[str, Tensor]:
-        """Copies of this process's masters on the CPU, contiguous, by name."""
-        return {n: m.detach().cpu().clone().contiguous() for n, m in self.masters.items()}
+    @torch.no_grad()
+    def values(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copies of this process's masters on the CPU, contiguous, by name; in the memory of an earlier
+        result `into`, if there is one."""
+        if into is None:
+            into = {n: torch.empty(m.shape, dtype=m.dtype) for n, m in self.masters.items()}
+        return {n: into[n].copy_(m) for n, m in self.masters.items()}
 
     @torch.no_grad()
     def restore(self, values: dict[str, Tensor]) -> None:

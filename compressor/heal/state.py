@@ -49,7 +49,7 @@ def save_state(
         tensors[f"{BEST}{name}"] = value
     for name, moments in moments_of(optimizer, pair.masters).items():
         for part, value in moments.items():
-            kept = torch.as_tensor(value).detach().cpu().clone()
+            kept = torch.as_tensor(value).detach().to("cpu", copy=True)
             whole = pair.joined({name: kept})[name] if kept.dim() else kept
             tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
     if write:

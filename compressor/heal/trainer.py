@@ -66,6 +66,7 @@ class Trainer:
         self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
         self.since = _Since(pair.device)
         self.state = State()
+        self.kept: dict[str, Tensor] | None = None  # this run's copy of the best masters
         self.spent = 0.0  # share of the budget
 
     def run(self) -> State:
@@ -166,7 +167,7 @@ class Trainer:
         merits = self._merits()
         self.state.best = self._judged(merits)
         self.state.before = self.state.best_merits = _plain(merits)
-        self.state.values = self.pair.values()
+        self.state.values = self.kept = self.pair.values()
         self._log({"held": self.state.before})
 
     def _judge(self) -> None:
@@ -178,7 +179,7 @@ class Trainer:
         if found < self.state.best:
             self.state.best, self.state.best_step = found, self.state.step
             self.state.best_merits, self.state.worse = _plain(merits), 0
-            self.state.values = self.pair.values()
+            self.state.values = self.kept = self.pair.values(self.kept)
         else:
             self.state.worse += 1
 

@@ -59,6 +59,13 @@ def test_an_8b_shape_fits_an_h200_and_no_smaller_gpu(tmp_path: Path) -> None:
         assert words(small, name, None).startswith("healing does not fit")
 
 
+def test_a_part_of_the_room_is_left_to_the_pools_of_graphs(tmp_path: Path) -> None:
+    """Eight windows a pass of this, 142 GB by prediction, did not fit the 150 of an H200."""
+    source, specs = large(tmp_path, "monarch")
+    found = predicted(source, specs, HealOptions("", batch=8192), H200, Crew(room=150e9))
+    assert found.fits and found.micro == 4 and found.total < 0.92 * 150e9
+
+
 def test_inputs_alone_are_kept_where_all_would_not_fit(tmp_path: Path) -> None:
     source, specs = large(tmp_path, "blast")
     found = predicted(source, specs, HealOptions(""), H200)
