@@ -33,7 +33,8 @@ DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
 @dataclass(frozen=True)
 class Gpu:
-    """Ceilings of a GPU. `source` is "measured" or "datasheet"."""
+    """Ceilings of a GPU. `source` is "measured" or "datasheet"; `sm_ghz` are its multiprocessors times
+    their clock in GHz."""
 
     name: str
     source: str
@@ -41,6 +42,7 @@ class Gpu:
     bf16_tflops: float
     launch_us: float
     memory_gb: float
+    sm_ghz: float
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Predicted speed of decoding, from headers alone, and the bits that are left for a speed.
 
-Predictions are ceilings: what weights take to be read at the memory's bandwidth.
+Weights are read at a share of the memory's bandwidth and, in few bits, unpacked at a rate that goes with
+a GPU's multiprocessors and clock: what exports reach on an H200 (LOG, 2026-11-25), where int3 and int2
+are bound by that, and slower than int4.
 """
 
 from __future__ import annotations
@@ -14,25 +16,48 @@ from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, dense_time, find_gpu, layer_time
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.quantized.formats import GROUP
 
+READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
+UNPACKED = {
+    4: 19.0,
+    3: 7.7,
+    2: 15.2,
+}  # dense weights a clock and multiprocessor; 8 bits are read as fast
+PARTED = 0.5  # of that rate in structures, whose stages wait for each other
+CORRECTED = 1.8  # microseconds that a correction adds to its layer
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
 WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
 
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
-    """Of one sequence, by the rooflines of its weights' products: a ceiling, attention and norms left
+    """Of one sequence: products with weights as fast as exports have made them, attention and norms left
     out. None where the recipe cannot be planned."""
     try:
         plan = make_plan(source, recipe, calibrated=calibrated)
     except BlrError:
         return None
-    times = [layer_time(planned.spec, DECODE, gpu, launch=False) for planned in plan.layers]
-    for kept in plan.kept:
-        o, i = kept.layer.shape
-        times.append(dense_time(i, o, DECODE, gpu, launch=False))
+    times = [_decoded(planned.spec, gpu) for planned in plan.layers]
+    times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
     return 1e6 / (sum(times) + _head(source, gpu))
+
+
+def _decoded(spec: Spec, gpu: Gpu) -> float:
+    """Microseconds of a layer for one token."""
+    if isinstance(spec, CorrectedSpec):
+        return CORRECTED + sum(_decoded(part, gpu) for _, part in spec.parts())
+    whole = spec.structure == DenseSpec.structure
+    time = layer_time(spec, DECODE, gpu, launch=False) / READ[whole]
+    if not isinstance(spec, QuantizedSpec) or spec.bits not in UNPACKED:
+        return time
+    rate = UNPACKED[spec.bits] * gpu.sm_ghz * 1e3 * (1.0 if whole else PARTED)  # a microsecond
+    return max(time, spec.of.parameters / rate)
+
+
+def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
+    return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 
 def _head(source: Source, gpu: Gpu) -> float:
@@ -40,7 +65,7 @@ def _head(source: Source, gpu: Gpu) -> float:
     words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
     if not isinstance(words, int) or not isinstance(width, int):
         return 0.0
-    return dense_time(width, words, DECODE, gpu, launch=False)
+    return _dense(words, width, gpu)
 
 
 def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
@@ -49,19 +74,19 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
 
     Raises UsageError: nothing is as fast.
     """
-    wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), 0.0
+    wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
         return recipe, ""
     for settings in _storages(recipe):
         tried = make_recipe(**_without(recipe), **settings)
         speed = tokens_per_second(source, tried, gpu, calibrated) or 0.0
+        what = " ".join(f"{name} {value}" for name, value in settings.items())
         if speed >= wanted:
-            what = " ".join(f"{name} {value}" for name, value in settings.items())
-            return tried, f"{wanted:g} tokens/s: {what}, predicted {speed:,.0f} on {gpu.name} at best"
-        fastest = max(fastest, speed)
+            return tried, f"{wanted:g} tokens/s: {what}, predicted {speed:,.0f} on {gpu.name}"
+        fastest = max(fastest, (speed, what))
     raise UsageError(
-        f"--tokens-per-second {wanted:g}: int2 would decode at {fastest:,.0f} at best on {gpu.name}; "
-        "ask for less, or take a faster --gpu"
+        f"--tokens-per-second {wanted:g}: fastest on {gpu.name} is {fastest[1]}, predicted "
+        f"{fastest[0]:,.0f}; ask for less, or take a faster --gpu"
     )
 
 

@@ -31,13 +31,9 @@ from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.recipe.schema import Recipe
+from configs import LARGE
 
 H200 = find_gpu("h200")
-LARGE = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096},
-    **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128},
-    **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
-}
 
 
 def large(folder: Path, method: str = "svd", cf: float = 2.0) -> Any:

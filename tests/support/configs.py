@@ -54,6 +54,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+LARGE = {  # with what forecasts of memory and speed ask for, too
+    **CONFIGS["llama-3.1-8b"],
+    **{"architectures": ["LlamaForCausalLM"], "head_dim": 128},
+    **{"vocab_size": 128256, "tie_word_embeddings": False},
+}
+
+
 def model_of(recipe: str) -> str:
     """The model that a shipped recipe's name begins with."""
     return max((name for name in CONFIGS if recipe.startswith(f"{name}-")), key=len)
