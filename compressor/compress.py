@@ -71,7 +71,7 @@ class Summary:
     `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
     `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
     maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run and
-    `spent` what of it went into what, in the first process;
+    `spent` what of it went into what, in the first process, the loading of libraries last;
     `check` says what was run of the output and how far its results are from the dense model's
     (`output/check.py`), `healed` what training it brought (`heal/run.py`).
     """
@@ -349,11 +349,17 @@ class Job:
             factor=bytes_before / bytes_after,
             errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
             seconds=seconds,
-            spent={what: round(time, 1) for what, time in self.progress.spent.items()},
+            spent=self._spent(seconds),
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
         )
+
+    def _spent(self, seconds: float) -> dict[str, float]:
+        """What of so many went into what."""
+        spent = self.progress.spent
+        rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
+        return {what: round(time, 1) for what, time in (spent | rest).items()}
 
 
 def _calibration(settings: Settings) -> str | None:

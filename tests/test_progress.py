@@ -89,5 +89,7 @@ def test_a_summary_says_where_the_time_went(tiny: Path, tmp_path: Path, invoke: 
     assert code == 0, err
     found = json.loads(out)
     names = ["reading", "text", "sensitivity", "inputs", "fits", "writing", "check"]
-    assert list(found["spent"]) == names
-    assert 0 < sum(found["spent"].values()) <= found["seconds"]
+    assert list(found["spent"]) == [*names, "libraries and the rest"]
+    assert sum(found["spent"].values()) == pytest.approx(
+        found["seconds"], abs=0.05 * len(found["spent"])
+    )
