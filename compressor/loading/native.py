@@ -17,20 +17,23 @@ from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.hints import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError
+from blr.compressor.errors import BlrError, CapabilityError
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.registry import auto_classes
 from blr.compressor.quoting import first_line, quote
 
 
 def native_class(source: Source) -> Any:
     """The model class named first under `architectures`, None if none is named.
 
-    Raises InputError for a model type or architecture that transformers does not have.
+    Raises InputError for a model type or architecture that transformers does not have, CapabilityError
+    for a type whose classes are another family's.
     """
     path, model_type = source.folder / "config.json", source.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
+    _check_own(source)
     names = source.config.get("architectures") or []
     if not names:
         return None
@@ -38,6 +41,24 @@ def native_class(source: Source) -> Any:
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         refuse(path, f"architecture {quote(names[0])}", "a model class of transformers", REMEDY)
     return named
+
+
+def _check_own(source: Source) -> None:
+    """Refuse a type that transformers makes of another family's classes, as EXAONE 3 of Llama's. Of code
+    that comes with a checkpoint it demands that class and configuration belong together: what we write
+    would load where `blr` is installed and nowhere else."""
+    kind = source.model_type
+    own: Any = CONFIG_MAPPING[kind]
+    try:
+        found = auto_classes(kind).get("AutoModel", ("",))[0]
+    except (ImportError, ValueError):  # whoever asks for the class will hear why
+        return
+    theirs = getattr(getattr(transformers, found, None), "config_class", None) or own
+    if theirs is not own and theirs not in own.sub_configs.values():
+        raise CapabilityError(
+            f"{source.folder}: transformers makes {quote(kind)} of another family's classes ({found}); "
+            "supported are types that have their own"
+        )
 
 
 def continues_text(source: Source) -> bool:

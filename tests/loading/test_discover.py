@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from pico import MODELS, MORE, save_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.errors import CapabilityError
 from blr.compressor.loading.discover import discover_family, linear_layers
-from blr.compressor.loading.native import decoded
+from blr.compressor.loading.native import decoded, native_class
 from blr.compressor.planning.layers import find_layers
 from blr.compressor.recipe.schema import make_recipe
 
@@ -168,3 +171,14 @@ def test_numbers_that_json_has_no_word_for() -> None:
     assert inert(stored) == stored
     assert decoded(stored)["limit"] == [0.0, float("inf")]
     assert decoded({"a": {"__float__": "os.system"}}) == {"a": {"__float__": "os.system"}}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "ExaoneForCausalLM"])
+def test_a_type_that_borrows_its_classes_is_refused(architecture: str, tmp_path: Path) -> None:
+    """EXAONE 3 has Llama's, and outputs of it would load where blr is installed and nowhere else."""
+    if "exaone" not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have the type")
+    config = {"model_type": "exaone", "architectures": [architecture]}
+    source = SimpleNamespace(folder=tmp_path, config=config, model_type="exaone")
+    with pytest.raises(CapabilityError, match="makes 'exaone' of another family's classes"):
+        native_class(source)  # type: ignore[arg-type]
