@@ -281,7 +281,8 @@ def words(found: Forecast, gpu: str, minutes: float | None) -> str:
         )
     )
     each = "" if found.gpus == 1 else f"each of {found.gpus} "
-    need = f"{found.total / 1e9:,.1f} GB ({parts}) of the {found.room / 1e9:,.0f} of {each}{gpu}"
+    room = f"the {FILLED * found.room / 1e9:,.0f} that may be filled of {each}{gpu}"
+    need = f"{found.total / 1e9:,.1f} GB ({parts}) of {room}"
     if not found.fits:
         return f"healing does not fit: {need}; {REMEDY}"
     how = " with --fsdp" if found.sharded else ""

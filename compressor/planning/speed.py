@@ -20,11 +20,8 @@ from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedS
 from blr.kernels.quantized.formats import GROUP
 
 READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
-UNPACKED = {
-    4: 19.0,
-    3: 7.7,
-    2: 15.2,
-}  # dense weights a clock and multiprocessor; 8 bits are read as fast
+# Dense weights that are unpacked a clock and multiprocessor; of 8 bits as many as are read.
+UNPACKED = {4: 19.0, 3: 7.7, 2: 15.2}
 PARTED = 0.5  # of that rate in structures, whose stages wait for each other
 CORRECTED = 1.8  # microseconds that a correction adds to its layer
 STEP = 0.05  # bits a weight between two sizes of a correction

@@ -141,7 +141,7 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     student, teacher = open_checkpoint(compressed), open_checkpoint(dense)
     workspace: Any = None
     job = Job(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)
-    with pytest.raises(CapabilityError, match=r"does not fit: .* of the 0 of a card"):
+    with pytest.raises(CapabilityError, match=r"does not fit: .* of the 0 that may be filled of a card"):
         job._plan_memory()
     room[0] = 140_000_000_000
     job._plan_memory()
