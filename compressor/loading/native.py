@@ -20,7 +20,6 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, CapabilityError
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.registry import auto_classes
 from blr.compressor.quoting import first_line, quote
 
 
@@ -47,17 +46,18 @@ def _check_own(source: Source) -> None:
     """Refuse a type that transformers makes of another family's classes, as EXAONE 3 of Llama's. Of code
     that comes with a checkpoint it demands that class and configuration belong together: what we write
     would load where `blr` is installed and nowhere else."""
-    kind = source.model_type
+    kind, classes = source.model_type, transformers.AutoModel._model_mapping
     own: Any = CONFIG_MAPPING[kind]
     try:
-        found = auto_classes(kind).get("AutoModel", ("",))[0]
+        found: Any = classes.get(own, None)
+        found = found[0] if isinstance(found, tuple | list) else found
+        theirs = getattr(found, "config_class", None) or own
     except (ImportError, ValueError):  # whoever asks for the class will hear why
         return
-    theirs = getattr(getattr(transformers, found, None), "config_class", None) or own
     if theirs is not own and theirs not in own.sub_configs.values():
         raise CapabilityError(
-            f"{source.folder}: transformers makes {quote(kind)} of another family's classes ({found}); "
-            "supported are types that have their own"
+            f"{source.folder}: transformers makes {quote(kind)} of another family's classes "
+            f"({found.__name__}); expected a type that has its own; take another model"
         )
 
 

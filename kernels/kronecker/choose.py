@@ -62,7 +62,8 @@ def choose(
     """(variant, config) for one factor; config is {path, tiles} for "fused", else empty.
 
     Args:
-        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the cost.
+        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the cost; in
+            half precision with d = 1, where the library has its own for more rows, one.
     """
     config = fused_config(p, machine, decode_rows)
     if config["path"] == "decode":

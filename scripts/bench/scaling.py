@@ -236,7 +236,8 @@ def main() -> None:
         for row in [*rows, *predicted(rows, bench.a.predict)]:
             print(text_of(row, rows[0]), flush=True)
         for row in rows:
-            if told := ", ".join(f"{what} {seconds:.1f}" for what, seconds in row["spent"].items()):
+            if spent := row.get("spent"):
+                told = ", ".join(f"{what} {seconds:.1f}" for what, seconds in spent.items())
                 print(f"  on {row['gpus']}: {told}", flush=True)
 
 

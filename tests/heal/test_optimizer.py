@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from blr.compressor.heal.optimizer import BETAS, make_optimizer, set_rates
+from blr.compressor.heal.pair import Pair
 
 pytestmark = pytest.mark.fast
 
@@ -26,3 +30,15 @@ def test_moments_are_there_before_the_first_step_and_change_nothing() -> None:
         assert torch.equal(ours, torchs)
     for name, value in plain.state[torchs].items():
         assert torch.equal(found.state[ours][name], value)
+
+
+def test_copies_of_masters_are_written_into_earlier_ones() -> None:
+    master = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    pair: Any = SimpleNamespace(masters={"a": master})
+    first = Pair.values(pair)
+    assert torch.equal(first["a"], master) and first["a"].is_contiguous()
+    master.data += 1
+    assert not torch.equal(first["a"], master), "no view of it"
+    again = Pair.values(pair, first)
+    assert again["a"].data_ptr() == first["a"].data_ptr()
+    assert torch.equal(again["a"], master) and not again["a"].requires_grad
