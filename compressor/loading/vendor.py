@@ -93,9 +93,8 @@ class Contents:
         """Modules and packages that it can do without."""
         absent = {f"blr.kernels.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
-            absent.add("blr.kernels.quantized.corrected")
-            absent.add("blr.kernels.quantized.grouped")
-            absent.add("blr.kernels.quantized.launch")
+            parts = ("quantized.corrected", "quantized.grouped", "quantized.launch")
+            absent.update(f"blr.kernels.{part}" for part in (*parts, "integer.form", "integer.launch"))
         if not self.generates:
             absent.add("blr.compressor.runtime")
         if not picks_persistent(self.gpu):

@@ -1,8 +1,8 @@
 """Predicted speed of decoding, from headers alone, and the bits that are left for a speed.
 
 Weights are read at a share of the memory's bandwidth and, in few bits, unpacked at a rate that goes with
-a GPU's multiprocessors and clock: what exports reach on an H200 (LOG, 2026-11-25), where int3 and int2
-are bound by that, and slower than int4.
+a GPU's multiprocessors and clock: what exports reach on an H200 (LOG, 2026-11-25: "few bits by products
+of bytes").
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from blr.kernels.quantized.formats import GROUP
 
 READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
 # Dense weights that are unpacked a clock and multiprocessor; of 8 bits as many as are read.
-UNPACKED = {4: 19.0, 3: 7.7, 2: 15.2}
+UNPACKED = {4: 20.6, 3: 21.5, 2: 26.7}
 PARTED = 0.5  # of that rate in structures, whose stages wait for each other
-CORRECTED = 1.8  # microseconds that a correction adds to its layer
+CORRECTED = 0.75  # microseconds that a correction adds to its layer
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
 WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}

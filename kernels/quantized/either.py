@@ -25,9 +25,12 @@ LONG = 4096  # columns of rows in int4 that are not in pairs
 def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
     """The function that runs stages, each stored or added to its result. options: of `grouped`.
 
-    Corrections are computed in the launch of their layers where all have one, by quantized factors;
-    else by a launch of their first stages and then of the layers.
+    Where inputs made once pay, they and first stages of corrections are one launch, the rows another.
+    Else corrections are computed in the launch of their layers where all have one, by quantized factors,
+    or by a launch of their first stages and then of the layers.
     """
+    if packed := _in_words(segments):
+        return _bytewise(packed, add, options)
     if whole := _in_one(segments):
         from blr.kernels.quantized.corrected import corrected
 
@@ -60,7 +63,7 @@ def _apart(gate: AnySegment, up: AnySegment) -> bool:
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
     packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
     long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
-    return len(gate.x) <= 2 and long
+    return (len(gate.x) <= 2 and long) or bool(_in_words((gate, up)))
 
 
 def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
@@ -140,6 +143,26 @@ def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
     whole = len(firsts) == len(packed) == len(segments) and len({_format(s) for s in packed}) == 1
     whole = whole and sum(s.y.shape[1] for s in packed) <= MOST_ROWS
     return packed if whole and all(isinstance(s, QuantizedSegment) for s in firsts) else []
+
+
+def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
+    """The segments if they are faster with inputs made once, else none."""
+    packed = [s for s in segments if isinstance(s, QuantizedSegment)]
+    if len(packed) != len(segments):
+        return []
+    from blr.kernels.integer.form import pays, taken
+
+    return packed if taken(packed) and pays(packed) else []
+
+
+def _bytewise(segments: Sequence[QuantizedSegment], add: bool, options: dict[str, Any]) -> Run:
+    from blr.kernels.integer.launch import make_launch, run, takes_first
+
+    firsts = _corrections(segments)
+    beside = [s for s in firsts if isinstance(s, QuantizedSegment) and takes_first(s)]
+    beside = beside if len(beside) == len(firsts) else []
+    before = [] if beside else _firsts(segments, options)
+    return partial(_in_turn, *before, partial(run, make_launch(segments, beside, **options), add))
 
 
 def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:

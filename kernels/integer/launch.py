@@ -1,0 +1,161 @@
+"""Launches of stages whose inputs are made once, as words of bytes: one for them, one for the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.common.available import interpreted
+from blr.kernels.common.launching import run_kernel
+from blr.kernels.gemv.launch import launch_options, power_of_two
+from blr.kernels.integer.form import (
+    PLACES,
+    THREE,
+    Inputs,
+    lanes,
+    make_inputs,
+    offset_of,
+    unit_of,
+)
+from blr.kernels.quantized.formats import form_of
+from blr.kernels.quantized.launch import complete, quantized_tile, stage
+from blr.kernels.quantized.segments import QuantizedSegment, QuantizedStage, QuantizedTile
+
+DEEPEST = 8  # rows of a thread at most
+PROGRAMS = 528  # that a launch has at least, if it can: four for each multiprocessor of an H200
+PACKED = 8  # quads of inputs of a program that makes them
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Stages of the same inputs, and the first stages of their corrections that are made beside those.
+
+    gain, eps: of the norm of the inputs, if there is one. pdl: see `launch_options`.
+    """
+
+    segments: Sequence[QuantizedSegment]
+    firsts: Sequence[QuantizedSegment]
+    inputs: Inputs
+    gain: Tensor | None
+    eps: float
+    pdl: bool
+
+
+def make_launch(
+    segments: Sequence[QuantizedSegment],
+    firsts: Sequence[QuantizedSegment] = (),
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> Launch:
+    """With room for the inputs, which `form.taken` says are the same."""
+    return Launch(segments, firsts, make_inputs(segments[0]), gain, eps, pdl)
+
+
+def takes_first(s: QuantizedSegment) -> bool:
+    """Whether a first stage can be made beside the inputs."""
+    return s.mix is None and s.packed.shape[0] == 1 and len(s.x) == 1 and s.correction is None
+
+
+def fill(launch: Launch) -> None:
+    """Make the inputs, and z of the corrections."""
+    from blr.kernels.integer.inputs import inputs_kernel
+
+    s, gain = launch.segments[0], launch.gain
+    form, quads = form_of(s.bits, s.group), lanes(s)
+    warps = max((_warps(v) for v in launch.firsts), default=4)
+    stages = [stage(v) for v in launch.firsts]
+    tiles = [_first_tile(v, warps, gain) for v in launch.firsts]
+    ends = _ends(stages, tiles)
+    packers = max(quads // PACKED, 1)
+    run_kernel(
+        inputs_kernel,
+        (ends[-1] + packers,),
+        *(s.x, s.x if gain is None else gain, launch.eps, *launch.inputs, s.K, quads),
+        *(*_three(stages, stage(s)), ends),
+        **{"OFFSET": offset_of(s.bits), "STEP": 1 / unit_of(s.bits), "PLACES": PLACES[s.bits]},
+        **{"BQ": min(PACKED, quads), "T": form, "NORM": gain is not None, "COUNT": len(stages)},
+        **dict(zip(("V0", "V1", "V2"), _three(tiles, _tile(s)), strict=True)),
+        ASM=not interpreted(),
+        num_warps=warps,
+        **launch_options(launch.pdl),
+    )
+
+
+def multiply(launch: Launch, add: bool = False, **config: int) -> None:
+    """Rows times the inputs that are there, plus U z, stored or added to what the results hold.
+
+    config: BR in place of `shape_of`'s.
+    """
+    from blr.kernels.integer.rows import rows_kernel
+
+    segments = launch.segments
+    stages, tiles = [stage(s) for s in segments], [_tile(s, segments, **config) for s in segments]
+    low, high = table()
+    run_kernel(
+        rows_kernel,
+        (_ends(stages, tiles)[-1],),
+        *(*_three(stages, stages[0]), _ends(stages, tiles), *launch.inputs, lanes(segments[0])),
+        **{"COUNT": len(stages), "LOW": low, "HIGH": high, "ADD": add},
+        **dict(zip(("T0", "T1", "T2"), _three(tiles, tiles[0]), strict=True)),
+        ASM=not interpreted(),
+        num_warps=max(lanes(segments[0]) // 32, 4),
+        **launch_options(launch.pdl),
+    )
+
+
+def run(launch: Launch, add: bool = False) -> None:
+    """`fill`, then `multiply`."""
+    fill(launch)
+    multiply(launch, add)
+
+
+def table() -> tuple[int, int]:
+    """The bytes of the eight levels of three bits, as two words of 32 bits."""
+    found = [*(-level for level in reversed(THREE)), *THREE]
+    words = (bytes(level % 256 for level in found[i : i + 4]) for i in (0, 4))
+    low, high = (int.from_bytes(word, "little", signed=True) for word in words)
+    return low, high
+
+
+def shape_of(s: QuantizedSegment, total: int) -> dict[str, int]:
+    """Rows BR, quads BQ, rows T side by side of a program in a launch of `total` rows."""
+    quads = lanes(s)
+    warps = max(quads // 32, 4)
+    beside = 32 * warps // quads
+    deep = min(power_of_two(max(total // (PROGRAMS * beside), 1) + 1) // 2, DEEPEST)
+    rows = min(max(deep, 1) * beside, max(power_of_two(s.packed.shape[1]), beside))
+    return complete({"BR": rows, "BQ": quads}, warps, 1)
+
+
+def _tile(
+    s: QuantizedSegment, segments: Sequence[QuantizedSegment] = (), **config: int
+) -> QuantizedTile:
+    total = sum(other.packed.shape[1] for other in segments or (s,))
+    return quantized_tile(s, {**shape_of(s, total), **config}, None)
+
+
+def _warps(v: QuantizedSegment) -> int:
+    """Warps of a program of a first stage, which reads a row at once if it can."""
+    return min(max(power_of_two(form_of(v.bits, v.group).quads(v.K)) // 32, 4), 16)
+
+
+def _first_tile(v: QuantizedSegment, warps: int, gain: Tensor | None) -> QuantizedTile:
+    quads = max(power_of_two(form_of(v.bits, v.group).quads(v.K)), 4)
+    return quantized_tile(v, complete({"BR": 1, "BQ": min(quads, 32 * warps)}, warps, 1), gain)
+
+
+def _ends(stages: Sequence[QuantizedStage], tiles: Sequence[QuantizedTile]) -> tuple[int, int, int]:
+    """Programs up to the end of each of three stages; the last of fewer stands for those missing."""
+    counts = [s.blocks * -(-s.rows // tile.BR) for s, tile in zip(stages, tiles, strict=True)]
+    first, second, third = [*accumulate([*counts, 0, 0, 0])][:3]
+    return first, second, third
+
+
+def _three(found: Sequence[Any], other: Any) -> list[Any]:
+    return [*found, other, other, other][:3]

@@ -1,0 +1,114 @@
+"""Products of bytes with inputs made once, as words: against the same stages dequantized. Interpreter
+only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tolerances import TOLERANCES
+
+from blr.kernels.common.available import has_triton
+from blr.kernels.quantized.reference import quantize, unpack
+from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 32)]
+# Inputs are integers of 16 bits, far below half precision; levels of three bits are bytes, whose
+# rounding is that of weights in bfloat16.
+FINE = TOLERANCES[torch.float16] / 10
+EXACT = {2: FINE, 3: TOLERANCES[torch.bfloat16], 4: FINE}
+
+
+def quantized(x: torch.Tensor, rows: int, form: tuple[int, int], **more: Any) -> QuantizedSegment:
+    bits, group = form
+    packed, scale = quantize(torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5, bits, group=group)
+    y = torch.full((len(x), rows), float("nan"))
+    return QuantizedSegment(x, packed, scale.half(), bits, x.shape[1], y, group=group, **more)
+
+
+def corrected(x: torch.Tensor, rows: int, ranks: int, form: tuple[int, int]) -> QuantizedSegment:
+    packed, scale = quantize(torch.randn(1, rows, ranks) / ranks**0.5, 4, group=32)
+    u = Narrow(unpack(packed, 4, 32)[..., :ranks].contiguous(), scale, 32)
+    made = Correction(quantized(x, ranks, (4, 64)), u)
+    return quantized(x, rows, form, correction=made, bias=torch.randn(rows))
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, bits: int) -> bool:
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return error < EXACT[bits]
+
+
+def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
+    from blr.kernels.integer.form import THREE, THREE_SCALE
+    from blr.kernels.integer.launch import table
+    from blr.kernels.quantized.formats import CURVE
+
+    for level, x in zip(THREE, (0.5, 1.5, 2.5, 3.5), strict=True):
+        assert abs(level / THREE_SCALE / (x * (1 + CURVE[3] * x * x)) - 1) < 2**-7
+    found = b"".join(word.to_bytes(4, "little", signed=True) for word in table())
+    assert [*memoryview(found).cast("b")] == [-122, -79, -44, -14, 14, 44, 79, 122]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("K", [90, 512, 1000])
+def test_rows_of_every_format(K: int, form: tuple[int, int]) -> None:
+    """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger; rows that
+    are no multiple of a tile, and padded columns."""
+    from blr.kernels.integer.launch import make_launch, run
+
+    torch.manual_seed(0)
+    x = torch.rand(1, K) + 1
+    x[:, 7] = 100
+    s, options = quantized(x, 37, form), {"gain": torch.rand(K), "eps": 1e-5}
+    run(make_launch([s], **options))
+    assert near(s.y, replace(s, x=x.double()).product(**options), form[0])
+
+
+@pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: tuple[int, int]) -> None:
+    """Of several stages, stored and added to what is there; z of before is not read."""
+    from blr.kernels.integer.form import taken
+    from blr.kernels.integer.launch import make_launch, run
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 200)
+    made = [corrected(x, 9 + 8 * n, 5 + 15 * n, form) for n in range(count)]
+    options = {"gain": torch.rand(200), "eps": 1e-5} if normed else {"gain": None, "eps": 0.0}
+    expected = [s.product(**options) for s in made]
+    firsts = [s.correction.first for s in made if s.correction]
+    for first in firsts:
+        first.y.fill_(float("nan"))
+    assert taken(made)
+    launch = make_launch(made, firsts, **options)
+    run(launch)
+    assert all(near(s.y, y, form[0]) for s, y in zip(made, expected, strict=True))
+    run(launch, add=True)
+    assert all(near(s.y, 2 * y, form[0]) for s, y in zip(made, expected, strict=True))
+
+
+def test_inputs_of_zero_give_the_bias() -> None:
+    from blr.kernels.integer.launch import make_launch, run
+
+    torch.manual_seed(0)
+    s = quantized(torch.zeros(1, 256), 20, (2, 128), bias=torch.randn(20))
+    run(make_launch([s], gain=torch.rand(256), eps=1e-5))
+    assert torch.equal(s.y[0], s.bias)
+
+
+def test_other_stages_are_not_taken() -> None:
+    from blr.kernels.integer.form import taken
+
+    x, other = torch.randn(1, 256), torch.randn(1, 256)
+    s = quantized(x, 8, (2, 128))
+    assert taken([s, s])
+    assert not taken([s, quantized(other, 8, (2, 128))])
+    assert not taken([s, quantized(x, 8, (3, 128))])
+    assert not taken([quantized(torch.randn(2, 256), 8, (2, 128))])
+    assert not taken([quantized(x, 8, (2, 32))])
+    assert not taken([replace(s, scale=s.scale.float())])
+    assert not taken([quantized(torch.randn(1, 1 << 16), 1, (2, 128))])
