@@ -35,6 +35,7 @@ from blr.kernels.common.tuned import tuned_rules
 BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
 MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
+LEAST = {"turned": DECODE + 1}  # tokens that a variant is timed from, where fewer are for others
 PRODUCT = "fp8"  # the structure of rules for one product in float8
 # That of rules for a layer with float8 weights, by the folder of its kernels or dense.
 FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
@@ -46,6 +47,9 @@ PLAIN: dict[str, tuple[str, ...]] = {
     PRODUCT: ("library",),
     **dict.fromkeys(FLOAT8.values(), ("float8",)),
 }
+# The plain products with results stored in another order: for shapes where they were measured to beat
+# the plain form as ours must. A compiled graph gets the plain form, which costs the host no call.
+ORDERS = {"lowrank": ("turned",)}
 DENSE = "dense"
 REFERENCE = "reference"
 

@@ -100,6 +100,7 @@ def test_lowrank(i: int, o: int, r: int, tokens: int, dtype: torch.dtype) -> Non
     x = random(tokens, 2 * i, dtype=dtype)[:, ::2]
     factors, bias = (random(o, r, dtype=dtype), random(r, i, dtype=dtype).t()), random(o, dtype=dtype)
     check(lowrank.gemm, lowrank.reference, x, *factors, bias)
+    check(lowrank.turned, lowrank.reference, x, *factors, bias)
     if tokens in SOME:
         check(lowrank.narrow, lowrank.reference, x, *factors, bias)
     if tokens <= FEW:
