@@ -70,7 +70,7 @@ def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, lis
 
 
 def candidates(structure: str, n: int) -> list[Candidate]:
-    """What is timed for n tokens: every variant that is for as many, with each configuration it lists."""
+    """What is timed for n tokens: every variant meant for as many, with each configuration it lists."""
     table, configs = variants_of(structure)
     names = [name for name in table if LEAST.get(name, n) <= n <= MOST.get(name, n)]
     meant = [name for name in names if name != REFERENCE]
