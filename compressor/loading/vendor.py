@@ -94,7 +94,8 @@ class Contents:
         absent = {f"blr.kernels.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
             parts = ("quantized.corrected", "quantized.grouped", "quantized.launch")
-            absent.update(f"blr.kernels.{part}" for part in (*parts, "integer.form", "integer.launch"))
+            parts += ("integer.form", "integer.launch", "integer.looped")
+            absent.update(f"blr.kernels.{part}" for part in parts)
         if not self.generates:
             absent.add("blr.compressor.runtime")
         if not picks_persistent(self.gpu):

@@ -96,3 +96,11 @@ def shared_limit(device: torch.device) -> int:
         return SMALLEST_SHARED
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; four of an interpreted one."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

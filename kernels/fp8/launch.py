@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import supports_pdl
+from blr.kernels.common.available import multiprocessors, supports_pdl
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
 from blr.kernels.common.tables import Shape, product_choice
@@ -152,7 +151,7 @@ def _engine_plan(
         tail = (tail[0], c_rows, c_cols, *tail[3:])
     programs = tiles * batch
     if tile.programs:
-        programs = min(programs, tile.programs * _multiprocessors(a.device.index or 0))
+        programs = min(programs, tile.programs * multiprocessors(a.device))
     boxes = _box(left, tile.BM, tile.BK), _box(right, tile.BN, tile.BK), to
     numbers = (M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols, by_col.stride(0), *tail)
     constants |= {"STORE": tile.store, "FLATTEN": tile.flatten, "STAGES": tile.stages}
@@ -267,8 +266,3 @@ def _stores(out: Tensor, tile: Tile) -> bool:
     if below(out):
         return M % tile.BM == 0
     return 0 < out.stride(0) < out.stride(1) and out.stride(0) * size % 16 == 0 and N % tile.BN == 0
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,5 @@
-"""How inputs lie in words for products of bytes, and which stages take them so: for host and kernels."""
+"""How inputs lie in words for products of bytes, and which stages are multiplied so: for host and
+kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from blr.kernels.quantized.segments import QuantizedSegment
 # near whole ones. Their error, .18% (rms of Gaussian weights), is that of rounding to bfloat16.
 THREE = (14, 44, 79, 122)
 THREE_SCALE = 28.0447
-PLACES = {2: 4, 3: 4, 4: 2}  # words of bytes that a word, or a pair of nibbles' words, comes apart into
-WIDEST = 512  # quads of a row at most: each has a thread
-# Weights of a launch from which inputs of their own pay for the launch that makes them. On an H200 two
-# bits are faster from 4096 × 4096 on (4.5 µs for 5.5), four only as gate and up of an 8B (22 for 26).
-LEAST = {2: 1 << 22, 3: 1 << 22, 4: 1 << 26}
+PLACES = {2: 4, 3: 4}  # words of bytes that a word, or a pair of nibbles' words, comes apart into
+WIDEST = {2: 512, 3: 512, 4: 256}  # quads of a row at most: each has a thread
+# Weights of a launch from which it is faster, on an H200: two bits at 2048 × 2048 (3.4 µs for 8.6) and
+# wherever it was tried above, four at 512 × 2048 (2.6 for 3.8), but for rows of few quads that leave
+# threads without one (3072 × 3072: 4.6 for 4.0). Shorter rows were not tried.
+LEAST = {2: 1 << 22, 3: 1 << 22, 4: 1 << 20}
+SHORTEST, FEW, LARGE = 64, 128, 1 << 25  # quads; few quads; weights from which those are faster, too
 
 
 def field_of(bits: int, place: int, byte: int) -> int:
@@ -69,8 +72,9 @@ def taken(segments: Sequence[QuantizedSegment]) -> bool:
     """Whether stages have the same inputs and are of a kind that products of bytes take."""
     first = segments[0]
     kinds = {(s.x.data_ptr(), s.x.shape, s.bits, s.group, s.K) for s in segments}
-    fits = first.bits in PLACES and form_of(first.bits, first.group).WORDS >= 4
-    fits = fits and lanes(first) <= WIDEST and len(kinds) == 1 and len(segments) <= 3
+    fits = first.bits in WIDEST and form_of(first.bits, first.group).WORDS >= 4
+    fits = fits and lanes(first) <= WIDEST[first.bits] and len(kinds) == 1 and len(segments) <= 3
+    fits = fits and (first.bits < 4 or all(s.correction is None for s in segments))
     return fits and len(first.x) == 1 and first.x.shape[1] == first.K and all(map(is_plain, segments))
 
 
@@ -80,5 +84,9 @@ def is_plain(s: QuantizedSegment) -> bool:
 
 
 def pays(segments: Sequence[QuantizedSegment]) -> bool:
-    """Whether a launch for the inputs is less than what they save."""
-    return sum(s.packed.shape[1] * s.K for s in segments) >= LEAST[segments[0].bits]
+    """Whether it was measured to be faster so."""
+    first, weights = segments[0], sum(s.packed.shape[1] * s.K for s in segments)
+    if first.bits < 4:
+        return weights >= LEAST[first.bits]
+    quads = form_of(first.bits, first.group).quads(first.K)
+    return quads >= SHORTEST and weights >= (LARGE if quads < lanes(first) <= FEW else LEAST[4])

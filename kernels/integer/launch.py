@@ -1,4 +1,5 @@
-"""Launches of stages whose inputs are made once, as words of bytes: one for them, one for the rows."""
+"""Launches of stages of 2 and 3 bits whose inputs are made once, as words of bytes: one for them, one
+for the rows."""
 
 from __future__ import annotations
 
@@ -71,16 +72,16 @@ def fill(launch: Launch) -> None:
     warps = max((_warps(v) for v in launch.firsts), default=4)
     stages = [stage(v) for v in launch.firsts]
     tiles = [_first_tile(v, warps, gain) for v in launch.firsts]
-    ends = _ends(stages, tiles)
+    ends = ends_of(stages, tiles)
     packers = max(quads // PACKED, 1)
     run_kernel(
         inputs_kernel,
         (ends[-1] + packers,),
         *(s.x, s.x if gain is None else gain, launch.eps, *launch.inputs, s.K, quads),
-        *(*_three(stages, stage(s)), ends),
+        *(*three(stages, stage(s)), ends),
         **{"OFFSET": offset_of(s.bits), "STEP": 1 / unit_of(s.bits), "PLACES": PLACES[s.bits]},
         **{"BQ": min(PACKED, quads), "T": form, "NORM": gain is not None, "COUNT": len(stages)},
-        **dict(zip(("V0", "V1", "V2"), _three(tiles, _tile(s)), strict=True)),
+        **dict(zip(("V0", "V1", "V2"), three(tiles, _tile(s)), strict=True)),
         ASM=not interpreted(),
         num_warps=warps,
         **launch_options(launch.pdl),
@@ -99,10 +100,10 @@ def multiply(launch: Launch, add: bool = False, **config: int) -> None:
     low, high = table()
     run_kernel(
         rows_kernel,
-        (_ends(stages, tiles)[-1],),
-        *(*_three(stages, stages[0]), _ends(stages, tiles), *launch.inputs, lanes(segments[0])),
+        (ends_of(stages, tiles)[-1],),
+        *(*three(stages, stages[0]), ends_of(stages, tiles), *launch.inputs, lanes(segments[0])),
         **{"COUNT": len(stages), "LOW": low, "HIGH": high, "ADD": add},
-        **dict(zip(("T0", "T1", "T2"), _three(tiles, tiles[0]), strict=True)),
+        **dict(zip(("T0", "T1", "T2"), three(tiles, tiles[0]), strict=True)),
         ASM=not interpreted(),
         num_warps=max(lanes(segments[0]) // 32, 4),
         **launch_options(launch.pdl),
@@ -150,12 +151,17 @@ def _first_tile(v: QuantizedSegment, warps: int, gain: Tensor | None) -> Quantiz
     return quantized_tile(v, complete({"BR": 1, "BQ": min(quads, 32 * warps)}, warps, 1), gain)
 
 
-def _ends(stages: Sequence[QuantizedStage], tiles: Sequence[QuantizedTile]) -> tuple[int, int, int]:
-    """Programs up to the end of each of three stages; the last of fewer stands for those missing."""
+def ends_of(
+    stages: Sequence[QuantizedStage], tiles: Sequence[QuantizedTile], most: int | None = None
+) -> tuple[int, int, int]:
+    """Programs up to the end of each of three stages; the last of fewer stands for those missing. most:
+    programs of all, each with as many tiles as the fullest has; by default one tile each."""
     counts = [s.blocks * -(-s.rows // tile.BR) for s, tile in zip(stages, tiles, strict=True)]
+    turns = 1 if most is None else -(-sum(counts) // most)
+    counts = [-(-count // turns) for count in counts]
     first, second, third = [*accumulate([*counts, 0, 0, 0])][:3]
     return first, second, third
 
 
-def _three(found: Sequence[Any], other: Any) -> list[Any]:
+def three(found: Sequence[Any], other: Any) -> list[Any]:
     return [*found, other, other, other][:3]

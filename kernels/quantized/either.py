@@ -25,12 +25,12 @@ LONG = 4096  # columns of rows in int4 that are not in pairs
 def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
     """The function that runs stages, each stored or added to its result. options: of `grouped`.
 
-    Where inputs made once pay, they and first stages of corrections are one launch, the rows another.
-    Else corrections are computed in the launch of their layers where all have one, by quantized factors,
-    or by a launch of their first stages and then of the layers.
+    Where products of bytes pay, it is those of `kernels/integer`. Else corrections are computed in the
+    launch of their layers where all have one, by quantized factors, or by a launch of their first stages
+    and then of the layers.
     """
     if packed := _in_words(segments):
-        return _bytewise(packed, add, options)
+        return _bytewise(packed, options, add=add)
     if whole := _in_one(segments):
         from blr.kernels.quantized.corrected import corrected
 
@@ -45,6 +45,9 @@ def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any)
 
 def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
     """The function that runs `dual`, and the corrections of both as `stages` does."""
+    words = _in_words((gate, up))
+    if words and words[0].bits == 4:
+        return _bytewise(words, options, activation=activation)
     if whole := _in_one((gate, up)):
         from blr.kernels.quantized.corrected import corrected_dual
 
@@ -146,7 +149,7 @@ def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
 
 
 def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
-    """The segments if they are faster with inputs made once, else none."""
+    """The segments if they are faster by products of bytes (`kernels/integer`), else none."""
     packed = [s for s in segments if isinstance(s, QuantizedSegment)]
     if len(packed) != len(segments):
         return []
@@ -155,14 +158,19 @@ def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
     return packed if taken(packed) and pays(packed) else []
 
 
-def _bytewise(segments: Sequence[QuantizedSegment], add: bool, options: dict[str, Any]) -> Run:
+def _bytewise(segments: Sequence[QuantizedSegment], options: dict[str, Any], **how: Any) -> Run:
+    """how: whether the results are added, or of four bits the activation of a pair."""
+    if segments[0].bits == 4:
+        from blr.kernels.integer.looped import Loop, run_loop
+
+        return partial(run_loop, Loop(segments, **options), **how)
     from blr.kernels.integer.launch import make_launch, run, takes_first
 
     firsts = _corrections(segments)
     beside = [s for s in firsts if isinstance(s, QuantizedSegment) and takes_first(s)]
     beside = beside if len(beside) == len(firsts) else []
     before = [] if beside else _firsts(segments, options)
-    return partial(_in_turn, *before, partial(run, make_launch(segments, beside, **options), add))
+    return partial(_in_turn, *before, partial(run, make_launch(segments, beside, **options), **how))
 
 
 def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:

@@ -137,7 +137,7 @@ def test_products_through_the_copy_engine(
 ) -> None:
     """Batches below and beside one another, sizes that are no multiples of a tile."""
     torch.manual_seed(0)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(
         launch, "tma_ready", lambda a, b: launch.engine_reads(a) and launch.engine_reads(b)
     )

@@ -15,7 +15,8 @@ from blr.kernels.quantized.reference import quantize, unpack
 from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
-FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 32)]
+FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64)]
+FOUR = [(4, 128), (4, 64), (4, 32)]
 # Inputs are integers of 16 bits, far below half precision; levels of three bits are bytes, whose
 # rounding is that of weights in bfloat16.
 FINE = TOLERANCES[torch.float16] / 10
@@ -91,6 +92,39 @@ def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: 
     assert all(near(s.y, 2 * y, form[0]) for s, y in zip(made, expected, strict=True))
 
 
+@pytest.mark.parametrize("form", FOUR, ids=str)
+@pytest.mark.parametrize("K", [90, 512, 1000])
+@pytest.mark.parametrize("rows", [(3,), (300, 37), (9, 100, 270)], ids=str)
+def test_programs_of_four_bits_have_many_tiles(
+    rows: tuple[int, ...], K: int, form: tuple[int, int]
+) -> None:
+    """More than there are programs, and fewer; several stages, stored and added to what is there."""
+    from blr.kernels.integer.looped import Loop, run_loop
+
+    torch.manual_seed(0)
+    x = torch.rand(1, K) + 1
+    x[:, 7] = 100
+    made = [quantized(x, n, form, bias=torch.randn(n)) for n in rows]
+    options = {"gain": torch.rand(K), "eps": 1e-5}
+    expected = [replace(s, x=x.double()).product(**options) for s in made]
+    run_loop(Loop(made, **options))
+    assert all(near(s.y, y, 4) for s, y in zip(made, expected, strict=True))
+    run_loop(Loop(made, **options), add=True)
+    assert all(near(s.y, 2 * y, 4) for s, y in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [5, 260])
+def test_pairs_of_four_bits_leave_their_gated_product(rows: int) -> None:
+    from blr.kernels.quantized import either
+
+    torch.manual_seed(0)
+    x, options = torch.randn(1, 4096), {"gain": torch.rand(4096), "eps": 1e-5}
+    gate, up = (quantized(x, rows, (4, 128)) for _ in range(2))
+    expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
+    either._bytewise([gate, up], options, activation="silu")()
+    assert near(up.y, expected, 3)
+
+
 def test_inputs_of_zero_give_the_bias() -> None:
     from blr.kernels.integer.launch import make_launch, run
 
@@ -110,5 +144,7 @@ def test_other_stages_are_not_taken() -> None:
     assert not taken([s, quantized(x, 8, (3, 128))])
     assert not taken([quantized(torch.randn(2, 256), 8, (2, 128))])
     assert not taken([quantized(x, 8, (2, 32))])
+    assert taken([quantized(x, 8, (4, 32))])
+    assert not taken([corrected(x, 8, 5, (4, 128))])
     assert not taken([replace(s, scale=s.scale.float())])
     assert not taken([quantized(torch.randn(1, 1 << 16), 1, (2, 128))])
