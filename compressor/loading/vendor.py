@@ -93,9 +93,8 @@ class Contents:
         """Modules and packages that it can do without."""
         absent = {f"blr.kernels.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
-            parts = ("quantized.corrected", "quantized.grouped", "quantized.launch")
-            parts += ("integer.form", "integer.launch", "integer.looped")
-            absent.update(f"blr.kernels.{part}" for part in parts)
+            absent.update(f"blr.kernels.quantized.{part}" for part in ("corrected", "grouped", "launch"))
+            absent.update(f"blr.kernels.integer.{part}" for part in ("form", "launch", "looped"))
         if not self.generates:
             absent.add("blr.compressor.runtime")
         if not picks_persistent(self.gpu):
