@@ -68,6 +68,11 @@ def lanes(s: QuantizedSegment) -> int:
     return max(power_of_two(form_of(s.bits, s.group).quads(s.K)), 4)
 
 
+def row_warps(s: QuantizedSegment) -> int:
+    """Warps of a program of rows, of which every quad has a thread."""
+    return max(lanes(s) // 32, 4)
+
+
 def taken(segments: Sequence[QuantizedSegment]) -> bool:
     """Whether stages have the same inputs and are of a kind that products of bytes take."""
     first = segments[0]

@@ -20,6 +20,7 @@ from blr.kernels.integer.form import (
     lanes,
     make_inputs,
     offset_of,
+    row_warps,
     unit_of,
 )
 from blr.kernels.quantized.formats import form_of
@@ -88,15 +89,12 @@ def fill(launch: Launch) -> None:
     )
 
 
-def multiply(launch: Launch, add: bool = False, **config: int) -> None:
-    """Rows times the inputs that are there, plus U z, stored or added to what the results hold.
-
-    config: BR in place of `shape_of`'s.
-    """
+def multiply(launch: Launch, add: bool = False) -> None:
+    """Rows times the inputs that are there, plus U z, stored or added to what the results hold."""
     from blr.kernels.integer.rows import rows_kernel
 
     segments = launch.segments
-    stages, tiles = [stage(s) for s in segments], [_tile(s, segments, **config) for s in segments]
+    stages, tiles = [stage(s) for s in segments], [_tile(s, segments) for s in segments]
     low, high = table()
     run_kernel(
         rows_kernel,
@@ -105,7 +103,7 @@ def multiply(launch: Launch, add: bool = False, **config: int) -> None:
         **{"COUNT": len(stages), "LOW": low, "HIGH": high, "ADD": add},
         **dict(zip(("T0", "T1", "T2"), three(tiles, tiles[0]), strict=True)),
         ASM=not interpreted(),
-        num_warps=max(lanes(segments[0]) // 32, 4),
+        num_warps=row_warps(segments[0]),
         **launch_options(launch.pdl),
     )
 
@@ -126,19 +124,16 @@ def table() -> tuple[int, int]:
 
 def shape_of(s: QuantizedSegment, total: int) -> dict[str, int]:
     """Rows BR, quads BQ, rows T side by side of a program in a launch of `total` rows."""
-    quads = lanes(s)
-    warps = max(quads // 32, 4)
+    quads, warps = lanes(s), row_warps(s)
     beside = 32 * warps // quads
     deep = min(power_of_two(max(total // (PROGRAMS * beside), 1) + 1) // 2, DEEPEST)
     rows = min(max(deep, 1) * beside, max(power_of_two(s.packed.shape[1]), beside))
     return complete({"BR": rows, "BQ": quads}, warps, 1)
 
 
-def _tile(
-    s: QuantizedSegment, segments: Sequence[QuantizedSegment] = (), **config: int
-) -> QuantizedTile:
+def _tile(s: QuantizedSegment, segments: Sequence[QuantizedSegment] = ()) -> QuantizedTile:
     total = sum(other.packed.shape[1] for other in segments or (s,))
-    return quantized_tile(s, {**shape_of(s, total), **config}, None)
+    return quantized_tile(s, shape_of(s, total), None)
 
 
 def _warps(v: QuantizedSegment) -> int:

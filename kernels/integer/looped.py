@@ -11,7 +11,7 @@ from torch import Tensor
 from blr.kernels.common.available import interpreted, multiprocessors
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.gemv.launch import launch_options, power_of_two
-from blr.kernels.integer.form import lanes, offset_of
+from blr.kernels.integer.form import lanes, offset_of, row_warps
 from blr.kernels.integer.launch import ends_of, three
 from blr.kernels.quantized.launch import complete, quantized_tile, stage
 from blr.kernels.quantized.segments import QuantizedSegment, QuantizedTile
@@ -32,23 +32,20 @@ class Loop:
     pdl: bool = False
 
 
-def run_loop(loop: Loop, add: bool = False, activation: str = "", **config: int) -> None:
+def run_loop(loop: Loop, add: bool = False, activation: str = "") -> None:
     """Rows times inputs, stored or added to what the results hold; with an activation
-    ``act(gate) ⊙ up`` of two segments of as many rows into the second's result.
-
-    config: BR in place of `shape_of`'s.
-    """
+    ``act(gate) ⊙ up`` of two segments of as many rows into the second's result."""
     if activation:
-        _run_pair(loop, activation, config)
+        _run_pair(loop, activation)
     else:
-        _run_rows(loop, add, config)
+        _run_rows(loop, add)
 
 
-def _run_rows(loop: Loop, add: bool, config: dict[str, int]) -> None:
+def _run_rows(loop: Loop, add: bool) -> None:
     from blr.kernels.integer.loop import loop_kernel
 
     segments = loop.segments
-    stages, tiles = [stage(s) for s in segments], [_tile(s, loop.gain, config) for s in segments]
+    stages, tiles = [stage(s) for s in segments], [_tile(s, loop.gain) for s in segments]
     ends = ends_of(stages, tiles, _resident(segments[0]))
     run_kernel(
         loop_kernel,
@@ -60,11 +57,11 @@ def _run_rows(loop: Loop, add: bool, config: dict[str, int]) -> None:
     )
 
 
-def _run_pair(loop: Loop, activation: str, config: dict[str, int]) -> None:
+def _run_pair(loop: Loop, activation: str) -> None:
     from blr.kernels.integer.loop import pair_kernel
 
     gate, up = loop.segments
-    stages, tiles = [stage(s) for s in (gate, up)], [_tile(s, loop.gain, config) for s in (gate, up)]
+    stages, tiles = [stage(s) for s in (gate, up)], [_tile(s, loop.gain) for s in (gate, up)]
     programs = ends_of(stages[:1], tiles[:1], _resident(gate))[-1]
     run_kernel(
         pair_kernel,
@@ -82,27 +79,23 @@ def _inputs(loop: Loop) -> tuple[Tensor, Tensor, float]:
 
 def _options(loop: Loop) -> dict[str, Any]:
     s, limit = loop.segments[0], {} if interpreted() else {"maxnreg": REGISTERS}
-    fixed = {"OFFSET": offset_of(s.bits), "ASM": not interpreted(), "num_warps": _warps(s)}
+    fixed = {"OFFSET": offset_of(s.bits), "ASM": not interpreted(), "num_warps": row_warps(s)}
     return {**fixed, **limit, **launch_options(loop.pdl)}
 
 
 def shape_of(s: QuantizedSegment) -> dict[str, int]:
     """Rows BR, quads BQ, rows T side by side of a tile."""
-    quads, warps = lanes(s), _warps(s)
+    quads, warps = lanes(s), row_warps(s)
     beside = 32 * warps // quads
     rows = min(DEEP * beside, max(power_of_two(s.packed.shape[1]), beside))
     return complete({"BR": rows, "BQ": quads}, warps, 1)
 
 
-def _tile(s: QuantizedSegment, gain: Tensor | None, config: dict[str, int]) -> QuantizedTile:
-    return quantized_tile(s, {**shape_of(s), **config}, gain)
-
-
-def _warps(s: QuantizedSegment) -> int:
-    return max(lanes(s) // 32, 4)
+def _tile(s: QuantizedSegment, gain: Tensor | None) -> QuantizedTile:
+    return quantized_tile(s, shape_of(s), gain)
 
 
 def _resident(s: QuantizedSegment) -> int:
     """Programs that a GPU holds at once."""
-    each = max(REGISTER_FILE // (REGISTERS * 32 * _warps(s)), 1)
+    each = max(REGISTER_FILE // (REGISTERS * 32 * row_warps(s)), 1)
     return each * multiprocessors(s.x.device)
