@@ -160,6 +160,7 @@ def remote_case(work: Path, name: str, method: str) -> tuple[str, str, dict[str,
     return auto, str(folder), {key: value.tolist() for key, value in given(model).items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_round_trip(name: str, method: str, work: Path, remote: dict[str, Any], tmp_path: Path) -> None:
     output, auto = compressed(work, name, method), getattr(transformers, auto_class(name))

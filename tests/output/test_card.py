@@ -34,6 +34,7 @@ def named(folder: Path) -> set[str]:
     return set(re.findall(r"AutoModel\w*", (folder / "README.md").read_text()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [None, "folder", "plain"])
 @pytest.mark.parametrize("name", KINDS)
 def test_what_the_card_names_loads_the_model_that_was_compressed(

@@ -107,6 +107,7 @@ def test_two_factors_are_optimal(seed: int, d1: int, a2: int, rank: int) -> None
     assert missed == pytest.approx(float(discarded), rel=SLACK)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("tokens", [None, 5], ids=["full", "singular"])
 @given(seed=seeds)
