@@ -105,7 +105,7 @@ def heal(
             min=0.0,
             callback=values.number,
             help="Weight of the distance between the blocks' outputs.",
-            show_default="0; 1 for encoders",
+            show_default="4; 1 for encoders, 0 with --loss lm",
         ),
     ] = None,
     train: Annotated[str, typer.Option(help=f"Some of {', '.join(KINDS)}.")] = ",".join(KINDS[:3]),

@@ -21,6 +21,7 @@ LOSSES = {
     "lm": "loss on the text",
     "distance": "1 − cosine of the sentence embeddings, and errors of the hidden states",
 }
+STATES = " and {:g} times the relative squared error of the blocks' outputs"
 NATS = """in nats a token there:
 
 | held-back text | KL before | after | loss before | after | of the dense model |
@@ -40,11 +41,16 @@ def healed_card(card: str, facts: dict[str, Any]) -> str:
         **{key: facts[key] for key in ("steps", "tokens", "minutes", "device", "teacher", "rate")},
         **{key: facts[key] for key in ("parameters", "seed", "best_step")},
         kinds=", ".join(facts["train"]),
-        loss=LOSSES[facts["loss"]],
+        loss=_loss(facts),
         texts=texts,
         table=_table(facts["before"], facts["after"]),
     )
     return card.removesuffix(FOOT) + section + FOOT
+
+
+def _loss(facts: dict[str, Any]) -> str:
+    also = "" if facts["loss"] == "distance" or not facts["hidden"] else STATES.format(facts["hidden"])
+    return LOSSES[facts["loss"]] + also
 
 
 def _table(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> str:

@@ -155,7 +155,8 @@ def forecast(
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            found = _forecast(sizes, specs, Step(window, windows, micro, kept), gpu, crew)
+            step = Step(window, windows, micro, kept, options.matches_states)
+            found = _forecast(sizes, specs, step, gpu, crew)
             if found.fits:
                 return found
             micro //= 2
@@ -166,12 +167,13 @@ def forecast(
 @dataclass(frozen=True)
 class Step:
     """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs alone
-    are kept."""
+    are kept, and whether their outputs are compared with the teacher's, which then are there, too."""
 
     window: int
     windows: int
     micro: int
     kept: bool
+    states: bool
 
 
 def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, crew: Crew) -> Forecast:
@@ -185,7 +187,8 @@ def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, cre
         teacher=teacher,
         trained=trained,
         composed=composed / sizes.blocks * shared,
-        activations=tokens * _inside(sizes) * shared + inputs * kept + 2 * tokens * sizes.width * SINGLE,
+        activations=tokens * (_inside(sizes) * shared + 2 * sizes.width * SINGLE)
+        + inputs * (kept + step.states),
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
         micro=step.micro,
         checkpointing=kept,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
+from blr.compressor.heal.compose import blocks_of
 from blr.compressor.heal.settings import CHUNK
 from blr.compressor.modeling.masks import unpacked
 from blr.kernels.common.available import kernel_device
@@ -91,6 +92,9 @@ class Answers:
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self.model, self.body = model, model.base_model
+        self._left: list[Tensor] | None = None
+        for block in blocks_of(model):
+            block.register_forward_hook(self._note)
         with torch.no_grad():
             whole = model(probe, use_cache=False).logits
             self.plain = self._fits(probe, whole)
@@ -112,12 +116,20 @@ class Answers:
         return Head(module.weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what enters every block, too."""
-        model = self.body if self.plain else self.model
-        with unpacked():
-            out = model(ids, use_cache=False, output_hidden_states=states)
-        hidden = out.last_hidden_state if self.plain else out.logits
-        return hidden, tuple(out.hidden_states) if states else ()
+        """What enters the head [m, w, d]; with `states` what leaves every block, too."""
+        model, left = self.body if self.plain else self.model, list[Tensor]()
+        self._left = left if states else None
+        try:
+            with unpacked():
+                out = model(ids, use_cache=False)
+        finally:
+            self._left = None  # a pass that ran out of memory must not keep any
+        return out.last_hidden_state if self.plain else out.logits, tuple(left)
+
+    def _note(self, block: Any, given: Any, left: Any) -> None:
+        """A forward hook; transformers does not know the blocks of a model that is shared out."""
+        if self._left is not None:
+            self._left.append(left[0] if isinstance(left, tuple) else left)
 
 
 class _Chunked(torch.autograd.Function):
@@ -191,11 +203,29 @@ def summed(
     return _Chunked.apply(hidden, head.weight, head, theirs, targets, measure)
 
 
+class _Missed(torch.autograd.Function):
+    """Σ over tokens of ‖h − h'‖² / ‖h'‖², keeping nothing but the states themselves for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, wanted: Tensor) -> Tensor:
+        difference, size = _apart(mine, wanted)
+        ctx.save_for_backward(mine, wanted)
+        return (difference.square().sum(-1, keepdim=True) / size).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        mine, wanted = ctx.saved_tensors
+        difference, size = _apart(mine, wanted)
+        return difference.mul_(2 * g / size).to(mine.dtype), None
+
+
+def _apart(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """h − h' [m, w, d] and ‖h'‖² [m, w, 1] in float32."""
+    size = wanted.float().square().sum(-1, keepdim=True).clamp_min(1e-12)
+    return mine.float() - wanted, size
+
+
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
     """Σ over tokens of ‖h − h'‖² / ‖h'‖², mean over the blocks' outputs; states [m, w, d]."""
-    parts = []
-    for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
-        wanted = wanted.float()
-        size = wanted.square().sum(-1).clamp_min(1e-12)
-        parts.append(((mine.float() - wanted).square().sum(-1) / size).sum())
-    return torch.stack(parts).mean()
+    pairs = zip(ours, theirs, strict=True)
+    return torch.stack([_Missed.apply(mine, wanted) for mine, wanted in pairs]).mean()

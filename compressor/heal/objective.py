@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr.compressor.errors import CapabilityError
 from blr.compressor.heal.losses import (
     Answers,
     Head,
@@ -18,7 +19,7 @@ from blr.compressor.heal.losses import (
     summed,
 )
 from blr.compressor.heal.pair import Pair
-from blr.compressor.heal.settings import HealOptions
+from blr.compressor.heal.settings import HIDDEN, HealOptions
 
 HELD_BATCH = 8  # windows at once
 
@@ -44,7 +45,7 @@ class Objective:
         self.student = Answers(pair.student, probe)
         self.teacher = Answers(pair.teacher, probe)
         self.options, self.device = options, pair.device
-        self.measure = _measure(options)
+        self.measure, self.weight = _measure(options), self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
         self._kept: dict[tuple[int, int], Tensor] = {}
@@ -54,16 +55,35 @@ class Objective:
         """Tokens of a window that the loss sums over."""
         return window - 1
 
+    @torch.no_grad()
+    def _weight(self, probe: Tensor) -> float:
+        """Of the distance between the blocks' outputs, where those of both models are alike.
+
+        Raises CapabilityError where it is asked for and they are not.
+        """
+        if not self.options.matches_states:
+            return 0.0
+        asked = HIDDEN if self.options.hidden is None else self.options.hidden
+        states = [answers.run(probe, True)[1] for answers in (self.student, self.teacher)]
+        ours, theirs = ([getattr(state, "shape", None) for state in found] for found in states)
+        if ours and ours == theirs and None not in ours:
+            return asked
+        if self.options.hidden is None:
+            return 0.0
+        raise CapabilityError(
+            f"--hidden {asked:g}: expected blocks whose outputs are alike in both models, found "
+            f"{len(ours)} and {len(theirs)} outputs, not of one shape; leave it out"
+        )
+
     def __call__(self, windows: Tensor) -> Tensor:
         """Differentiable; every token but the first of a window is predicted."""
         windows = windows.to(self.device, non_blocking=True)
-        weight = self.options.hidden or 0.0
-        states = weight > 0
+        states = self.weight > 0
         hidden, ours = self.student.run(windows, states)
         teacher, theirs = self._teach(windows, states)
         loss = summed(_all_but_last(hidden), self.student.head, teacher, _targets(windows), self.measure)
         if states:
-            loss = loss + weight * missed_states(ours, theirs)
+            loss = loss + self.weight * missed_states(ours, theirs)
         return loss
 
     def _teach(

@@ -194,7 +194,7 @@ class Job:
             place = Place(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state = trainer.run()
-        self.facts = self._facts(pair, data)
+        self.facts = {**self._facts(pair, data), "hidden": trainer.objective.weight}
         return self._whole(pair, how) if sharding else pair, data
 
     def _reading(self) -> Reading:

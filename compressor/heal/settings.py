@@ -16,6 +16,7 @@ CHUNK = 1 << 26  # logits made at once
 LONGEST = 1e5  # minutes
 MINUTES = 3.0  # when no budget is given
 MIX = 2 / 3  # of own text beside the user's
+HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the divergence of logits
 VARY = 0.2  # of the tokens where a text is read for the fourth time and on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
@@ -32,10 +33,10 @@ class HealOptions:
     share of every batch is `mix`; `vary` is the share of tokens that are others where a text is read
     for the fourth time and on (None: `VARY` under the loss kl). `rate` is relative to a tensor's root
     mean square; `batch` and `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and
-    `hidden` shape the loss (None: hidden states count for encoders alone); `lora` is the rank of
-    additions that are trained in place of factors; `fsdp` shares the model out over processes (None:
-    where it must), of which each takes `micro` windows a pass (None: what fits); `track` names a
-    tracker; `patience` counts evaluations on held-back windows without a new best.
+    `hidden` shape the loss (None: blocks' outputs count `HIDDEN` beside kl, 1 for encoders); `lora` is
+    the rank of additions that are trained in place of factors; `fsdp` shares the model out over
+    processes (None: where it must), of which each takes `micro` windows a pass (None: what fits);
+    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best.
     """
 
     source_name: str
@@ -83,6 +84,11 @@ class HealOptions:
     def varied(self) -> float:
         """The share of tokens that are others where a decoder's text is read again and again."""
         return (VARY if self.loss == "kl" else 0.0) if self.vary is None else self.vary
+
+    @property
+    def matches_states(self) -> bool:
+        """Whether the blocks' outputs count."""
+        return self.loss == "kl" if self.hidden is None else self.hidden > 0
 
     def trained(self, kinds: list[str]) -> list[str]:
         """What is trained, in words, where that is parameters of these `kinds` beside additions."""

@@ -86,7 +86,9 @@ ROWS = (
         "smol-blast-2-self", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}",
         SMOL.replace("{train}", "self"), (0.12, 0.3),
     ),
-    Row("smol-blast-2-prose", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", f"{SMOL} --mix 0"),
+    Row(
+        "smol-blast-2-prose", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", f"{SMOL} --mix 0"
+    ),
 )  # fmt: skip
 TRIALS = (
     *(f"--lr {rate}" for rate in ("0.003", "0.005", "0.01", "0.02")),

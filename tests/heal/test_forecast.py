@@ -131,6 +131,16 @@ def test_the_embeddings_cost_when_they_are_trained(tmp_path: Path) -> None:
     assert sizes_of(source.config, specs, 0, ("norms",)).trained == 0
 
 
+def test_compared_outputs_of_blocks_are_the_teachers_too(tmp_path: Path) -> None:
+    source, specs = large(tmp_path)
+    alone, compared = (
+        predicted(source, specs, HealOptions("", hidden=hidden), H200) for hidden in (0.0, None)
+    )
+    tokens = compared.micro * HealOptions("").window
+    assert compared.micro == alone.micro
+    assert compared.activations - alone.activations == pytest.approx(2 * tokens * 4096 * 32)
+
+
 def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     compressed: Path, dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

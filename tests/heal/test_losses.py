@@ -54,7 +54,26 @@ def test_divergence_is_that_of_distributions() -> None:
     assert 0 < kl_of_top(2)(other, logits, targets) < kl(other, logits, targets)
 
 
-def test_missed_states_are_relative_and_leave_out_the_embedding() -> None:
-    states = tuple(torch.randn(2, 3, WIDTH) for _ in range(3))
-    doubled = (torch.full_like(states[0], 9.0), 2 * states[1], states[2])
+def test_missed_states_are_relative() -> None:
+    states = tuple(torch.randn(2, 3, WIDTH) for _ in range(2))
+    doubled = (2 * states[0], states[1])
     assert float(missed_states(doubled, states)) == pytest.approx(6 / 2)  # six tokens, one of two blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_missed_states(dtype: torch.dtype) -> None:
+    """They keep no float32 copy of what they compare, and are those of the formula."""
+    torch.manual_seed(0)
+    ours, theirs = (tuple(torch.randn(2, 3, WIDTH).to(dtype) for _ in range(2)) for _ in range(2))
+    mine = [state.requires_grad_() for state in ours]
+    exact = [state.detach().float().requires_grad_() for state in ours]
+    pairs = [(a - b.float(), b.float()) for a, b in zip(exact, theirs, strict=True)]
+    expected = sum((d.square().sum(-1) / b.square().sum(-1)).sum() for d, b in pairs) / len(pairs)
+    assert isinstance(expected, Tensor)
+    found = missed_states(ours, theirs)
+    torch.testing.assert_close(found, expected)
+    for total in (found, expected):
+        (5 * total).backward()
+    for a, b in zip(mine, exact, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad.to(dtype))

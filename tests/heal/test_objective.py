@@ -1,0 +1,70 @@
+"""What decoders are compared by: the distributions of the next token, and what their blocks give."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from heal_models import save_dense
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from blr.compressor.errors import CapabilityError
+from blr.compressor.heal.objective import Objective
+from blr.compressor.heal.settings import HIDDEN, HealOptions
+
+PROBE = torch.arange(2, 10)[None]
+
+
+class Silent(nn.Module):
+    """Gives logits, and has no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, ids: Tensor, use_cache: bool = False) -> Any:
+        return SimpleNamespace(logits=self.table(ids))
+
+
+def objective(student: Any, teacher: Any, **options: Any) -> Objective:
+    pair: Any = SimpleNamespace(student=student, teacher=teacher, device=torch.device("cpu"))
+    return Objective(pair, HealOptions("student", **options), PROBE)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_dense(tmp_path_factory.mktemp("dense") / "llama")
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [
+        ({}, HIDDEN),
+        ({"top_k": 3}, HIDDEN),
+        ({"hidden": 0.5}, 0.5),
+        ({"hidden": 0.0}, 0),
+        ({"loss": "lm"}, 0),
+    ],
+)
+def test_blocks_count_beside_divergence(options: dict[str, Any], weight: float, llama: Any) -> None:
+    assert objective(llama, llama, **options).weight == weight
+
+
+def test_a_model_without_blocks_is_healed_by_its_logits(llama: Any) -> None:
+    silent = Silent()
+    found = objective(silent, silent)
+    assert found.weight == 0 and float(found(PROBE).detach()) == pytest.approx(0, abs=1e-5)
+    with pytest.raises(CapabilityError, match="leave it out"):
+        objective(silent, silent, hidden=1.0)
+    assert objective(llama, silent).weight == 0
