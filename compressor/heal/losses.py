@@ -116,7 +116,8 @@ class Answers:
         return Head(module.weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what leaves every block, too."""
+        """What enters the head [m, w, d]; with `states` what leaves every block, too, the last one normed:
+        that is what enters the head."""
         model, left = self.body if self.plain else self.model, list[Tensor]()
         self._left = left if states else None
         try:
@@ -124,7 +125,9 @@ class Answers:
                 out = model(ids, use_cache=False)
         finally:
             self._left = None  # a pass that ran out of memory must not keep any
-        return out.last_hidden_state if self.plain else out.logits, tuple(left)
+        if not self.plain:
+            return out.logits, tuple(left)
+        return out.last_hidden_state, (*left[:-1], out.last_hidden_state) if left else ()
 
     def _note(self, block: Any, given: Any, left: Any) -> None:
         """A forward hook; transformers does not know the blocks of a model that is shared out."""
