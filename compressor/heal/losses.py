@@ -116,8 +116,8 @@ class Answers:
         return Head(module.weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what leaves every block, too, the last one normed:
-        that is what enters the head."""
+        """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one
+        that is what enters the head, normed."""
         model, left = self.body if self.plain else self.model, list[Tensor]()
         self._left = left if states else None
         try:

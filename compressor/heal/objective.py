@@ -65,8 +65,8 @@ class Objective:
             return 0.0
         asked = HIDDEN if self.options.hidden is None else self.options.hidden
         states = [answers.run(probe, True)[1] for answers in (self.student, self.teacher)]
-        ours, theirs = ([getattr(state, "shape", None) for state in found] for found in states)
-        if ours and ours == theirs and None not in ours:
+        ours, theirs = ([getattr(state, "shape", ()) for state in found] for found in states)
+        if ours and ours == theirs and all(shape[:2] == probe.shape for shape in ours):
             return asked
         if self.options.hidden is None:
             return 0.0

@@ -68,3 +68,19 @@ def test_a_model_without_blocks_is_healed_by_its_logits(llama: Any) -> None:
     with pytest.raises(CapabilityError, match="leave it out"):
         objective(silent, silent, hidden=1.0)
     assert objective(llama, silent).weight == 0
+
+
+def test_blocks_that_see_some_of_the_tokens_do_not_count() -> None:
+    """An expert gives as many rows as are sent to it, another number in every pass."""
+
+    class Routed(Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, ids: Tensor, use_cache: bool = False) -> Any:
+            logits = self.table(ids)
+            return SimpleNamespace(logits=logits + sum(e(logits[0, :2]).sum() for e in self.experts))
+
+    model = Routed()
+    assert objective(model, model).weight == 0
