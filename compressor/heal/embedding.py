@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blr.compressor.errors import InputError
+from blr.compressor.heal.losses import relative_errors
 from blr.compressor.heal.pair import Pair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
@@ -90,10 +91,7 @@ def _missed(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], mask: Tensor) 
     """[m]: ‖h − h'‖² / ‖h'‖², mean over a sentence's tokens and the blocks."""
     kept, found = mask.float(), []
     for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
-        wanted = wanted.float()
-        size = wanted.square().sum(-1).clamp_min(1e-12)
-        errors = (mine.float() - wanted).square().sum(-1) / size
-        found.append((errors * kept).sum(-1) / kept.sum(-1))
+        found.append((relative_errors(mine, wanted) * kept).sum(-1) / kept.sum(-1))
     return torch.stack(found).mean(0)
 
 

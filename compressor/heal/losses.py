@@ -92,7 +92,7 @@ class Answers:
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self.model, self.body = model, model.base_model
-        self._left: list[Tensor] | None = None
+        self._outputs: list[Tensor] | None = None  # of the blocks, while they are wanted
         for block in blocks_of(model):
             block.register_forward_hook(self._note)
         with torch.no_grad():
@@ -118,21 +118,21 @@ class Answers:
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one
         that is what enters the head, normed."""
-        model, left = self.body if self.plain else self.model, list[Tensor]()
-        self._left = left if states else None
+        model, outputs = self.body if self.plain else self.model, list[Tensor]()
+        self._outputs = outputs if states else None
         try:
             with unpacked():
                 out = model(ids, use_cache=False)
         finally:
-            self._left = None  # a pass that ran out of memory must not keep any
+            self._outputs = None  # a pass that ran out of memory must not keep any
         if not self.plain:
-            return out.logits, tuple(left)
-        return out.last_hidden_state, (*left[:-1], out.last_hidden_state) if left else ()
+            return out.logits, tuple(outputs)
+        return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
-    def _note(self, block: Any, given: Any, left: Any) -> None:
+    def _note(self, block: Any, given: Any, output: Any) -> None:
         """A forward hook; transformers does not know the blocks of a model that is shared out."""
-        if self._left is not None:
-            self._left.append(left[0] if isinstance(left, tuple) else left)
+        if self._outputs is not None:
+            self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
 class _Chunked(torch.autograd.Function):
@@ -206,29 +206,33 @@ def summed(
     return _Chunked.apply(hidden, head.weight, head, theirs, targets, measure)
 
 
-class _Missed(torch.autograd.Function):
-    """Σ over tokens of ‖h − h'‖² / ‖h'‖², keeping nothing but the states themselves for its gradient."""
+class _Relative(torch.autograd.Function):
+    """`relative_errors`."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, wanted: Tensor) -> Tensor:
         difference, size = _apart(mine, wanted)
         ctx.save_for_backward(mine, wanted)
-        return (difference.square().sum(-1, keepdim=True) / size).sum()
+        return difference.square().sum(-1) / size
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         mine, wanted = ctx.saved_tensors
         difference, size = _apart(mine, wanted)
-        return difference.mul_(2 * g / size).to(mine.dtype), None
+        return difference.mul_((2 * g / size)[..., None]).to(mine.dtype), None
 
 
 def _apart(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """h − h' [m, w, d] and ‖h'‖² [m, w, 1] in float32."""
-    size = wanted.float().square().sum(-1, keepdim=True).clamp_min(1e-12)
-    return mine.float() - wanted, size
+    """h − h' [m, w, d] and ‖h'‖² [m, w] in float32."""
+    return mine.float() - wanted, wanted.float().square().sum(-1).clamp_min(1e-12)
+
+
+def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
+    """‖h − h'‖² / ‖h'‖² [m, w] (float32) of states [m, w, d], which alone are kept for the gradient."""
+    return _Relative.apply(mine, wanted)
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
-    """Σ over tokens of ‖h − h'‖² / ‖h'‖², mean over the blocks' outputs; states [m, w, d]."""
+    """Σ over tokens of `relative_errors`, mean over the blocks' outputs; states [m, w, d]."""
     pairs = zip(ours, theirs, strict=True)
-    return torch.stack([_Missed.apply(mine, wanted) for mine, wanted in pairs]).mean()
+    return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()

@@ -194,7 +194,7 @@ class Job:
             place = Place(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state = trainer.run()
-        self.facts = {**self._facts(pair, data), "hidden": trainer.objective.weight}
+        self.facts = self._facts(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
 
     def _reading(self) -> Reading:
@@ -320,8 +320,9 @@ class Job:
         produce(workspace, contents, check, lambda: facts, self.progress)
         self.checked = check.facts
 
-    def _facts(self, pair: Pair, data: Data) -> dict[str, Any]:
-        """What the card, the report and the summary tell of the training."""
+    def _facts(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
+        """What the card, the report and the summary tell of the training, in which the blocks' outputs
+        weighed `hidden`."""
         state, options = self.state, self.options
         assert state is not None
         return {
@@ -336,7 +337,7 @@ class Job:
             "after": state.best_merits,
             "shares": {part.name: part.windows / data.batch for part in data.parts},
             **{"train": options.trained(pair.kinds()), "rate": options.rate},
-            "loss": options.loss if pair.sentences is None else "distance",
+            **{"loss": options.loss if pair.sentences is None else "distance", "hidden": hidden},
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 

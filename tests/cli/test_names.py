@@ -148,7 +148,7 @@ def test_locales(locale: str, installed: Run, dense: Path, tmp_path: Path) -> No
     """What the encoding of a stream has no bytes for is escaped; results are the same."""
     (tmp_path / "模型").symlink_to(dense)
     environment = {**os.environ, **ASCII[locale]}
-    for command in (("plan", "--help"), ("recipes", "list")):
+    for command in (("plan", "--help"), ("recipes", "list"), ("plan", dense)):
         assert installed(*command, env=environment).returncode == 0
     result = installed("plan", "./模型", env=environment)
     if locale == "C-without-utf-8":
