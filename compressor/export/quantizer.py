@@ -256,11 +256,9 @@ def _head_module(model: Any, kind: str) -> str:
 
 def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
     """Dense layers of the family. Raises InputError when there is no layer at all."""
-    family = find_family(source.model_type)
-    if family is None:
-        from blr.compressor.loading.discover import discover_family
+    from blr.compressor.loading.discover import family_of
 
-        family = discover_family(source)
+    family = family_of(source)
     dense = {m: DenseLayer(e, family.transposed) for m, e in _weights(source, family).items()}
     if not specs and not dense:
         raise InputError(

@@ -2,15 +2,15 @@
 
 The model is built without weights; what lies before its first block (embeddings, position tables)
 is loaded and run once, then each block is loaded, used and dropped. Works for any architecture
-whose blocks are called with hidden states first, which `configs/*.yaml` names.
+whose blocks are called with hidden states first: `configs/*.yaml` names them, or they are found.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,77 +20,46 @@ from torch import Tensor, nn
 from blr.compressor.architectures import Family, Group
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError
+from blr.compressor.fitting.batches import NUMBER, Arguments, Batch, distinct
+from blr.compressor.fitting.found import Handing, check_blocks, found_groups, logits_behind
+from blr.compressor.fitting.running import Reached, in_place_of, parted
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
-
-
-@dataclass
-class Batch:
-    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of blocks
-    and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
-    compressed one. Both stay on the device that `start` put them on, and are empty in processes that
-    do not own the batch. Blocks differ in what they are given where some attend to a window alone or
-    rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks')."""
-
-    hidden: Tensor
-    student: Tensor
-    arguments: tuple[Arguments, ...]
-    mask: Tensor
-    kinds: tuple[int, ...] = ()
-
-    def given(self, block: nn.Module) -> Arguments:
-        """What `block` gets beside its hidden states."""
-        return self.arguments[self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0]
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Those [n, d] of real tokens of `values` [m, w, d], or [m w, d] and [m, 1, w, d] as some
-        modules take them; waits for no GPU."""
-        flat = values.flatten(0, -2)
-        return flat if self._real is None else flat[self._real.to(flat.device)]
-
-    @cached_property
-    def _real(self) -> Tensor | None:
-        """Numbers of the real tokens; None if all are."""
-        return None if bool(self.mask.all()) else self.mask.flatten().nonzero()[:, 0]
-
-    @cached_property
-    def tokens(self) -> int:
-        """Real ones."""
-        return int(self.mask.sum())
-
-
-NUMBER = "_number"  # attribute of a loaded block: its place in the model
 NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")  # the last one's name
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
-
-
-class _Reached(Exception):
-    """Thrown to stop a forward pass once a module's input is known."""
 
 
 class BlockModel:
     """A checkpoint whose blocks are loaded one at a time in float32 on `device`.
 
-    Raises CapabilityError for a family that `configs/` gives no blocks for.
+    `handing` makes of hidden states what a block gives; `plain` says that a norm and a head follow the
+    last one; by `sample`, a batch at the first, the groups of a family without a table are found.
+
+    Raises CapabilityError for a family without blocks.
     """
 
-    def __init__(self, source: Source, family: Family | None, device: torch.device) -> None:
-        if family is None or family.blocks is None:
+    def __init__(self, source: Source, family: Family, device: torch.device) -> None:
+        if family.blocks is None:
             raise CapabilityError(
-                f"{source.folder}: calibration needs the blocks of model type {source.model_type!r} in "
-                "configs/; compress it without --calibration"
+                f"{source.folder}: calibration runs text through one list of blocks, which model type "
+                f"{source.model_type!r} has not; compress it without --calibration"
             )
         self.source, self.family, self.device = source, family, device
         self.model = meta_model(source, buffers=True).eval()
         self.names = self._loaded_names()  # name in the model -> stored tensor
         self.path = module_name(self.model, family.blocks)
         self.blocks: nn.ModuleList = self.model.get_submodule(self.path)
+        self.handing: Handing = lambda hidden: hidden
+        self.sample: Batch | None = None
+        self.plain = bool(family.groups) or self._norm() is not None
+        self._found: dict[int, list[Group]] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -98,65 +67,92 @@ class BlockModel:
     def load_block(self, index: int) -> nn.Module:
         """Block `index` with its weights, a copy of its own."""
         block = self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
+        vars(block).pop("forward", None)  # what stands in for it in the model
         setattr(block, NUMBER, index)
         return block
 
     def load_rest(self) -> None:
         """Load everything but the blocks into the model."""
+        made = self._converted.tensors("") if self._converted else {}
         for name in [name for name, _ in self.model.named_parameters()]:
             if name.startswith(f"{self.path}."):
                 continue
             parent, _, leaf = name.rpartition(".")
-            value = nn.Parameter(self._tensor(name), requires_grad=False)
+            found = self._placed(made[name]) if name in made else self._tensor(name)
+            value = nn.Parameter(found, requires_grad=False)
             setattr(self.model.get_submodule(parent), leaf, value)
         self.model.tie_weights()
         for module in self.model.children():
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The family's groups that are in `block`, by what of them it has."""
+        """The family's groups that are in `block`, by what of them it has; those found where it names
+        none."""
         names = {name for name, _ in block.named_modules()}
-        return [part for group in self.family.groups if (part := group.within(names))]
+        if self.family.groups:
+            return [part for group in self.family.groups if (part := group.within(names))]
+        number = getattr(block, NUMBER)
+        if number not in self._found:
+            assert self.sample is not None
+            start = f"{self.path}.{number}."
+            stored = {name: self.names.get(f"{start}{name}.weight", "") for name in names}
+            known = {n for n, at in stored.items() if at.rpartition(".")[0] in self.family.modules}
+            self._found[number] = found_groups(block, known, self.sample)
+        return self._found[number]
 
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
         """The hidden states that enter the first block; batches are dealt out to `processes`."""
         batches, place = list[Batch](), None
+        if not self.family.groups and self.sample is None:
+            check_blocks(self, calibration.ids[0][:1])
         tokens = calibration.tokens // (1 if processes is None else processes.count)
         for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
             arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
             if not bool(mask.all()):
                 arguments["attention_mask"] = mask.to(self.device)
-            hidden, given, kinds = self._entering(arguments)
-            size = STATES * tokens * hidden.shape[-1] * hidden.element_size()
+            batch = self.batch(arguments, mask.bool())
+            size = STATES * tokens * batch.hidden.shape[-1] * batch.hidden.element_size()
             place = place or home(size, self.device)
-            kept = hidden.to(place) if processes is None or processes.owns(n) else torch.empty(0)
-            batches.append(Batch(kept, kept, given, mask.bool(), kinds))
+            owned = processes is None or processes.owns(n)
+            kept = batch.hidden.to(place) if owned else torch.empty(0)
+            batches.append(replace(batch, hidden=kept, student=kept))
         return batches
 
-    def _entering(self, arguments: Any) -> tuple[Tensor, tuple[Arguments, ...], tuple[int, ...]]:
-        """The states that enter the first block, and the arguments of blocks and their kinds."""
+    def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
+        """What enters the first block where the model is given `arguments`, of which `mask` [m, w] are
+        real tokens."""
+        hidden, given = self._entering(arguments)
+        found, kinds = distinct(given)
+        least = int(mask.sum(1).argmin())  # whose mask is no shortcut if any is none
+        by_itself = {name: values[least : least + 1] for name, values in arguments.items()}
+        one = self._entering(by_itself)[1] if len(mask) > 1 else given
+        alone = tuple(one[kinds.index(kind)] for kind in range(len(found)))
+        return Batch(hidden, hidden, found, mask, kinds, alone)
+
+    def run(self, arguments: dict[str, Tensor]) -> Any:
+        """What the model gives, without a cache and without advice."""
+        with quiet_transformers():
+            return self.model(**arguments, **_without_cache(self.model))
+
+    def _entering(self, arguments: dict[str, Tensor]) -> tuple[Tensor, list[Arguments]]:
+        """The states that enter the first block, and what every block is given beside its states."""
         kept: list[tuple[Tensor, Arguments]] = []
 
-        def catch(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            kept.append(_parted(positional, named))
+        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+            kept.append(parted(positional, named))
             if len(kept) == len(self.blocks):
-                raise _Reached
+                raise Reached
+            return self.handing(entering)  # blocks hand their states on as they are
 
-        handles = [b.register_forward_pre_hook(catch, with_kwargs=True) for b in self.blocks]
-        try:
-            with _passed_by(self.blocks):
-                self.model(**arguments, **_without_cache(self.model))
-        except _Reached:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-        found, kinds = _distinct([given for _, given in kept])
-        return kept[0][0], found, kinds
+        with in_place_of(self.blocks, passed), suppress(Reached):
+            self.run(arguments)
+        return kept[0][0], [given for _, given in kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., v] of final hidden states [..., d]: last norm, head, its scale and its cap."""
+        if not self.plain:
+            return logits_behind(self, hidden)
         found: Tensor = self.model.get_output_embeddings()(self._normed(hidden))
         config = self.model.config.get_text_config(decoder=True)
         named = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -167,11 +163,26 @@ class BlockModel:
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """What lies beside the blocks and behind them: the last norm, and OPT's projection."""
-        beside = self.model.get_submodule(self.path.rpartition(".")[0])
-        norm = next(getattr(beside, name) for name in NORMS if hasattr(beside, name))
+        norm, project = self._norm(), getattr(self._beside(), "project_out", None)
         hidden = hidden if norm is None else norm(hidden)
-        project = getattr(beside, "project_out", None)
         return hidden if project is None else project(hidden)
+
+    def _beside(self) -> nn.Module:
+        return self.model.get_submodule(self.path.rpartition(".")[0])
+
+    def _norm(self) -> Any:
+        """The last norm, None where there is none."""
+        beside = self._beside()
+        return next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
+
+    @cached_property
+    def _converted(self) -> Parts | None:
+        """What makes the parameters where the checkpoint keeps some otherwise than the model does."""
+        known = self.names.keys() | self.model.all_tied_weights_keys.keys()
+        absent = [n for n, _ in self.model.named_parameters() if n not in known]
+        if self.family.groups or all(merged_names(self.model, n, self.names) for n in absent):
+            return None
+        return Parts(self.source)
 
     def stored_module(self, name: str) -> str:
         """Name on disk of the module called `name` in the model."""
@@ -184,12 +195,19 @@ class BlockModel:
         return renamed(self.model, self.source.entries) | found
 
     def _load(self, module: nn.Module, prefix: str) -> nn.Module:
-        state = {name: self._weight(prefix + name) for name, _ in module.named_parameters()}
+        made = self._converted.tensors(prefix.removesuffix(".")) if self._converted else {}
+        state = {n: self._weight(prefix + n, made) for n, _ in module.named_parameters()}
+        held = module.state_dict().keys() - state.keys()  # buffers: those of floats that are stored
+        stored = {name: self.source.entries.get(self.names.get(prefix + name, "")) for name in held}
+        state |= {n: self._tensor(prefix + n) for n, entry in stored.items() if entry and entry.is_float}
         module.load_state_dict(state, strict=False, assign=True)
         return move_buffers(module, self.device).requires_grad_(False)
 
-    def _weight(self, name: str) -> Tensor:
-        """A parameter of a block. Raises InputError if the checkpoint has it not."""
+    def _weight(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
+        """A parameter of a block, of those `made` or as stored. Raises InputError if the checkpoint has
+        it not."""
+        if name in made:
+            return self._placed(made[name])
         if name in self.names or name in self.model.all_tied_weights_keys:
             return self._tensor(name)
         merged = merged_names(self.model, name, self.names)
@@ -204,7 +222,9 @@ class BlockModel:
             stored = self.names.get(self.model.all_tied_weights_keys.get(name, ""))
         if stored is None:
             return torch.zeros(self.model.get_parameter(name).shape, device=self.device)
-        tensor = self.source.load_tensor(self.source.entries[stored])
+        return self._placed(self.source.load_tensor(self.source.entries[stored]))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, torch.float32)
 
 
@@ -215,104 +235,6 @@ def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
             if buffer is not None and buffer.device.type != "meta":
                 setattr(part, name, buffer.to(device))
     return module
-
-
-class Blocks(nn.Module):
-    """All blocks in turn, run as one by `run_block`."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-
-def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
-    if isinstance(block, Blocks):
-        for part in block.blocks:
-            hidden = run_block(part, hidden, batch)
-        return hidden
-    positional, named = batch.given(block)
-    out = block(hidden, *positional, **named)
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
-    """A block's hidden states, and what it is given beside them."""
-    if positional:
-        return positional[0], (positional[1:], named)
-    named = dict(named)
-    return named.pop("hidden_states"), ((), named)
-
-
-@contextmanager
-def _passed_by(blocks: nn.ModuleList) -> Iterator[None]:
-    """Blocks hand their hidden states on as they are: only what each is given is asked for."""
-    for block in blocks:
-        block.forward = lambda *positional, **named: _parted(positional, named)[0]
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
-def _distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
-    """The arguments that differ, and which of them every block's are."""
-    found, kinds = list[Arguments](), list[int]()
-    for one in given:
-        kinds.append(next((k for k, other in enumerate(found) if same(one, other)), len(found)))
-        if kinds[-1] == len(found):
-            found.append(one)
-    return tuple(found), tuple(kinds)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same numbers, tensors inside of them included."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return isinstance(one, bool | int | float | str) and one == other
-
-
-@contextmanager
-def captured_inputs(block: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """While active, the input of every named submodule is kept under its name when it runs."""
-    kept: dict[str, Tensor] = {}
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(_keeper(kept, name)) for name in names
-    ]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keeper(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        kept[name] = inputs[0]
-
-    return keep
-
-
-def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
-    """Run the block until its submodule `last` has received its input."""
-
-    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        raise _Reached
-
-    handle = block.get_submodule(last).register_forward_pre_hook(stop)
-    try:
-        run_block(block, hidden, batch)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
 
 
 def _without_cache(model: Any) -> dict[str, Any]:

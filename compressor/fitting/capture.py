@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.blocks import Batch, same
+from blr.compressor.fitting.batches import Batch, same
 from blr.compressor.modeling.cuda_graphs import capturing
 
 WARM_UP = 2  # eager passes before a capture: libraries set themselves up in the first

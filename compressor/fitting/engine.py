@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
@@ -25,6 +24,7 @@ from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
+from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import AUTO, Recipe
@@ -34,6 +34,7 @@ SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 6  # raise it when the measured sensitivities change
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
 FINISH_EPOCHS = 8  # of the last pass, likewise
+NAMED = 6  # layers that a note lists
 PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
@@ -62,7 +63,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
         InputError, HubError, CapabilityError, NumericsError.
     """
     source, recipe, target = work.source, work.recipe, work.target
-    model = BlockModel(source, find_family(source.model_type), target)
+    model = BlockModel(source, family_of(source), target)
     timed = work.progress.timed
     with timed("text"):
         calibration = _read(work, text, model)
@@ -159,10 +160,13 @@ def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:
 
 
 def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Result]:
-    """Layers that are in no block (heads) are fitted without statistics, and that is said."""
+    """Layers that are in no group of a block are fitted without statistics, and that is said."""
     rest = [planned for planned in plan.layers if planned.layer.module not in done]
     if not rest:
         return {}
-    names = ", ".join(planned.layer.module for planned in rest)
-    work.progress.notes([f"outside the blocks, fitted without calibration: {names}"])
+    names = [planned.layer.module for planned in rest]
+    listed = ", ".join([*names[:NAMED], *["…"][: len(names) > NAMED]])
+    work.progress.notes(
+        [f"fitted without calibration, outside of blocks or not run once in them: {listed}"]
+    )
     return factorize_layers(work, Plan(rest))

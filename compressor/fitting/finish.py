@@ -18,11 +18,13 @@ from torch.nn.functional import kl_div
 
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import CapabilityError
-from blr.compressor.fitting.blocks import Batch, BlockModel, Blocks, run_block
+from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.rounding.latent import Trained
 
 FINISH = 4  # raise it when the results change

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from blr.compressor.fitting.blocks import captured_inputs, run_block
 from blr.compressor.fitting.moments import Inputs, MomentSums
 from blr.compressor.fitting.rounding import Metric
+from blr.compressor.fitting.running import captured_inputs, run_block
 from blr.compressor.fitting.student import Student
 from blr.compressor.parallel.sums import rounds
 

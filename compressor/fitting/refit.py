@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.adam import Adam, factor_at, rates_of
-from blr.compressor.fitting.blocks import Batch, run_block
+from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike
+from blr.compressor.fitting.running import run_block
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.rounding.bank import Banks
@@ -196,22 +196,6 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def window_rows(batch: Batch, windows: Tensor) -> Batch:
-    """Some windows of a batch: its mask and what a block is given with it; no hidden states."""
-    count = len(batch.mask)
-    if len(windows) == count:
-        return batch
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 1 and len(value) == count:
-            return value[windows.to(value.device)]
-        if isinstance(value, tuple | list):
-            return type(value)(cut(item) for item in value)
-        return {key: cut(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    return replace(batch, arguments=cut(batch.arguments), mask=batch.mask[windows])
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.fitting.blocks import Batch, BlockModel
+from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Job, Result
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.work import Work

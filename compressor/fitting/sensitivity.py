@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.errors import NumericsError
-from blr.compressor.fitting.blocks import Batch, BlockModel, captured_inputs, run_block
+from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.running import captured_inputs, run_block
 from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.work import Work
 from blr.compressor.parallel.shares import share_out

@@ -21,18 +21,14 @@ from torch import Tensor, nn
 
 from blr.compressor.architectures import Group
 from blr.compressor.checkpoint.journal import layer_key
-from blr.compressor.fitting.blocks import (
-    Batch,
-    captured_inputs,
-    run_block,
-    run_until,
-)
+from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.factorize import Result, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.running import captured_inputs, run_block, run_until
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.student import Student

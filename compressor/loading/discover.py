@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,15 +12,23 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from blr.compressor.architectures import Family
+from blr.compressor.architectures import Family, find_family
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import REMEDY, decoded, native_class, native_errors
 from blr.compressor.modeling.classes import module_names
 
 
+def family_of(source: Source) -> Family:
+    """The table that lists the model type, else what is found. Raises as `discover_family`."""
+    return find_family(source.model_type) or discover_family(source)
+
+
 def discover_family(source: Source) -> Family:
     """A table made from the model itself: every linear layer of its blocks; the others are its heads.
+
+    What reads text and has one list of blocks has `blocks`, by name in the model; their groups are left
+    to whoever runs them (`fitting/found.py`).
 
     Raises InputError when transformers does not know the model type or architecture.
     """
@@ -32,7 +41,28 @@ def discover_family(source: Source) -> Family:
     heads = [n for n, module in found.items() if module in outer]
     alike = [n for n in heads if isinstance(outer[found[n]], Conv1D) == transposed]
     model_type = source.model_type
-    return Family(model_type, (model_type,), modules, tuple(alike), {}, transposed)
+    blocks = _blocks(model, inner)
+    return Family(model_type, (model_type,), modules, tuple(alike), {}, transposed, blocks)
+
+
+def _blocks(model: Any, inner: Collection[str]) -> str | None:
+    """The name of the one list of modules that all layers `inner` of what reads text are in; None if
+    there are several, or nothing reads text."""
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    reader = model.get_decoder()  # of what reads images, too, the language model
+    names = {module: name for name, module in model.named_modules()}
+    start = f"{names[reader]}." if names.get(reader) else ""
+    lists = {name for name, module in model.named_modules() if type(module) is nn.ModuleList}
+    read = [name for name in inner if name.startswith(start)] or inner
+    within = [{up for up in _above(name) if up in lists} for name in read]
+    shared = set.intersection(*within) if within else set()
+    return min(shared, key=len, default=None)
+
+
+def _above(name: str) -> list[str]:
+    """The names of the modules around the module `name`."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -51,7 +81,7 @@ def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module
     for name, module in model.named_modules():
         if _is_linear(module):
             member = name.rpartition(".")[0]
-            holders = {member[: dot.start()] for dot in re.finditer(r"\.", member)}
+            holders = set(_above(member))
             outside = module in task or not holders & lists or bool({*holders, member} & heads)
             found[outside][name] = module
     return found

@@ -41,14 +41,9 @@ def streamed_model(source: Source) -> Any:
 
     Raises InputError for a configuration that it cannot be built from.
     """
-    meta = {
-        name: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device="meta")
-        for name, entry in source.entries.items()
-    }
+    parts = Parts(source)
+    model = parts.model
     with native_errors(source), quiet_transformers():
-        cls, config = _made_of(source)
-        model = cls.from_pretrained(None, config=config, state_dict=meta, device_map="meta").eval()
-        parts = _Parts(model, source)
         parts.fill("")
         parts.make_buffers()
         model.tie_weights()
@@ -56,6 +51,16 @@ def streamed_model(source: Source) -> Any:
         block.register_forward_pre_hook(lambda *_, name=name: parts.fill(name))
         block.register_forward_hook(lambda *_, name=name: parts.drop(name))
     return model
+
+
+def _empty_model(source: Source) -> Any:
+    """The model in `source`, dense or ours, all of it on the meta device."""
+    meta = {
+        name: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device="meta")
+        for name, entry in source.entries.items()
+    }
+    cls, config = _made_of(source)
+    return cls.from_pretrained(None, config=config, state_dict=meta, device_map="meta").eval()
 
 
 def load_written(folder: Path) -> Any:
@@ -102,16 +107,20 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-class _Parts:
-    """The stored tensors of `model` by the block that they belong to; "" is what belongs to none."""
+class Parts:
+    """The stored tensors of a `model` by the block that they belong to; "" is what belongs to none.
 
-    def __init__(self, model: Any, source: Source) -> None:
-        self.model, self.source = model, source
-        self.blocks = dict(blocks_of(model))
-        self.transforms: Any = get_model_conversion_mapping(model)
+    Raises InputError for a configuration that it cannot be built from.
+    """
+
+    def __init__(self, source: Source) -> None:
+        with native_errors(source), quiet_transformers():
+            self.model = _empty_model(source)
+        self.source, self.blocks = source, dict(blocks_of(self.model))
+        self.transforms: Any = get_model_conversion_mapping(self.model)
         self.stored: dict[str, list[str]] = {"": [], **{name: [] for name in self.blocks}}
         self.keys: dict[str, set[str]] = {name: set() for name in self.stored}
-        known = model.state_dict()
+        known = self.model.state_dict()
         for name in source.entries:
             key = self._key(name, known)
             self.stored[self._part(key)].append(name)
@@ -148,6 +157,14 @@ class _Parts:
             held = module._parameters if leaf in module._parameters else module._buffers
             empty = torch.empty_like(held[leaf], device="meta")
             held[leaf] = nn.Parameter(empty, False) if held is module._parameters else empty
+
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """Those of a part as transformers keeps them, by name in the model, but what is not stored."""
+        self.fill(part)
+        held = self.model.state_dict()
+        found = {key: held[key] for key in self.keys[part] if held[key].device.type != "meta"}
+        self.drop(part)
+        return found
 
     def make_buffers(self) -> None:
         """Compute the buffers that no checkpoint stores."""

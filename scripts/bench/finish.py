@@ -25,8 +25,9 @@ from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.evaluate import read_tokens
 from blr.compressor.fitting import engine, finish
-from blr.compressor.fitting.blocks import Batch, Blocks, run_block
+from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.planning.plan import make_plan

@@ -1,16 +1,17 @@
 """The table of healing: what compression loses and minutes of training bring back, a row a setting.
 
     python scripts/bench/heal_table.py --data FOLDER --mini FOLDER [--smol FOLDER] --out FOLDER
-        [--rows 'mini-*'] [--sweep 0.75] [--gpus 0,0,1] [--fits] [--budget '--steps 1900']
-        [--blr 'python -m blr.compressor']
+        [--rows 'mini-*'] [--seeds 0,1] [--sweep 0.75] [--gpus 0,0,1] [--fits]
+        [--budget '--steps 1900'] [--blr 'python -m blr.compressor']
 
 FOLDER of --data holds heldout.txt, calibration.txt, train-prose.txt(.xz) and wikitext2-test.txt. Rows
 run concurrently, one on each GPU (--gpus: their numbers, one twice for two rows on it; by default all
 that are visible). Everything a row runs is kept: what is done is not done again by another call of the
 same options, also after a failure. OUT/logs/ROW.log has the commands and what they said, OUT/results
-the figures of each. --fits ends before healing, so that fits may share a GPU, which trainings have to
-themselves. Minutes are those of training alone (`trained_seconds`: no start, no own text, no
-compression, no evaluation).
+the figures of each. With several --seeds (of the fit and of the healing) every row is run for each, and
+a line tells their mean and how far they are from it. --fits ends before healing, so that fits may share
+a GPU, which trainings have to themselves. Minutes are those of training alone (`trained_seconds`: no
+start, no own text, no compression, no evaluation).
 
 --sweep trains every row with each of TRIALS for so many minutes first and takes the one whose held-back
 windows (of the training texts, never the reported ones) are nearest the dense model's answers.
@@ -27,6 +28,7 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -52,6 +54,13 @@ class Row:
     heal: str
     target: tuple[float, ...] = ()
     notes: list[str] = field(default_factory=list)
+
+    def asked(self, given: argparse.Namespace, seed: str) -> Row:
+        """With the options of all rows and a seed ("" for the default), which its name has, too."""
+        seeded = f" --seed {seed}" if seed else ""
+        heal = re.sub(r"--minutes \S+", given.budget or r"\g<0>", f"{self.heal} {given.more}{seeded}")
+        name = f"{self.name}@{seed}" if seed else self.name
+        return Row(name, self.model, f"{self.compress} {given.fit}{seeded}", heal, self.target)
 
 
 MINI = f"--minutes 3 --lr 0.01 --train {TRAIN} --data {{train}}"
@@ -100,8 +109,8 @@ EVALS = {"mini": "--batch 32", "smol": "--batch 32 --max-tokens 65536"}
 class Table:
     """Runs rows and keeps what they give under `out`."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.out = given, given.out
+    def __init__(self, given: argparse.Namespace, rows: list[Row]) -> None:
+        self.given, self.out, self.rows = given, given.out, rows
         self.models = {"mini": given.mini, "smol": given.smol}
         self.texts = {"prose": given.data / "heldout.txt", "wiki": given.data / "wikitext2-test.txt"}
         for name in ("logs", "results", "models"):
@@ -167,7 +176,7 @@ class Table:
     def compressed(self, row: Row) -> tuple[str, Path]:
         """Key and folder of the checkpoint that a row heals."""
         options = shlex.split(row.compress.format(**self.words))
-        key = next(other.name for other in ROWS if other.compress == row.compress)
+        key = next(other.name for other in self.rows if other.compress == row.compress)
         folder = self.out / "models" / key
         place = ["-o", str(folder), "--overwrite"]
         self.command(key, key, "compress", str(self.models[row.model]), *options, *place)
@@ -237,17 +246,44 @@ def line(found: Result) -> str:
     """A row of the printed table."""
     if "error" in found:
         return f"{found['row']:18s} {found['error']}"
-    cells = []
     if "after" not in found:
-        lost = {name: math.log(found["before"][name] / dense) for name, dense in found["dense"].items()}
-        return f"{found['row']:18s} " + ", ".join(f"{name} {nats:+.3f}" for name, nats in lost.items())
+        told = ", ".join(f"{name} {nats:+.3f}" for name, nats in lost(found, "before").items())
+        return f"{found['row']:18s} {told}"
+    cells, was, now = [], lost(found, "before"), lost(found, "after")
     for name, dense in found["dense"].items():
-        was, now = found["before"][name], found["after"][name]
-        nats = f"{math.log(was / dense):+.3f} -> {math.log(now / dense):+.3f}"
-        cells.append(f"{name} {was:.2f} -> {now:.3f} (dense {dense:.2f}; {nats})")
+        told = f"{found['before'][name]:.2f} -> {found['after'][name]:.3f} (dense {dense:.2f}"
+        cells.append(f"{name} {told}; {was[name]:+.3f} -> {now[name]:+.3f})")
     said = f"{found['minutes']:.2f} min, {found['speed'] / 1e3:,.0f}k tokens/s"
     rest = [f"    {text}" for text in (found["command"], *found["notes"])]
     return "\n".join([f"{found['row']:18s} {' | '.join(cells)} | {said} | {found['verdict']}", *rest])
+
+
+def lost(found: Result, when: str) -> dict[str, float]:
+    """Nats over dense by text, `when` "before" or "after"."""
+    return {name: math.log(found[when][name] / dense) for name, dense in found["dense"].items()}
+
+
+def spreads(found: list[Result]) -> list[str]:
+    """A line for every row of several seeds: the mean of nats over dense, and the most that one is
+    away from it."""
+    groups: dict[str, list[Result]] = {}
+    for one in found:
+        if "error" not in one:
+            groups.setdefault(one["row"].partition("@")[0], []).append(one)
+    return [f"{name:18s} {spread(group)}" for name, group in groups.items() if len(group) > 1]
+
+
+def spread(group: list[Result]) -> str:
+    """What `spreads` says of one row."""
+    cells = []
+    for when in ("before", "after"):
+        for text in group[0]["dense"]:
+            values = [lost(one, when)[text] for one in group if when in one]
+            if len(values) == len(group):
+                mean = statistics.mean(values)
+                off = max(abs(value - mean) for value in values)
+                cells.append(f"{when} {text} {mean:+.3f} ({off:.3f})")
+    return f"{len(group)} seeds: {', '.join(cells)}"
 
 
 def plain_text(data: Path, out: Path) -> Path:
@@ -269,6 +305,12 @@ def visible_gpus() -> list[str]:
     return [str(n) for n in range(torch.cuda.device_count())] or [""]
 
 
+def wanted(row: Row, patterns: str) -> bool:
+    """Whether one of the globs, by comma, is the row's name."""
+    name = row.name.partition("@")[0]
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -278,6 +320,7 @@ def arguments() -> argparse.Namespace:
     for name in ("mini", "smol"):
         parser.add_argument(f"--{name}", type=Path, help="its folder; without, its rows are left out")
     parser.add_argument("--rows", default="*", help="their names or globs, by comma")
+    parser.add_argument("--seeds", default="", help="of fits and healings, as 0,1")
     parser.add_argument("--sweep", type=float, default=0.0, help="minutes a trial")
     parser.add_argument("--more", default="", help="options of heal for every row, as '--minutes 0.1'")
     parser.add_argument("--fit", default="", help="the same of compress")
@@ -292,24 +335,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    global ROWS
-    ROWS = tuple(
-        Row(
-            *(row.name, row.model, f"{row.compress} {given.fit}"),
-            re.sub(r"--minutes \S+", given.budget or r"\g<0>", f"{row.heal} {given.more}"),
-            row.target,
-        )
-        for row in ROWS
-    )
-    chosen = [
-        row
-        for row in ROWS
-        if getattr(given, row.model) and any(fnmatch.fnmatch(row.name, p) for p in given.rows.split(","))
-    ]
-    table = Table(given)
+    rows = [row.asked(given, seed) for row in ROWS for seed in given.seeds.split(",")]
+    chosen = [row for row in rows if getattr(given, row.model) and wanted(row, given.rows)]
+    table = Table(given, rows)
     with ThreadPoolExecutor(max(len(chosen), 1)) as pool:
         found = list(pool.map(table.run, chosen))
-    text = "\n".join(map(line, found))
+    text = "\n".join([*map(line, found), *spreads(found)])
     (given.out / "table.txt").write_text(text + "\n")
     print(text)
     sys.exit(any("error" in row for row in found))

@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from calibrating import CPU, TEXT_MODELS, block_model, calibration, native
+from calibrating import CPU, TEXT_MODELS, assert_parts_are_rows, block_model, calibration, native, opened
 from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing, small
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.architectures import families, find_family
+from blr.compressor.architectures import families
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import CapabilityError
-from blr.compressor.fitting.blocks import BlockModel, Blocks, run_block
+from blr.compressor.fitting.batches import window_rows
+from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
-from blr.compressor.fitting.refit import window_rows
+from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
+from blr.compressor.loading.discover import family_of
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
@@ -43,9 +45,7 @@ def test_every_block_is_given_what_the_model_gives_it(name: str, tmp_path: Path)
     """Masks and rotations, where blocks that attend to a window lie between others."""
     config, settings, kind = {**MODELS, **MORE}[name]
     save_model(config, {**settings, **ALTERNATING[name], "num_hidden_layers": 2}, kind, tmp_path)
-    source = open_source(tmp_path)
-    model = BlockModel(source, find_family(source.model_type), CPU)
-    model.load_rest()
+    model = opened(tmp_path)
     whole, given = native(name, tmp_path), calibration()
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         assert len(batch.arguments) == 2 and batch.kinds == (0, 1)
@@ -99,14 +99,13 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
     config = small(CONFIG_MAPPING[model_type](), {**SMALL, **OF_ITS_OWN.get(model_type, {})})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    source = open_source(tmp_path)
-    model = BlockModel(source, find_family(model_type), CPU)
-    model.load_rest()
+    model = opened(tmp_path)
     whole, given = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), calibration()
     every = Blocks([model.load_block(index) for index in range(len(model))])
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         found = model.logits(run_block(every, batch.hidden, batch))
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        assert_parts_are_rows(every, batch)
     for block in every.blocks:
         names = {name for group in model.groups(block) for name in group.modules}
         assert (
@@ -125,8 +124,7 @@ def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: P
     config = small(CONFIG_MAPPING[model_type](), {**SMALL, **more})
     torch.manual_seed(0)
     AutoModel.from_config(config).save_pretrained(tmp_path)
-    model = BlockModel(open_source(tmp_path), find_family(model_type), CPU)
-    model.load_rest()
+    model = opened(tmp_path)
     whole, given = AutoModel.from_pretrained(tmp_path, dtype=torch.float32), calibration(padded=True)
     every = Blocks([model.load_block(index) for index in range(len(model))])
     norm = getattr(whole, "final_norm", getattr(whole, "norm", torch.nn.Identity()))
@@ -134,6 +132,7 @@ def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: P
         found = norm(run_block(every, batch.hidden, batch))
         expected = whole(input_ids=ids, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+        assert_parts_are_rows(every, batch)
     for block in every.blocks:
         names = {name for group in model.groups(block) for name in group.modules}
         assert names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -142,9 +141,7 @@ def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: P
 @pytest.mark.parametrize("model_type", SEEING)
 @torch.no_grad()
 def test_what_reads_text_of_a_model_that_reads_images(model_type: str, tmp_path: Path) -> None:
-    source = open_source(save_seeing(model_type, tmp_path))
-    model = BlockModel(source, find_family(model_type), CPU)
-    model.load_rest()
+    model = opened(save_seeing(model_type, tmp_path))
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     given, every = calibration(), Blocks([model.load_block(index) for index in range(len(model))])
     for ids, batch in zip(given.ids, model.start(given), strict=True):
@@ -179,7 +176,7 @@ def test_blocks_one_by_one_give_the_models_hidden_states(name: str, tmp_path: Pa
 def test_a_family_without_blocks_is_refused(tmp_path: Path) -> None:
     source = open_source(save_pico("vit", tmp_path))
     with pytest.raises(CapabilityError, match="calibration"):
-        BlockModel(source, find_family("vit"), CPU)
+        BlockModel(source, family_of(source), CPU)
 
 
 def test_sensitivities_are_the_gradients_of_the_whole_model(tmp_path: Path) -> None:

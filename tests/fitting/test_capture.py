@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from blr.compressor.fitting.blocks import Batch
+from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.capture import alike
 
 

@@ -12,8 +12,8 @@ from pico import save_pico
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting import finish
-from blr.compressor.fitting.blocks import Blocks, run_block
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.running import Blocks, run_block
 
 PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
 

@@ -9,15 +9,17 @@ import torch
 import transformers
 from pico import MODELS, MORE, VOCAB, save_pico
 
-from blr.compressor.architectures import find_family
 from blr.compressor.checkpoint.journal import Journal
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
+from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.finish import finish_blocks
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.sensitivity import measure
 from blr.compressor.fitting.work import Work
+from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
@@ -38,12 +40,17 @@ def calibration(padded: bool = False) -> Calibration:
     return Calibration(ids, masks, "digest")
 
 
-def block_model(name: str, folder: Path) -> BlockModel:
-    """The pico model `name`, ready to run its blocks."""
-    source = open_source(save_pico(name, folder))
-    model = BlockModel(source, find_family(source.model_type), CPU)
+def opened(folder: Path) -> BlockModel:
+    """The checkpoint in `folder`, ready to run its blocks."""
+    source = open_source(folder)
+    model = BlockModel(source, family_of(source), CPU)
     model.load_rest()
     return model
+
+
+def block_model(name: str, folder: Path) -> BlockModel:
+    """The pico model `name`, ready to run its blocks."""
+    return opened(save_pico(name, folder))
 
 
 def native(name: str, folder: Path) -> Any:
@@ -55,9 +62,8 @@ def native(name: str, folder: Path) -> Any:
 def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **settings: Any) -> Run:
     """Fit the checkpoint in `folder`, keeping layers in `journal`."""
     journal.mkdir(exist_ok=True)
-    source, recipe = open_source(folder), make_recipe(**settings)
-    model = BlockModel(source, find_family(source.model_type), CPU)
-    model.load_rest()
+    model, recipe = opened(folder), make_recipe(**settings)
+    source = model.source
     batches = model.start(calibration())
     work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
     sensitivity = measure(work, model, batches, "sensitivity")
@@ -67,6 +73,17 @@ def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **sett
     if finish:
         finish_blocks(found, model.start(calibration()))
     return found
+
+
+@torch.no_grad()
+def assert_parts_are_rows(every: Blocks, batch: Batch) -> None:
+    """Every block gives for some windows of a batch what it gives for them among all."""
+    states, windows = batch.hidden, torch.tensor([1])
+    for block in every.blocks:
+        whole = run_block(block, states, batch)
+        part = run_block(block, states[windows], window_rows(batch, windows))
+        torch.testing.assert_close(part, whole[windows], rtol=1e-3, atol=1e-4)
+        states = whole
 
 
 def drift(found: Run) -> float:

@@ -1,0 +1,115 @@
+"""Hidden states on their way through the blocks, a batch of windows at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NUMBER = "_number"  # attribute of a loaded block: its place in the model
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
+
+
+@dataclass
+class Batch:
+    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of blocks
+    and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
+    compressed one. Both stay on the device that `start` put them on, and are empty in processes that
+    do not own the batch. Blocks differ in what they are given where some attend to a window alone or
+    rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks'). `alone` is what
+    they are for one of the windows by itself, which tells what of them is a window's own."""
+
+    hidden: Tensor
+    student: Tensor
+    arguments: tuple[Arguments, ...]
+    mask: Tensor
+    kinds: tuple[int, ...] = ()
+    alone: tuple[Arguments, ...] = ()
+
+    def given(self, block: nn.Module) -> Arguments:
+        """What `block` gets beside its hidden states; what it writes there nobody sees."""
+        kind = self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0
+        found: Arguments = _fresh(self.arguments[kind])
+        return found
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Those [n, d] of real tokens of `values` [m, w, d], or [m w, d] and [m, 1, w, d] as some
+        modules take them; waits for no GPU."""
+        flat = values.flatten(0, -2)
+        return flat if self._real is None else flat[self._real.to(flat.device)]
+
+    @cached_property
+    def _real(self) -> Tensor | None:
+        """Numbers of the real tokens; None if all are."""
+        return None if bool(self.mask.all()) else self.mask.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real ones."""
+        return int(self.mask.sum())
+
+
+def _fresh(value: Any) -> Any:
+    """An argument in containers of its own."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_fresh, value))
+    if isinstance(value, dict):
+        return {name: _fresh(each) for name, each in value.items()}
+    return copy.copy(value) if isinstance(value, Mapping) else value  # transformers' own are no dicts
+
+
+def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
+    """The arguments that differ, and which of them every block's are."""
+    found, kinds = list[Arguments](), list[int]()
+    for one in given:
+        kinds.append(next((k for k, other in enumerate(found) if same(one, other)), len(found)))
+        if kinds[-1] == len(found):
+            found.append(one)
+    return tuple(found), tuple(kinds)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same numbers, tensors inside of them included."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return isinstance(one, bool | int | float | str) and one == other
+
+
+def window_rows(batch: Batch, windows: Tensor) -> Batch:
+    """Some windows of a batch: its mask and what a block is given with it; no hidden states."""
+    count = len(batch.mask)
+    if len(windows) == count:
+        return batch
+
+    def cut(value: Any, alone: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _rows(value, alone, windows, count)
+        if isinstance(value, tuple | list):
+            return type(value)(map(cut, value, alone))
+        if isinstance(value, dict):
+            return {key: cut(item, alone[key]) for key, item in value.items()}
+        return value
+
+    return replace(batch, arguments=cut(batch.arguments, batch.alone), mask=batch.mask[windows])
+
+
+def _rows(value: Tensor, alone: Any, windows: Tensor, count: int) -> Tensor:
+    """Those of some of `count` windows, of each of which `alone` has as many; all where it is not
+    larger for more windows."""
+    if not isinstance(alone, Tensor) or not value.dim() or len(value) != count * len(alone):
+        return value
+    each = value.unflatten(0, (count, len(alone)))
+    return each[windows.to(value.device)].flatten(0, 1)

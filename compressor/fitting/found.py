@@ -1,0 +1,154 @@
+"""Blocks of a family that has no table: what they hand on, and which of their layers read the same.
+
+Both are read off a run of them. That one block after the other gives what the model gives is not taken
+on trust: a short text goes through the whole model, and the states that enter every block, and the
+logits, are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.architectures import Group
+from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.running import Reached, in_place_of, run_block
+from blr.compressor.quoting import named_line
+
+if TYPE_CHECKING:
+    from blr.compressor.fitting.blocks import BlockModel
+
+PROBE = 32  # tokens of the text
+TOLERANCE = 1e-3  # of the states' norm: the same operations in the same order
+FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError)
+FAILURES += (TypeError, ValueError)  # whatever a model makes of blocks that it did not expect
+
+Handing = Callable[[Tensor], Any]  # what a block gives whose states are these
+
+
+def check_blocks(model: BlockModel, ids: Tensor) -> None:
+    """Learn what the blocks of `model` hand on, and that they are the model, by tokens `ids` [1, w].
+
+    Raises CapabilityError if they are not.
+    """
+    arguments = {"input_ids": ids[:, :PROBE].to(model.device)}
+    try:
+        with torch.no_grad():
+            _check(model, arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        _refuse(model, f"cannot be run one by one ({named_line(error)})")
+
+
+def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
+    model.handing = _handing(model, arguments)
+    every = torch.ones(arguments["input_ids"].shape, dtype=torch.bool)
+    model.sample = batch = model.batch(arguments, every)
+    if batch.hidden.dim() != 3 or batch.hidden.shape[:2] != every.shape:
+        _refuse(model, f"have states of shape {list(batch.hidden.shape)}, not one a token")
+    state, count = batch.hidden, 0
+
+    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        nonlocal state, count
+        if number != count or not _alike(state, entering):
+            _refuse(model, f"are given something else than their own states (block {number})")
+        block = model.load_block(number)
+        model.groups(block)  # which it keeps
+        state, count = run_block(block, state, batch), count + 1
+        return block(*positional, **named)
+
+    with in_place_of(model.blocks, run):
+        whole = model.run(arguments)
+    if count != len(model):
+        _refuse(model, f"are {len(model)}, but {count} are run")
+    if not model.model.can_generate():
+        return
+    model.plain = model.plain and _alike(model.logits(state), whole.logits)
+    if not _alike(model.logits(state), whole.logits):
+        _refuse(model, "are followed by what their states alone do not tell")
+
+
+def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
+    """[..., v] of final hidden states [..., d], by all that the model does behind its blocks."""
+    last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
+
+    def run(part: Tensor) -> Tensor:
+        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+            return model.handing(part if number == last else entering)
+
+        ids = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
+        with in_place_of(model.blocks, passed):
+            return model.run({"input_ids": ids}).logits
+
+    found = torch.cat([run(part) for part in rows.split(PROBE, 1)], 1)
+    return found.view(*hidden.shape[:-1], -1)
+
+
+def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
+    """What the first block gives, with other states in it."""
+    given: list[Any] = []
+
+    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        given.append(model.load_block(number)(*positional, **named))
+        raise Reached
+
+    with in_place_of(model.blocks, run), suppress(Reached):
+        model.run(arguments)
+    if not given:
+        _refuse(model, "are not run")
+    if isinstance(given[0], Tensor):
+        return lambda hidden: hidden
+    kind, rest = type(given[0]), given[0][1:]
+    return lambda hidden: kind((hidden, *rest))
+
+
+def _alike(mine: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
+        return False
+    return bool((mine - wanted).norm() <= TOLERANCE * wanted.norm())
+
+
+def _refuse(model: BlockModel, found: str) -> None:
+    raise CapabilityError(
+        f"{model.source.folder}: calibration runs a model block after block; those of model type "
+        f"{model.source.model_type!r} {found}; compress it without --calibration"
+    )
+
+
+def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]:
+    """Layers `names` of a loaded block that read the same tensor, in the order in which they are run.
+
+    Layers that are run more than once, on something else than the tokens of `batch`, or with no gradient
+    from what the block gives, are in none.
+    """
+    seen: list[tuple[str, Tensor, Tensor]] = []  # which keeps every tensor, so that its id is its own
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.requires_grad:
+                output.retain_grad()
+            seen.append((name, inputs[0], output))
+
+        return note
+
+    hooks = [block.get_submodule(name).register_forward_hook(noting(name)) for name in names]
+    try:
+        with torch.enable_grad():
+            run_block(block, batch.hidden.detach().requires_grad_(), batch).sum().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    times, found = Counter(name for name, _, _ in seen), dict[int, list[str]]()
+    m, w = batch.mask.shape
+    for name, given, output in seen:
+        of_tokens = given.shape[:-1] in ((m, w), (m * w,), (m, 1, w))
+        if times[name] == 1 and of_tokens and output.grad is not None:
+            found.setdefault(id(given), []).append(name)
+    return [Group(tuple(modules)) for modules in found.values()]
