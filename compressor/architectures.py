@@ -15,18 +15,18 @@ from blr.compressor.recipe.globs import matches, matches_any
 class Group:
     """Linear layers of a decoder block that see the same input.
 
-    `modules` are names inside the block. `residual` names the module of the block whose input is
-    the residual stream that the group's output is added to, if it is added to one.
+    `modules` are names inside the block. `residual` is the module of the block whose input is the
+    residual stream that `scale` times the group's output is added to, if it is known to be added to one.
     """
 
     modules: tuple[str, ...]
     residual: str | None = None
+    scale: float = 1.0
 
     def within(self, names: Collection[str]) -> Group | None:
         """Its part among the modules `names` of a block, None if it has none there."""
         modules = tuple(name for name in self.modules if name in names)
-        residual = self.residual if self.residual in names else None
-        return Group(modules, residual) if modules else None
+        return Group(modules) if modules else None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
         prefix=table["prefix"],
         blocks=table.get("blocks"),
-        groups=tuple(Group(tuple(g["modules"]), g.get("residual")) for g in table.get("groups", [])),
+        groups=tuple(Group(tuple(g["modules"])) for g in table.get("groups", [])),
     )
 
 

@@ -21,7 +21,14 @@ from blr.compressor.architectures import Family, Group
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError, InputError
 from blr.compressor.fitting.batches import NUMBER, Arguments, Batch, distinct
-from blr.compressor.fitting.found import Handing, check_blocks, found_groups, logits_behind
+from blr.compressor.fitting.found import (
+    PROBE,
+    Handing,
+    check_blocks,
+    found_groups,
+    logits_behind,
+    with_residuals,
+)
 from blr.compressor.fitting.running import Reached, in_place_of, parted
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
@@ -32,7 +39,10 @@ from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
 
-NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")  # the last one's name
+NORMS = (  # what the last one is called
+    *("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm"),
+    *("norm_f", "final_norm", "layer_norm", "ln_out"),
+)
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
@@ -40,7 +50,8 @@ class BlockModel:
     """A checkpoint whose blocks are loaded one at a time in float32 on `device`.
 
     `handing` makes of hidden states what a block gives; `plain` says that a norm and a head follow the
-    last one; by `sample`, a batch at the first, the groups of a family without a table are found.
+    last one; by `sample`, a batch at the first, is found what the family's table does not say (groups,
+    residual streams); it takes `width` tokens at once.
 
     Raises CapabilityError for a family without blocks.
     """
@@ -58,8 +69,9 @@ class BlockModel:
         self.blocks: nn.ModuleList = self.model.get_submodule(self.path)
         self.handing: Handing = lambda hidden: hidden
         self.sample: Batch | None = None
+        self.width = PROBE
         self.plain = bool(family.groups) or self._norm() is not None
-        self._found: dict[int, list[Group]] = {}
+        self._groups: dict[int, list[Group]] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -86,26 +98,30 @@ class BlockModel:
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The family's groups that are in `block`, by what of them it has; those found where it names
-        none."""
-        names = {name for name, _ in block.named_modules()}
-        if self.family.groups:
-            return [part for group in self.family.groups if (part := group.within(names))]
+        """The family's groups that are in `block`, by what of them it has, or those found in it; with
+        residual streams once `sample` is there."""
         number = getattr(block, NUMBER)
-        if number not in self._found:
-            assert self.sample is not None
-            start = f"{self.path}.{number}."
-            stored = {name: self.names.get(f"{start}{name}.weight", "") for name in names}
-            known = {n for n, at in stored.items() if at.rpartition(".")[0] in self.family.modules}
-            self._found[number] = found_groups(block, known, self.sample)
-        return self._found[number]
+        if number not in self._groups:
+            names = {name for name, _ in block.named_modules()}
+            groups = [part for group in self.family.groups if (part := group.within(names))]
+            if self.sample is not None and groups:
+                groups = with_residuals(block, groups, self.sample)
+            elif self.sample is not None:
+                groups = found_groups(block, self._listed(number, names), self.sample)
+            self._groups[number] = groups
+        return self._groups[number]
+
+    def _listed(self, number: int, names: set[str]) -> set[str]:
+        """Those of the modules of a block that are the family's layers."""
+        stored = {name: self.names.get(f"{self.path}.{number}.{name}.weight", "") for name in names}
+        return {name for name, at in stored.items() if at.rpartition(".")[0] in self.family.modules}
 
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
         """The hidden states that enter the first block; batches are dealt out to `processes`."""
         batches, place = list[Batch](), None
-        if not self.family.groups and self.sample is None:
-            check_blocks(self, calibration.ids[0][:1])
+        if self.sample is None:
+            self._learn(calibration.ids[0][:1])
         tokens = calibration.tokens // (1 if processes is None else processes.count)
         for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
             arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
@@ -118,6 +134,16 @@ class BlockModel:
             kept = batch.hidden.to(place) if owned else torch.empty(0)
             batches.append(replace(batch, hidden=kept, student=kept))
         return batches
+
+    def _learn(self, ids: Tensor) -> None:
+        """What the family's table does not say of its blocks, from a window of tokens [1, w]."""
+        if not self.family.groups:
+            check_blocks(self, ids)
+            self.width = ids.shape[1]
+            return
+        few = ids[:, :PROBE]
+        every = torch.ones(few.shape, dtype=torch.bool)
+        self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
         """What enters the first block where the model is given `arguments`, of which `mask` [m, w] are

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 PROBE = 32  # tokens of the text
 TOLERANCE = 1e-3  # of the states' norm: the same operations in the same order
-FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError)
-FAILURES += (TypeError, ValueError)  # whatever a model makes of blocks that it did not expect
+SUM = 1e-6  # the same for a sum of two tensors
+FAILURES = (  # whatever a model makes of blocks that it did not expect
+    *(ArithmeticError, AttributeError, LookupError),
+    *(NotImplementedError, RuntimeError, TypeError, ValueError),
+)
 
 Handing = Callable[[Tensor], Any]  # what a block gives whose states are these
 
@@ -87,7 +91,7 @@ def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
         with in_place_of(model.blocks, passed):
             return model.run({"input_ids": ids}).logits
 
-    found = torch.cat([run(part) for part in rows.split(PROBE, 1)], 1)
+    found = torch.cat([run(part) for part in rows.split(model.width, 1)], 1)
     return found.view(*hidden.shape[:-1], -1)
 
 
@@ -109,10 +113,10 @@ def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
     return lambda hidden: kind((hidden, *rest))
 
 
-def _alike(mine: Any, wanted: Any) -> bool:
+def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
         return False
-    return bool((mine - wanted).norm() <= TOLERANCE * wanted.norm())
+    return bool((mine - wanted).norm() <= tolerance * wanted.norm())
 
 
 def _refuse(model: BlockModel, found: str) -> None:
@@ -123,32 +127,81 @@ def _refuse(model: BlockModel, found: str) -> None:
 
 
 def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]:
-    """Layers `names` of a loaded block that read the same tensor, in the order in which they are run.
+    """Layers `names` of a loaded block that read the same tensor, in order of execution, with residual
+    streams.
 
     Layers that are run more than once, on something else than the tokens of `batch`, or with no gradient
     from what the block gives, are in none.
     """
-    seen: list[tuple[str, Tensor, Tensor]] = []  # which keeps every tensor, so that its id is its own
-
-    def noting(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:
-                output.retain_grad()
-            seen.append((name, inputs[0], output))
-
-        return note
-
-    hooks = [block.get_submodule(name).register_forward_hook(noting(name)) for name in names]
-    try:
-        with torch.enable_grad():
-            run_block(block, batch.hidden.detach().requires_grad_(), batch).sum().backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    times, found = Counter(name for name, _, _ in seen), dict[int, list[str]]()
+    with torch.enable_grad():
+        seen = _Seen(block, names, batch)
+        seen.output.sum().backward()
+    times, found = Counter(name for name, _, _ in seen.layers), dict[int, list[str]]()
     m, w = batch.mask.shape
-    for name, given, output in seen:
+    for name, at, output in seen.layers:
+        given = seen.inputs[at][1]
         of_tokens = given.shape[:-1] in ((m, w), (m * w,), (m, 1, w))
         if times[name] == 1 and of_tokens and output.grad is not None:
             found.setdefault(id(given), []).append(name)
-    return [Group(tuple(modules)) for modules in found.values()]
+    return [seen.group(tuple(names)) for names in found.values()]
+
+
+@torch.no_grad()
+def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[Group]:
+    """`groups` of a loaded block with the residual stream that a layer adds to, where one is found."""
+    seen = _Seen(block, {group.modules[0] for group in groups}, batch)
+    return [seen.group(group.modules) for group in groups]
+
+
+class _Seen:
+    """What one run of a block shows: `inputs` of its modules, in order of execution, of its `layers`
+    which input is theirs and what they give, its `output`. All is kept: the id of each is its own."""
+
+    def __init__(self, block: nn.Module, names: set[str], batch: Batch) -> None:
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.layers: list[tuple[str, int, Tensor]] = []
+        modules = {name: module for name, module in block.named_modules() if name}
+        hooks = [m.register_forward_pre_hook(partial(self._enter, n)) for n, m in modules.items()]
+        hooks += [modules[name].register_forward_hook(partial(self._leave, name)) for name in names]
+        state = batch.hidden.detach().requires_grad_(torch.is_grad_enabled())
+        try:
+            self.output = run_block(block, state, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            self.inputs.append((name, inputs[0]))
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if not self.inputs or self.inputs[-1][0] != name:
+            return  # it was called by names, as no hook here sees
+        if output.requires_grad:
+            output.retain_grad()
+        self.layers.append((name, len(self.inputs) - 1, output))
+
+    def group(self, names: tuple[str, ...]) -> Group:
+        """Layers of one input; a layer alone with the stream that it adds to, if any: x, where x + s y is
+        read by a later module or given by the block."""
+        layer = next((layer for layer in self.layers if layer[0] == names[0]), None)
+        if layer is None or len(names) > 1:
+            return Group(names)
+        _, at, output = layer
+        later = [*(given for _, given in self.inputs[at + 1 :]), self.output]
+        sums = [z for z in later if z.shape == output.shape]
+        for stream, x in self.inputs[:at]:
+            if x.shape == output.shape:
+                for z in sums:
+                    if scale := _scale(x, output, z):
+                        return Group(names, stream, scale)
+        return Group(names)
+
+
+@torch.no_grad()
+def _scale(x: Tensor, y: Tensor, z: Tensor) -> float | None:
+    """s, where z = x + s y; None where there is none but 0."""
+    if _alike(x + y, z, SUM):
+        return 1.0
+    found = float(((z - x) * y).sum() / y.square().sum().clamp_min(1e-30))
+    return found if abs(found) > SUM and _alike(x + found * y, z, SUM) else None

@@ -152,7 +152,7 @@ class BlockFit:
         student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None
         if group.residual is not None:
-            drift = batch.rows(dense[group.residual] - student[group.residual])
+            drift = batch.rows(dense[group.residual] - student[group.residual]) / group.scale
         return Inputs(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:

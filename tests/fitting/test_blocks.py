@@ -72,7 +72,7 @@ UNLISTED = {  # that have a few outputs, or choose experts
     *("mlp.shared_expert_gate", "mlp.router", "mlp.gate.wg"),
 }
 TABLES = (
-    *("decoders", "ungated", "glm", "starcoder2", "phi"),
+    *("llama", "ungated", "glm", "starcoder2", "phi"),
     *("neox", "bloom", "gptj", "gptneo", "bigcode", "opt", "hybrid", "moe", "experts"),
 )
 SMALL |= {

@@ -139,6 +139,34 @@ def test_layers_of_one_input_are_a_group(tmp_path: Path) -> None:
     assert groups[0] == ("attention.self.value_proj",) and len(groups) == 4
 
 
+STREAMS: dict[str, dict[str, str]] = {
+    "llama": {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"},
+    "gpt2": {"attn.c_proj": "ln_1", "mlp.c_proj": "ln_2"},
+    "bert": {"attention.output.dense": "attention", "output.dense": "intermediate"},
+    "smollm3": {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"},
+    "granite": {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"},
+    "qwen3_moe": {"self_attn.o_proj": "input_layernorm"},
+    "gemma2": {},  # what is added is normed before
+    "phi": {},  # attention and MLP are added at once
+}
+
+
+SCALED = {"granite": pytest.approx(0.25, rel=1e-6)}
+
+
+@pytest.mark.parametrize("model_type", STREAMS)
+def test_what_a_layer_adds_to_is_found(model_type: str, tmp_path: Path) -> None:
+    """The module that reads the residual stream: targets of calibrated fits make good its drift."""
+    saved(model_type, tmp_path, **({"residual_multiplier": 0.25} if model_type in SCALED else {}))
+    model = opened(tmp_path)
+    model.start(calibration())
+    for number in range(len(model)):
+        groups = model.groups(model.load_block(number))
+        found = {group.modules[0]: group.residual for group in groups if group.residual}
+        assert found == STREAMS[model_type]
+        assert all(g.scale == SCALED.get(model_type, 1.0) for g in groups if g.residual)
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "found"),
     [
