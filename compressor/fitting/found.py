@@ -182,8 +182,8 @@ class _Seen:
         self.layers.append((name, len(self.inputs) - 1, output))
 
     def group(self, names: tuple[str, ...]) -> Group:
-        """Layers of one input; a layer alone with the stream that it adds to, if any: x, where x + s y is
-        read by a later module or given by the block."""
+        """Layers of one input; a layer alone with the stream that it adds to, if any: x, where x + s y
+        is read by a later module or given by the block."""
         layer = next((layer for layer in self.layers if layer[0] == names[0]), None)
         if layer is None or len(names) > 1:
             return Group(names)
