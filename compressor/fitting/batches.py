@@ -95,21 +95,23 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
         return batch
 
     def cut(value: Any, alone: Any) -> Any:
+        if type(value) is not type(alone):
+            return value
         if isinstance(value, Tensor):
             return _rows(value, alone, windows, count)
         if isinstance(value, tuple | list):
             return type(value)(map(cut, value, alone))
         if isinstance(value, dict):
-            return {key: cut(item, alone[key]) for key, item in value.items()}
+            return {key: cut(item, alone.get(key)) for key, item in value.items()}
         return value
 
     return replace(batch, arguments=cut(batch.arguments, batch.alone), mask=batch.mask[windows])
 
 
-def _rows(value: Tensor, alone: Any, windows: Tensor, count: int) -> Tensor:
+def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
     """Those of some of `count` windows, of each of which `alone` has as many; all where it is not
     larger for more windows."""
-    if not isinstance(alone, Tensor) or not value.dim() or len(value) != count * len(alone):
+    if not value.dim() or not alone.dim() or len(value) != count * len(alone):
         return value
     each = value.unflatten(0, (count, len(alone)))
     return each[windows.to(value.device)].flatten(0, 1)

@@ -50,7 +50,8 @@ def _blocks(model: Any, inner: Collection[str]) -> str | None:
     there are several, or nothing reads text."""
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
-    reader = model.get_decoder()  # of what reads images, too, the language model
+    reads = getattr(model, "get_decoder", None)  # of what sees, too, the language model
+    reader = reads() if reads else model
     names = {module: name for name, module in model.named_modules()}
     start = f"{names[reader]}." if names.get(reader) else ""
     lists = {name for name, module in model.named_modules() if type(module) is nn.ModuleList}
