@@ -33,6 +33,7 @@ from blr.compressor.cli import (
     tune,
     verify,
 )
+from blr.compressor.cli.crew import end_member
 from blr.compressor.cli.failure import report
 from blr.compressor.cli.optional import OptionalValues
 from blr.compressor.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
@@ -193,4 +194,5 @@ def _fail(error: BaseException, code: int, message: str | None = None) -> NoRetu
         report(message or str(error), code)
         sys.stdout.flush()
     streams.let_go()
+    end_member(code)
     sys.exit(code)

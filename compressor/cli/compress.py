@@ -167,7 +167,7 @@ def compress(
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation},
         **{"refit": refit, "finish": finish, "tokens_per_second": tokens_per_second, "gpu": gpu},
     }
-    from blr.compressor.cli.crew import member_done, started
+    from blr.compressor.cli.crew import end_member, started
 
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
@@ -214,7 +214,7 @@ def compress(
         )
         summary = run(found.folder, resolved, output, settings, Progress(quiet, silent=not first))
         if summary is None:  # in all processes but the first
-            member_done()
+            end_member()
     if summary is not None:
         print_result(asdict(summary), _compress_text, format)
 

@@ -139,8 +139,11 @@ def _ended(code: int) -> str:
     return f"was ended by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
 
 
-def member_done() -> None:
-    """End a process beside the first whose work is done, if `--gpus` started it: what libraries do as
-    they are taken down is no failure of the run."""
+def end_member(code: int = 0) -> None:
+    """End a process beside the first whose work is done, or that has said why it failed, if `--gpus`
+    started it: what libraries do as they are taken down (gloo aborts where others are gone) is no
+    failure of the run, and not its reason."""
     if environment.is_started_by_us():
-        os._exit(0)
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)

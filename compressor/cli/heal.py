@@ -174,7 +174,7 @@ def heal(
     format: FormatOption = Format.text,
 ) -> None:
     """Train a compressed checkpoint for minutes to answer as the dense one does."""
-    from blr.compressor.cli.crew import member_done, started
+    from blr.compressor.cli.crew import end_member, started
     from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running, started(gpus, running):
@@ -232,7 +232,7 @@ def heal(
         named = options.named(found.name, found.revision, dense.name)
         summary = run(found.folder, dense.folder, output, named, Progress(quiet, silent=not first))
         if summary is None:  # in all processes but the first
-            member_done()
+            end_member()
     if summary is not None:
         print_result(asdict(summary), _heal_text, format)
 
