@@ -100,15 +100,16 @@ class BlockModel:
     def groups(self, block: nn.Module) -> list[Group]:
         """The family's groups that are in `block`, by what of them it has, or those found in it; with
         residual streams once `sample` is there."""
-        number = getattr(block, NUMBER)
+        names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
+        groups = [part for group in self.family.groups if (part := group.within(names))]
+        if self.sample is None:
+            return groups
         if number not in self._groups:
-            names = {name for name, _ in block.named_modules()}
-            groups = [part for group in self.family.groups if (part := group.within(names))]
-            if self.sample is not None and groups:
-                groups = with_residuals(block, groups, self.sample)
-            elif self.sample is not None:
-                groups = found_groups(block, self._listed(number, names), self.sample)
-            self._groups[number] = groups
+            self._groups[number] = (
+                with_residuals(block, groups, self.sample)
+                if self.family.groups
+                else found_groups(block, self._listed(number, names), self.sample)
+            )
         return self._groups[number]
 
     def _listed(self, number: int, names: set[str]) -> set[str]:

@@ -1,8 +1,9 @@
-"""Blocks of a family that has no table: what they hand on, and which of their layers read the same.
+"""What no table says of blocks: the residual streams that layers add to, and, of a family without a table,
+what blocks hand on, and which of their layers read the same.
 
-Both are read off a run of them. That one block after the other gives what the model gives is not taken
-on trust: a short text goes through the whole model, and the states that enter every block, and the
-logits, are compared.
+All is read off a run of them. That one block after the other gives what the model gives is not taken
+on trust where a table is missing: a short text goes through the whole model, and the states that enter
+every block, and the logits, are compared.
 """
 
 from __future__ import annotations
@@ -190,12 +191,10 @@ class _Seen:
         _, at, output = layer
         later = [*(given for _, given in self.inputs[at + 1 :]), self.output]
         sums = [z for z in later if z.shape == output.shape]
-        for stream, x in self.inputs[:at]:
-            if x.shape == output.shape:
-                for z in sums:
-                    if scale := _scale(x, output, z):
-                        return Group(names, stream, scale)
-        return Group(names)
+        streams = [(name, x) for name, x in self.inputs[:at] if x.shape == output.shape]
+        scales = ((name, _scale(x, output, z)) for name, x in streams for z in sums)
+        found = next(((name, scale) for name, scale in scales if scale), (None, 1.0))
+        return Group(names, *found)
 
 
 @torch.no_grad()

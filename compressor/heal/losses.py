@@ -132,7 +132,7 @@ class Answers:
     def _note(self, block: Any, given: Any, output: Any) -> None:
         """A forward hook; transformers does not know the blocks of a model that is shared out."""
         if self._outputs is not None:
-            self._outputs.append(output[0] if isinstance(output, tuple) else output)
+            self._outputs.append(output[0] if isinstance(output, tuple | list) else output)
 
 
 class _Chunked(torch.autograd.Function):
