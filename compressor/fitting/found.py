@@ -1,4 +1,4 @@
-"""What no table says of blocks: the residual streams that layers add to, and, of a family without a table,
+"""What no table says of blocks: the residual streams that layers add to, and, of a family without one,
 what blocks hand on, and which of their layers read the same.
 
 All is read off a run of them. That one block after the other gives what the model gives is not taken
