@@ -13,8 +13,8 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work
-from blr.compressor.loading.load import load_model
-from blr.compressor.text.own import ROOM, OwnText, model_dtype, write_own_text
+from blr.compressor.loading.computing import load_computing
+from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.reading import BATCH, OWN, Calibration, digest_batches
 from blr.compressor.text.windows import interleaved
 
@@ -38,7 +38,7 @@ def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
     """[count, seq_len]; the token at random that each sample starts from is left out where the context
     has room for that."""
     folder, device = work.source.folder, work.target
-    model = load_model(folder, "AutoModelForCausalLM", dtype=model_dtype(device), device=str(device))
+    model = load_computing(folder, "AutoModelForCausalLM", device)
     length = min(seq_len + ROOM, context_of(model.config.to_dict()))
     wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
     processes = work.processes

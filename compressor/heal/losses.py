@@ -73,14 +73,16 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
 @dataclass
 class Head:
     """The output head: `weight` [v, d] and `bias` [v] or None; no weight where hidden states are the
-    logits already."""
+    logits already. It computes in the weight's dtype: Mamba's last norm gives float32."""
 
     weight: Tensor | None
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, v] of `hidden` [n, d]."""
-        return hidden if self.weight is None else linear(hidden, self.weight, self.bias)
+        if self.weight is None:
+            return hidden
+        return linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Answers:
@@ -105,7 +107,7 @@ class Answers:
         if head is None or self.body is self.model:
             return False
         hidden = self.body(probe, use_cache=False).last_hidden_state
-        return torch.equal(head(hidden), whole)
+        return torch.equal(head(hidden.to(head.weight.dtype)).float(), whole.float())
 
     @property
     def head(self) -> Head:

@@ -22,6 +22,7 @@ from blr.compressor.heal.norms import fuse_norms
 from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
+from blr.compressor.loading.computing import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
@@ -31,7 +32,6 @@ from blr.compressor.parallel.processes import Processes
 from blr.compressor.quoting import quote
 from blr.compressor.rounding.bank import Banks
 from blr.compressor.rounding.latent import Latent, Plain, Trained
-from blr.compressor.text.own import model_dtype
 
 SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
@@ -203,7 +203,7 @@ def load_teacher(
     folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
 ) -> Any:
     """The dense model, frozen, in `dtype`, by default that to compute in."""
-    model = load_model(folder, task, dtype=dtype or model_dtype(device), device=str(device))
+    model = load_computing(folder, task, device, dtype)
     fuse_norms(model)
     return model.requires_grad_(False)
 

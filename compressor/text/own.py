@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
 from blr.compressor.text.shelf import Shelf, shelf_folder
@@ -27,6 +28,7 @@ ALGORITHM = 3  # raise it when samples change: journals of older runs are then v
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
 GPU_BYTES = 32 << 30  # for the cache and the logits of a batch; in parts where less is free
+SAME = 0.3  # relative distance of logits with a cache and without; bfloat16's is some .01
 FREE = 0.8  # share of what is free that a part is to take
 
 
@@ -91,11 +93,6 @@ def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
         config.pop(name, None)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"config": config, "dtype": str(model.dtype), "tokens": len(tokenizer), "where": where}
-
-
-def model_dtype(device: torch.device) -> str:
-    """bfloat16 on a GPU, float32 elsewhere."""
-    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def batch_size(model: Any, length: int) -> int:
@@ -203,14 +200,29 @@ def _fresh_cache(model: Any) -> dict[str, Any]:
 
 
 def _cached(model: Any, ids: Tensor) -> bool:
-    """Whether `model` keeps what it has read in a cache that it is given; RWKV leaves it as it is,
-    MiniMax refuses it: these read the whole text for every token."""
+    """Whether `model` keeps what it has read in a cache that it is given, and goes on from it as if it
+    had read all at once. RWKV leaves the cache as it is, MiniMax refuses it, CPM-Ant takes an empty one
+    for its first words: these read the whole text for every token."""
     given = _fresh_cache(model)
     try:
         out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
-    except (TypeError, ValueError):
+        if not any(getattr(out, name, None) is cache for name in NAMES for cache in given.values()):
+            return False
+        found = model(input_ids=ids[:, -1:], **given, use_cache=True, logits_to_keep=1).logits[:, -1:]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model raises at a cache that it does not take
+        raise_exhausted(error)
         return False
-    return any(getattr(out, name, None) is cache for name in NAMES for cache in given.values())
+    twice = torch.cat([ids, ids[:, -1:]], 1)
+    expected = model(input_ids=twice, use_cache=False, logits_to_keep=1).logits[:, -1:]
+    return found.shape == expected.shape and bool(_distance(found, expected) < SAME)
+
+
+def _distance(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative to what all logits have in common: softmax does not see that."""
+    found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
+    return (found - expected).norm() / expected.norm().clamp_min(1e-9)
 
 
 def sample(logits: Tensor, generator: torch.Generator) -> Tensor:

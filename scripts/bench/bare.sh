@@ -37,7 +37,7 @@ else:
         found = archive.extractfile(member).read()
 Path(sys.argv[1], "model.gguf").write_bytes(found)
 PYTHON
-  xz -T0 -4 --stdout "$folder/model/model.gguf" | split --bytes=55M --numeric-suffixes=1 --suffix-length=1 - "$folder/model/piece."
+  xz -T0 -4 --stdout "$folder/model/model.gguf" | split --bytes=45M --numeric-suffixes=1 --suffix-length=1 - "$folder/model/piece."
   for piece in "$folder"/model/piece.*; do
     mkdir -p "$folder/${piece##*.}"
     mv "$piece" "$folder/${piece##*.}/piece"

@@ -21,10 +21,11 @@ from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import BlrError, CapabilityError
 from blr.compressor.export.export import export
 from blr.compressor.export.options import ExportOptions
-from blr.compressor.heal import pair, passes, trainer
+from blr.compressor.heal import passes, trainer
 from blr.compressor.heal import run as healing_run
 from blr.compressor.heal.run import HealSummary, heal
 from blr.compressor.heal.settings import HealOptions
+from blr.compressor.loading import computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import doors
 from blr.compressor.recipe.schema import Recipe
@@ -221,7 +222,7 @@ def test_half_precision_keeps_masters_in_float32(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes in, on the CPU; small rates would be lost in bfloat16."""
-    monkeypatch.setattr(pair, "model_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(computing, "model_dtype", lambda device: "bfloat16")
     summary = run(compressed, dense, tmp_path / "out", rate=0.002, batch=128)
     assert summary.after["self"]["kl"] < 0.99 * summary.before["self"]["kl"]
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
 
 from blr.compressor.heal import losses
-from blr.compressor.heal.losses import Head, Measure, kl, kl_of_top, lm, missed_states, summed
+from blr.compressor.heal.losses import Answers, Head, Measure, kl, kl_of_top, lm, missed_states, summed
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
 MEASURES: dict[str, Measure] = {"kl": kl, "top 3": kl_of_top(3), "lm": lm}
@@ -77,3 +78,18 @@ def test_gradients_of_missed_states(dtype: torch.dtype) -> None:
     for a, b in zip(mine, exact, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad, b.grad.to(dtype))
+
+
+def test_a_head_takes_states_of_a_wider_dtype() -> None:
+    """Mamba's last norm gives float32, whatever the model is held in."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0)).bfloat16().eval()
+    ids = torch.arange(1, 7)[None]
+    answers = Answers(model, ids)
+    hidden, _ = answers.run(ids)
+    assert answers.plain and hidden.dtype == torch.float32
+    loss = summed(hidden[0], answers.head, (hidden[0], answers.head), ids[0], kl)
+    loss.backward()
+    gradient = model.backbone.layers[0].mixer.in_proj.weight.grad
+    assert float(loss.detach()) == 0 and gradient is not None and bool(gradient.isfinite().all())

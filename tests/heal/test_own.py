@@ -16,9 +16,11 @@ from blr.compressor.heal import data
 from blr.compressor.heal.data import Reading
 from blr.compressor.heal.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_model, load_tokenizer
+from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.text import own
 from blr.compressor.text.own import ROOM, OwnText, sample, write_own_text
 
+CACHE = cache_name(transformers.LlamaForCausalLM)
 WANTED = OwnText(tokens=200, length=20, seed=0, author="a")
 
 
@@ -146,9 +148,19 @@ class Refusing(transformers.LlamaForCausalLM):
         return super().forward(input_ids, use_cache=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keeps"), [(transformers.LlamaForCausalLM, True), (Forgetful, False), (Refusing, False)]
-)
+class Beginning(transformers.LlamaForCausalLM):
+    """One that begins anew with words of its own wherever it is given a cache, as CPM-Ant."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **ignored: Any) -> Any:
+        if past_key_values is not None:
+            input_ids = input_ids[:, -1:] * 0 + 5
+        return super().forward(input_ids, **{CACHE: past_key_values})
+
+
+KEEPS = {transformers.LlamaForCausalLM: True, Forgetful: False, Refusing: False, Beginning: False}
+
+
+@pytest.mark.parametrize(("kind", "keeps"), KEEPS.items())
 @torch.no_grad()
 def test_every_token_follows_from_all_before_it(kind: Any, keeps: bool) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
