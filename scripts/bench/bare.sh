@@ -5,12 +5,11 @@
 #       FOLDER/texts (heldout.txt, wikitext2-test.txt, calibration.txt, train-prose.txt.xz of TEXTS) and the
 #       model in pieces FOLDER/1, FOLDER/2, … to be taken there
 #   scripts/bench/bare.sh unpack FOLDER              there, once all has arrived: FOLDER/env, FOLDER/smollm2
-# Then, for the healed points of few bits, two seeds each (some 27 minutes on two GPUs):
-#   FOLDER/env/bin/python scripts/bench/heal_table.py --blr FOLDER/env/bin/blr --data FOLDER/texts \
-#     --smol FOLDER/smollm2 --out FOLDER/heal --rows smol-int2,smol-int3 --seeds 0,1 --fits --gpus 0,0,1,1
-# and once more without --fits, --gpus 0,1.
+#   scripts/bench/bare.sh heal FOLDER SECONDS        then, on two GPUs: the healed points of few bits, two seeds
+#       each, in so many seconds at most (1,700 leave 7.5 minutes of training to each): fits, two a GPU, and then
+#       healings, one a GPU, with the minutes that are left, eight at most; FOLDER/heal/table.txt
 set -euo pipefail
-usage="usage: scripts/bench/bare.sh pack FOLDER TEXTS [3.12], or scripts/bench/bare.sh unpack FOLDER"
+usage="usage: scripts/bench/bare.sh pack FOLDER TEXTS [3.12], … unpack FOLDER, or … heal FOLDER SECONDS"
 python=${PYTHON:-python3}
 folder=$(realpath -m "${2:?$usage}")
 here=$(dirname "$(realpath "$0")")
@@ -48,6 +47,17 @@ elif [ "$1" = unpack ]; then
   cat "$folder"/[0-9]/piece | xz --decompress > "$folder/model.gguf"
   bash "$here/../offline_env.sh" "$folder/env" "$folder/wheels"
   GGUF="$folder/model.gguf" PYTHON="$folder/env/bin/python" bash "$here/../fetch_smollm2.sh" "$folder/smollm2"
+elif [ "$1" = heal ]; then
+  end=$((SECONDS + ${3:?$usage}))
+  table() {
+    "$folder/env/bin/python" "$here/heal_table.py" --blr "$folder/env/bin/blr" --data "$folder/texts" \
+      --smol "$folder/smollm2" --out "$folder/heal" --rows smol-int2,smol-int3 --seeds 0,1 "$@"
+  }
+  table --fits --gpus 0,0,1,1
+  # beside the two trainings of a GPU: own text 190 s, starts and checks 80, evaluations 65, and some spare
+  minutes=$("$python" -c "import sys; print(min(8.0, round((int(sys.argv[1]) - 380) / 120, 1)))" $((end - SECONDS)))
+  echo "$minutes minutes of healing"
+  table --budget "--minutes $minutes" --gpus 0,1
 else
   echo "$usage" >&2
   exit 2
