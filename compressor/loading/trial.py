@@ -61,7 +61,7 @@ def first_trial(model: Any, where: object) -> Trial:
 
     Raises InputError when it takes none that is known here, NumericsError for no finite result.
     """
-    reason = f"no input named {model.main_input_name!r} is known"
+    reason = ""
     for inputs in candidates(model):
         try:
             expected = run(model, inputs)
@@ -69,9 +69,10 @@ def first_trial(model: Any, where: object) -> Trial:
             raise
         except Exception as error:  # whatever a model raises at what it does not take
             raise_exhausted(error)
-            reason = first_line(error)
+            reason = reason or first_line(error)  # of the plainest
             continue
         return _checked(Trial(inputs, expected, _words(inputs)), where)
+    reason = reason or f"no input named {model.main_input_name!r} is known"
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
         f"expected results to compare with; {NO_CHECK}"

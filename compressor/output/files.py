@@ -74,8 +74,7 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     native, named = config["model_type"], config.get("architectures")
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
-    fallback = classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)
-    architectures = named or [fallback]
+    architectures = named or [classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)]
     return {
         **config,
         "model_type": f"blr_{native}",

@@ -1,7 +1,7 @@
 """Every type of model that transformers knows, small and random, the whole way by the command line.
 
     python scripts/bench/families.py --tokenizer FOLDER --text FILE --out FOLDER [--types 'qwen*,bert']
-        [--jobs 2] [--gpus 0,1] [--skip 3/4] [--until SECONDS] [--blr 'python -m blr.compressor']
+        [--jobs 2] [--more] [--gpus 0,1] [--skip 3/4] [--until SECONDS] [--blr 'blr']
 
 For each: compress with calibration (SVD, CF 1.5, a refit, a last pass), heal three steps, export; all
 with their checks. Prints a line a type as it is done, and counts at the end:
@@ -61,6 +61,7 @@ def sections(*sizes: int) -> Result:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sizes)}}
 
 
+ROTATING = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "glmga", "paddleocr_vl")
 # What some types ask for beside the sizes
 PECULIAR: dict[str, Result] = {
     "jamba": HYBRID,
@@ -69,7 +70,7 @@ PECULIAR: dict[str, Result] = {
     **{
         kind: sections(2, 3, 3) for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
     },
-    **{kind: sections(1, 1, 2) for kind in ("glm4v_moe", "glm_ocr")},
+    "glm4v_moe": sections(1, 1, 2),
     **{kind: {"head_dim": 8} for kind in ("deepseek_v3", "youtu", "axk1")},
 }
 MAKE = """
@@ -196,6 +197,8 @@ class Way:
             heal = ["--teacher", dense, "-o", healed, "--data", text, "--steps", "3"]
             steps.append(("heal", *self._blr("heal", small, *heal, "--batch", "256", "--window", "64")))
             steps.append(("export", *self._blr("export", small, "-o", str(self.folder / "export"))))
+        if not code and self.given.more:
+            steps += self._others(dense, small)
         failed = [(name, code, said) for name, code, said in steps if code]
         if any(code not in (2, 4, 5, 9) for _, code, _ in failed):
             return {"is": "WRONG", "said": str(failed)}
@@ -205,6 +208,20 @@ class Way:
                 "said": "; ".join(f"{name} ({code}) {said}" for name, code, said in failed),
             }
         return {"is": "plain", "said": against} if against else {"is": "right", "said": ""}
+
+    def _others(self, dense: str, small: str) -> list[tuple[str, int, str]]:
+        """What else may be asked of a checkpoint; an encoder refuses some of it."""
+        text, half = str(self.given.text), ("--dtype", "bfloat16")
+        asked = (
+            ("plan", dense),
+            ("eval", small, "--text", text, "--max-tokens", "512", *half),
+            ("generate", small, "Once upon a time", "--max-new-tokens", "4", *half),
+            ("generate", dense, "Once upon a time", "--max-new-tokens", "4"),
+            ("compress", dense, "--method", "auto", "--cf", "1.5", "-o", f"{dense}-auto"),
+            ("compress", dense, "--base", "int2", "--rank", "4", "--group", "32", "-o", f"{dense}-few"),
+            ("eval", f"{dense}-few", "--text", text, "--max-tokens", "512"),
+        )
+        return [(command[0], *self._blr(*command)) for command in asked]
 
     def _blr(self, *arguments: str) -> tuple[int, str]:
         command = [*shlex.split(self.given.blr), *arguments, "--offline"]
@@ -239,6 +256,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="types at once on each GPU, or the CPU")
     parser.add_argument("--gpus", default="", help="as 0,1; none for the CPU")
     parser.add_argument("--dtype", default="bfloat16", help="that the models are stored in")
+    parser.add_argument("--more", action="store_true", help="the other commands, too")
     parser.add_argument("--skip", default="0/1")
     parser.add_argument("--until", type=float, default=0.0)
     parser.add_argument("--blr", default=f"{sys.executable} -m blr.compressor")
