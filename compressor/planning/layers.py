@@ -53,7 +53,8 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     if not layers:
         raise InputError(
             f"{source.folder}: found no linear layer of a {source.model_type!r} model; "
-            "take config.json and weights from the same model"
+            "take config.json and weights from the same model, or another model, if it has none "
+            "(SqueezeBERT's are convolutions, I-BERT's of a kind of their own)"
         )
     if kept := [layer.entry for layer in layers if not layer.entry.is_float]:
         notes.append(_untouched(kept))
