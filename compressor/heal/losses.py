@@ -104,8 +104,8 @@ class Answers:
     @torch.no_grad()
     def _fits(self, probe: Tensor, whole: Tensor) -> bool:
         head = self.model.get_output_embeddings()
-        if head is None or self.body is self.model:
-            return False
+        if not isinstance(getattr(head, "weight", None), Tensor) or self.body is self.model:
+            return False  # no head, or one that is not one matrix
         hidden = self.body(probe, use_cache=False).last_hidden_state
         return torch.equal(head(hidden.to(head.weight.dtype)).float(), whole.float())
 
