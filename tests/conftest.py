@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("blr")
 
 DATA = Path(__file__).parent / "data"
+DEFAULTS: dict[int, Any] = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,6 +70,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels are compiled for the GPU where tests on it are asked for: set before any of them, or
     of the tests, is imported."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        for number in DEFAULTS:  # which nohup and & have children ignore, but tests send
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, DEFAULTS[number])
     if asks_for_gpu(config) and config.option.device == "cuda":
         os.environ.pop("TRITON_INTERPRET", None)
 
