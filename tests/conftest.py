@@ -71,11 +71,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Kernels are compiled for the GPU where tests on it are asked for: set before any of them, or
     of the tests, is imported."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        for number in DEFAULTS:  # which nohup and & have children ignore, but tests send
-            if signal.getsignal(number) is signal.SIG_IGN:
-                signal.signal(number, DEFAULTS[number])
+        heed_signals()
     if asks_for_gpu(config) and config.option.device == "cuda":
         os.environ.pop("TRITON_INTERPRET", None)
+
+
+def heed_signals() -> None:
+    """Those that tests send to the commands they start; nohup and & have children ignore them."""
+    for number, handler in DEFAULTS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def asks_for_gpu(config: pytest.Config) -> bool:

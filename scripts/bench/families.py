@@ -1,18 +1,18 @@
 """Every type of model that transformers knows, small and random, the whole way by the command line.
 
     python scripts/bench/families.py --tokenizer FOLDER --text FILE --out FOLDER [--types 'qwen*,bert']
-        [--jobs 2] [--more] [--gpus 0,1] [--skip 3/4] [--until SECONDS] [--blr 'blr']
+        [--jobs 2] [--more] [--gpus 0,1] [--part 3/4] [--until SECONDS] [--blr 'blr']
 
 For each: compress with calibration (SVD, CF 1.5, a refit, a last pass), heal three steps, export; all
 with their checks. Prints a line a type as it is done, and counts at the end:
 
     right      all of it
     plain      right, but compressed without calibration: what it said against it follows
-    refused    one line and an exit code of design/reliability.md: the command and the line follow
-    WRONG      a traceback, no line, or a check that failed
+    refused    one line of an exit code in REFUSED: the command and the line follow
+    WRONG      any other exit code, or a traceback
     not made   transformers makes no small model with these sizes
 
-What is done is kept in OUT/done and not done again. --skip K/N takes every N-th type from the K-th on,
+What is done is kept in OUT/done and not done again. --part K/N takes every N-th type from the K-th on,
 --until starts none after so many seconds. Ends with 1 if a type is WRONG.
 """
 
@@ -36,6 +36,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 Result = dict[str, Any]
+Step = tuple[str, int, str]  # a command, its exit code, the last line that it said
+REFUSED = (2, 4, 9)  # usage, input, capability
 MOST = 30_000_000  # parameters of a model that is small
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
@@ -67,9 +69,7 @@ PECULIAR: dict[str, Result] = {
     "jamba": HYBRID,
     "granitemoehybrid": {**HYBRID, "layer_types": ["mamba", "attention"] * 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    **{
-        kind: sections(2, 3, 3) for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
-    },
+    **{kind: sections(2, 3, 3) for kind in ROTATING},
     "glm4v_moe": sections(1, 1, 2),
     **{kind: {"head_dim": 8} for kind in ("deepseek_v3", "youtu", "axk1")},
 }
@@ -91,7 +91,7 @@ def known_types() -> list[str]:
     return sorted(kind for kind in every if kind in CONFIG_MAPPING)
 
 
-def names_of_encoders() -> set[str]:
+def encoders() -> set[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
@@ -121,8 +121,8 @@ def make(model_type: str, folder: str, tokenizer: str, dtype: str = "float32") -
     else:
         config = small(config, sizes)
     auto: Any = transformers.AutoModel
-    if model_type in names_of_encoders():
-        pass  # an encoder, also where its decoder's class has the name of the type
+    if model_type in encoders():  # also where its decoder's class has the name of the type
+        pass
     elif model_type in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         auto = transformers.AutoModelForCausalLM
     elif seeing:
@@ -178,38 +178,45 @@ class Way:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _walked(self) -> Result:
-        dense, small, healed = (str(self.folder / name) for name in ("dense", "small", "healed"))
-        here = str(Path(__file__).resolve().parent)
-        words = str(self.given.tokenizer)
+        dense, small = str(self.folder / "dense"), str(self.folder / "small")
+        here, words = str(Path(__file__).resolve().parent), str(self.given.tokenizer)
         made = [sys.executable, "-c", MAKE, here, self.type, dense, words, self.given.dtype]
         code, said = called(made, self.gpu, self.log)
         if code:
             return {"is": "not made", "said": said}
-        text = str(self.given.text)
-        calibrated = ["--calibration", text, "--samples", "8", "--seq-len", "32", "--refit", "1"]
-        if self.type not in names_of_encoders():
-            calibrated += ["--finish", "1"]
-        against, code, said = "", *self._blr("compress", dense, "--cf", "1.5", "-o", small, *calibrated)
-        if code in (4, 9):
-            against, code, said = said, *self._blr("compress", dense, "--cf", "1.5", "-o", small)
-        steps = [("compress", code, said)]
-        if not code:
-            heal = ["--teacher", dense, "-o", healed, "--data", text, "--steps", "3"]
-            steps.append(("heal", *self._blr("heal", small, *heal, "--batch", "256", "--window", "64")))
-            steps.append(("export", *self._blr("export", small, "-o", str(self.folder / "export"))))
-        if not code and self.given.more:
-            steps += self._others(dense, small)
-        failed = [(name, code, said) for name, code, said in steps if code]
-        if any(code not in (2, 4, 5, 9) for _, code, _ in failed):
-            return {"is": "WRONG", "said": str(failed)}
-        if failed:
-            return {
-                "is": "refused",
-                "said": "; ".join(f"{name} ({code}) {said}" for name, code, said in failed),
-            }
-        return {"is": "plain", "said": against} if against else {"is": "right", "said": ""}
+        against, step = self._compressed(dense, small)
+        steps = [step]
+        if not step[1]:
+            steps += self._rest(dense, small)
+        return judged(against, steps)
 
-    def _others(self, dense: str, small: str) -> list[tuple[str, int, str]]:
+    def _compressed(self, dense: str, small: str) -> tuple[str, Step]:
+        """What was said against calibration, and the compression without it, if anything was."""
+        plain = (dense, "--cf", "1.5", "-o", small)
+        how = [
+            "--calibration",
+            str(self.given.text),
+            "--samples",
+            "8",
+            "--seq-len",
+            "32",
+            "--refit",
+            "1",
+        ]
+        if self.type not in encoders():
+            how += ["--finish", "1"]
+        step = self._blr("compress", *plain, *how)
+        return ("", step) if step[1] not in REFUSED else (step[2], self._blr("compress", *plain))
+
+    def _rest(self, dense: str, small: str) -> list[Step]:
+        heal = ["--teacher", dense, "-o", str(self.folder / "healed"), "--data", str(self.given.text)]
+        found = [
+            self._blr("heal", small, *heal, "--steps", "3", "--batch", "256", "--window", "64"),
+            self._blr("export", small, "-o", str(self.folder / "export")),
+        ]
+        return found + (self._others(dense, small) if self.given.more else [])
+
+    def _others(self, dense: str, small: str) -> list[Step]:
         """What else may be asked of a checkpoint; an encoder refuses some of it."""
         text, half = str(self.given.text), ("--dtype", "bfloat16")
         asked = (
@@ -221,11 +228,21 @@ class Way:
             ("compress", dense, "--base", "int2", "--rank", "4", "--group", "32", "-o", f"{dense}-few"),
             ("eval", f"{dense}-few", "--text", text, "--max-tokens", "512"),
         )
-        return [(command[0], *self._blr(*command)) for command in asked]
+        return [self._blr(*command) for command in asked]
 
-    def _blr(self, *arguments: str) -> tuple[int, str]:
-        command = [*shlex.split(self.given.blr), *arguments, "--offline"]
-        return called(command, self.gpu, self.log)
+    def _blr(self, name: str, *arguments: str) -> Step:
+        command = [*shlex.split(self.given.blr), name, *arguments, "--offline"]
+        return name, *called(command, self.gpu, self.log)
+
+
+def judged(against: str, steps: list[Step]) -> Result:
+    """What a type gave, of its steps and of what was said `against` its calibration."""
+    failed = [step for step in steps if step[1]]
+    said = "; ".join(f"{name} ({code}) {line}" for name, code, line in failed)
+    if failed:
+        wrong = any(code not in REFUSED for _, code, _ in failed)
+        return {"is": "WRONG" if wrong else "refused", "said": said}
+    return {"is": "plain" if against else "right", "said": against}
 
 
 def done(given: argparse.Namespace, model_type: str, free: Queue[str]) -> Result | None:
@@ -257,7 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", default="", help="as 0,1; none for the CPU")
     parser.add_argument("--dtype", default="bfloat16", help="that the models are stored in")
     parser.add_argument("--more", action="store_true", help="the other commands, too")
-    parser.add_argument("--skip", default="0/1")
+    parser.add_argument("--part", default="0/1", help="K/N: every N-th from the K-th on")
     parser.add_argument("--until", type=float, default=0.0)
     parser.add_argument("--blr", default=f"{sys.executable} -m blr.compressor")
     found = parser.parse_args()
@@ -269,7 +286,7 @@ def main() -> None:
     given = arguments()
     for name in ("done", "logs", "models"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
-    first, stride = map(int, given.skip.split("/"))
+    first, stride = map(int, given.part.split("/"))
     known = known_types()
     wanted = (kind for glob in given.types.split(",") for kind in known if fnmatch.fnmatch(kind, glob))
     types = list(dict.fromkeys(wanted))[first::stride]

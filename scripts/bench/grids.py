@@ -67,16 +67,16 @@ def vectors(weight: Tensor, root: Tensor, group: int, ratio: float, magnitudes: 
     """`weight` [o, i] rounded eight columns at a time; scales are `ratio` of what gives a group of a row
     the points' mean square, as it stands when its turn comes."""
     left, value = weight.clone(), torch.empty_like(weight)
-    mean_square, scale = magnitudes.square().sum(1).mean() / DIMENSIONS, weight
-    for start in range(0, weight.shape[1], DIMENSIONS):
-        at, behind = slice(start, start + DIMENSIONS), slice(start + DIMENSIONS, None)
-        if start % group == 0:
-            own = left[:, start : start + group]
-            scale = ratio * (own.square().mean(1, keepdim=True) / mean_square).sqrt()
-        value[:, at] = nearest(left[:, at] / scale, magnitudes) * scale
-        error = left[:, at] - value[:, at]
-        missed = torch.linalg.solve_triangular(root[at, at], error, upper=True, left=False)
-        left[:, behind] -= missed @ root[at, behind]
+    mean_square = magnitudes.square().sum(1).mean() / DIMENSIONS
+    for first in range(0, weight.shape[1], group):
+        own = left[:, first : first + group]
+        scale = ratio * (own.square().mean(1, keepdim=True) / mean_square).sqrt()
+        for start in range(first, first + own.shape[1], DIMENSIONS):
+            at, behind = slice(start, start + DIMENSIONS), slice(start + DIMENSIONS, None)
+            value[:, at] = nearest(left[:, at] / scale, magnitudes) * scale
+            error = left[:, at] - value[:, at]
+            missed = torch.linalg.solve_triangular(root[at, at], error, upper=True, left=False)
+            left[:, behind] -= missed @ root[at, behind]
     return value
 
 
@@ -85,7 +85,7 @@ def orthogonal(size: int) -> Tensor:
 
 
 def errors(weight: Tensor, gram: Tensor, magnitudes: Tensor) -> dict[str, float]:
-    """By grid."""
+    """By grid, of `weight` [o, i] behind inputs of Gram matrix `gram` [i, i], both float64."""
     found: dict[str, float] = {}
 
     def add(name: str, value: Tensor, w: Tensor, h: Tensor) -> None:
