@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blr.compressor.errors import InputError
-from blr.compressor.heal.losses import relative_errors
 from blr.compressor.heal.pair import Pair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
+from blr.kernels.distance.op import relative_errors
 
 WEIGHT = 1.0  # of the hidden states, where none is asked for
 HELD_BATCH = 32  # sentences at once

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
+from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.heal.compose import blocks_of
 from blr.compressor.heal.settings import CHUNK
 from blr.compressor.modeling.masks import unpacked
-from blr.kernels.common.available import kernel_device
+from blr.kernels.distance.op import relative_errors
+from blr.kernels.divergence.op import divergence_sum
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
@@ -26,27 +27,7 @@ Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
     """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]."""
     assert teacher is not None
-    if student.requires_grad and kernel_device(student) and not torch.compiler.is_compiling():
-        return _Divergence.apply(student, teacher)
-    log_p, log_q = (log_softmax(x, -1, dtype=torch.float32) for x in (teacher, student))
-    return kl_div(log_q, log_p, reduction="sum", log_target=True)
-
-
-class _Divergence(torch.autograd.Function):
-    """`kl` by one kernel, its gradient with it."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
-        from blr.kernels.divergence.triton import divergence
-
-        lost, gradient = divergence(student, teacher)
-        ctx.save_for_backward(gradient)
-        return lost.sum()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(g), None  # it is asked for once
+    return divergence_sum(student, teacher)
 
 
 def kl_of_top(k: int) -> Measure:
@@ -206,32 +187,6 @@ def summed(
         ]
         return torch.stack(parts).sum()
     return _Chunked.apply(hidden, head.weight, head, theirs, targets, measure)
-
-
-class _Relative(torch.autograd.Function):
-    """`relative_errors`."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, wanted: Tensor) -> Tensor:
-        difference, size = _apart(mine, wanted)
-        ctx.save_for_backward(mine, wanted)
-        return difference.square().sum(-1) / size
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        mine, wanted = ctx.saved_tensors
-        difference, size = _apart(mine, wanted)
-        return difference.mul_((2 * g / size)[..., None]).to(mine.dtype), None
-
-
-def _apart(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """h − h' [m, w, d] and ‖h'‖² [m, w] in float32."""
-    return mine.float() - wanted, wanted.float().square().sum(-1).clamp_min(1e-12)
-
-
-def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
-    """‖h − h'‖² / ‖h'‖² [m, w] (float32) of states [m, w, d], which alone are kept for the gradient."""
-    return _Relative.apply(mine, wanted)
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:

@@ -20,9 +20,9 @@ from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.heal.additions import extended, product_of, raised
 from blr.compressor.heal.card import healed_card
-from blr.compressor.heal.compose import dense_weight
 from blr.compressor.heal.pair import Pair, structured_layers
 from blr.compressor.heal.reading import metric_of
 from blr.compressor.loading.vendor import vendored_files

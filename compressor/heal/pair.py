@@ -14,9 +14,9 @@ from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.heal.additions import add_products, attach, is_addition
-from blr.compressor.heal.compose import compose_layers
 from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.norms import fuse_norms
 from blr.compressor.heal.settings import KINDS
@@ -26,6 +26,7 @@ from blr.compressor.loading.computing import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
+from blr.compressor.loading.trained import fuse_trained
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.parallel.processes import Processes
@@ -205,6 +206,7 @@ def load_teacher(
     """The dense model, frozen, in `dtype`, by default that to compute in."""
     model = load_computing(folder, task, device, dtype)
     fuse_norms(model)
+    fuse_trained(model)
     return model.requires_grad_(False)
 
 
@@ -236,6 +238,7 @@ def load_pair(
     compose_layers(student)
     add_products(student, added)
     fuse_norms(student)
+    fuse_trained(student)
     if sharding is not None:
         _share_out(student, teacher, sharding)
     trained = _trained(student, teacher, chosen, twins)

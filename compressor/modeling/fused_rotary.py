@@ -8,7 +8,7 @@ the model's own file, so `forward` is called with another one in its place, by o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -34,19 +34,24 @@ class FusedRotary(Extension):
         """As of the module."""
         native: Any = super().forward  # type: ignore[misc]
         inner = behind_renaming(native.__func__)
-        renamed = any(name in kwargs and name not in inner.__code__.co_varnames for name in NAMES)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or renamed:
+        watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if watched or is_renamed(inner, kwargs):
             return native(*args, **kwargs)
-        return _rotating(inner)(self, *args, **kwargs)
+        return rotating(inner, _fused)(self, *args, **kwargs)
 
 
 def fuse_rotary(model: nn.Module) -> None:
     """Let the attention of `model` rotate by one kernel, if it does so as `reference.rotate`."""
     for module in model.modules():
-        forward = behind_renaming(type(module).forward)
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if ROTATION in names and _rotates(forward.__globals__.get(ROTATION)):
+        if calls_rotation(type(module).forward):
             extend(module, FusedRotary)
+
+
+def calls_rotation(forward: Any) -> bool:
+    """Whether the `forward` of a class calls what is `reference.rotate` by the name `ROTATION`."""
+    inner = behind_renaming(forward)
+    names = getattr(getattr(inner, "__code__", None), "co_names", ())
+    return ROTATION in names and _rotates(inner.__globals__.get(ROTATION))
 
 
 def behind_renaming(function: Any) -> Any:
@@ -56,26 +61,34 @@ def behind_renaming(function: Any) -> Any:
     return function
 
 
+def is_renamed(inner: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a cache is given by a name that `inner` does not know."""
+    return any(name in kwargs and name not in inner.__code__.co_varnames for name in NAMES)
+
+
 @cache
-def _rotating(forward: Any) -> Any:
-    """`forward` with our rotation in place of the one of its file."""
+def rotating(forward: Any, makes: Callable[[Any], Any]) -> Any:
+    """`forward` with what `makes` makes of the rotation of its file in place of that."""
     native = getattr(forward, "__globals__", {}).get(ROTATION)
     if native is None:
         return forward  # another mixin, which calls the module's own
-
-    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        fused = type(k) is Tensor and is_fused(q, k) and is_fused(cos, q) and _whole(q, cos)
-        if args or kwargs or not fused:
-            return native(q, k, cos, sin, *args, **kwargs)
-        return rotated(q, k, cos, sin)
-
-    names = {**forward.__globals__, ROTATION: rotation}
+    names = {**forward.__globals__, ROTATION: makes(native)}
     made = FunctionType(forward.__code__, names, forward.__name__, None, forward.__closure__)
     made.__kwdefaults__, made.__defaults__ = forward.__kwdefaults__, forward.__defaults__
     return made
 
 
-def _whole(q: Tensor, cos: Tensor) -> bool:
+def _fused(native: Any) -> Any:
+    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        fused = type(k) is Tensor and is_fused(q, k) and is_fused(cos, q) and is_whole(q, cos)
+        if args or kwargs or not fused:
+            return native(q, k, cos, sin, *args, **kwargs)
+        return rotated(q, k, cos, sin)
+
+    return rotation
+
+
+def is_whole(q: Tensor, cos: Tensor) -> bool:
     """Whether all features of heads are rotated; of GLM, GPT-NeoX, Phi and others a part is."""
     return cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
 

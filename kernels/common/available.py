@@ -14,6 +14,7 @@ from blr.kernels.common.mode import NO_TRITON, kernels_mode
 # Bytes of shared memory of a block on sm_86 and sm_89, the least of the GPUs that kernels are for.
 SMALLEST_SHARED = 99 * 1024
 HALF = (torch.bfloat16, torch.float16)  # dtypes that tensor cores multiply at full speed
+TRAINED = (*HALF, torch.float32)  # dtypes that models compute in while they are trained
 # A model number as vendors write it: H200, GH200, A100, L40S, RTX 4090, RTX A6000.
 _MODEL = re.compile(r"\b(?:RTX (?:PRO )?)?(?:GH|GB|[ABHLPTV])?\d{1,4}S?\b")
 

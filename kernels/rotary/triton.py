@@ -27,9 +27,10 @@ def rotary_kernel(
     q, k, cos, sin, q_out, k_out, H, K,
     q_row, q_token, q_head, k_row, k_token, k_head, c_row, c_token,
     q_out_row, q_out_token, q_out_head, k_out_row, k_out_token, k_out_head,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """H heads of queries and K of keys of one token of one sequence."""
+    """H heads of queries and K of keys of one token of one sequence. BACK: their gradients instead, of
+    those of what was made of them."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -38,6 +39,10 @@ def rotary_kernel(
     c1 = tl.load(cos + at + HALF, mask=lane < HALF, other=0.0).to(tl.float32)
     s0 = tl.load(sin + at, mask=lane < HALF, other=0.0).to(tl.float32)
     s1 = tl.load(sin + at + HALF, mask=lane < HALF, other=0.0).to(tl.float32)
+    if BACK:  # the transposed matrix of every pair: halves may differ
+        turned = -s0
+        s0 = -s1
+        s1 = turned
     x, y = q + row * q_row + token * q_token, q_out + row * q_out_row + token * q_out_token
     rotate_heads(x, y, c0, c1, s0, s1, H, q_head, q_out_head, HALF, HEADS)
     x, y = k + row * k_row + token * k_token, k_out + row * k_out_row + token * k_out_token

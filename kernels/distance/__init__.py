@@ -1,0 +1,1 @@
+"""The relative distance of rows of hidden states and its gradient, each in one kernel."""
