@@ -27,6 +27,16 @@ SHAPES = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
     "llama-3.1-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
 
 import torch
 
@@ -12,10 +16,13 @@ from blr.compressor.checkpoint.disk import sha256_file
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.numerics import count_bad, norm
+from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.checkpoint.trust import ShardDigests, read_listed
+from blr.compressor.checkpoint.trust import ShardDigests
 from blr.compressor.errors import NumericsError
 from blr.compressor.progress import Progress
+
+THREADS = 8  # shards read at once
 
 
 @dataclass(frozen=True)
@@ -36,17 +43,43 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
     Raises:
         NumericsError: one of them does. InputError: a shard that its manifest does not list so.
     """
-    found: dict[str, str] = {}
-    norms: dict[str, float] = {}
     shards = ShardDigests(source)
     with progress.layers(len(source.entries), "reading") as advance:
-        for name, entry in source.entries.items():
-            advance(name)
-            found[name], norm = _read(source, entry, shards, remedy if name in finite else None)
-            norms |= {name: norm} if name in finite else {}
-    shards.check(read_listed(source.folder))
+        found = _read_shards(source, set(finite), remedy, shards, advance)
+    shards.check()
+    digests = {name: found[name][0] for name in source.entries}
+    norms = {name: found[name][1] for name in source.entries if name in finite}
     files = {name: sha256_file(path) for name, path in source.extra_files().items()}
-    return Scan(hashlib.sha256(canonical_json([found, files])).hexdigest(), norms)
+    return Scan(hashlib.sha256(canonical_json([digests, files])).hexdigest(), norms)
+
+
+def _read_shards(
+    source: Source, finite: set[str], remedy: str, shards: ShardDigests, advance: Callable[[str], None]
+) -> dict[str, tuple[str, float]]:
+    """`_read` of every tensor by name, each shard's in order, some shards at once."""
+    parts: dict[Path, list[TensorEntry]] = {}
+    for entry in source.entries.values():
+        parts.setdefault(entry.file, []).append(entry)
+    over, turn = Event(), Lock()
+
+    def read(entries: list[TensorEntry]) -> dict[str, tuple[str, float]]:
+        found = {}
+        for entry in entries:
+            if over.is_set():
+                break
+            with turn:
+                advance(entry.name)
+            found[entry.name] = _read(source, entry, shards, remedy if entry.name in finite else None)
+        return found
+
+    at_once = 1 if any(map(remote_shard, parts)) else min(THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            return {
+                name: value for part in pool.map(read, parts.values()) for name, value in part.items()
+            }
+        finally:
+            over.set()  # an error, or a signal, need not wait for the rest
 
 
 def _read(

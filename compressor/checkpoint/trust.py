@@ -60,22 +60,33 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
 
 
 class ShardDigests:
-    """SHA-256 of whole shards, made from the bytes of their tensors as they are read in order."""
+    """SHA-256 of the whole shards that a manifest or the hub lists, made from the bytes of their tensors
+    as they are read in order."""
 
     def __init__(self, source: Source) -> None:
-        self._open = {path: hashlib.sha256(header_bytes(path)) for path in source.shards}
+        self._listed = read_listed(source.folder)
+        known = [path for path in source.shards if self._expected(path)]
+        self._open = {path: hashlib.sha256(header_bytes(path)) for path in known}
+
+    def _expected(self, path: Path) -> dict[str, str]:
+        """What a shard should have, by who says so."""
+        found = {}
+        if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
+            found["the hub"] = shard.sha256
+        if path.name in self._listed:
+            found[MANIFEST] = self._listed[path.name]["sha256"]
+        return found
 
     def update(self, entry: TensorEntry, piece: bytes | bytearray) -> None:
-        """Take the next bytes of a shard, a part of `entry`."""
-        self._open[entry.file].update(piece)
+        """Take the next bytes of a shard, a part of `entry`; shards may be read at once."""
+        if (digest := self._open.get(entry.file)) is not None:
+            digest.update(piece)
 
-    def check(self, listed: Mapping[str, Any]) -> None:
-        """Raise InputError for a shard that is not what a manifest lists, or the hub."""
+    def check(self) -> None:
+        """Raise InputError for a shard that is not what is listed."""
         for path, digest in self._open.items():
-            if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
-                _compare(path, digest.hexdigest(), shard.sha256, "the hub")
-            if path.name in listed:
-                _compare(path, digest.hexdigest(), listed[path.name]["sha256"])
+            for by, expected in self._expected(path).items():
+                _compare(path, digest.hexdigest(), expected, by)
 
 
 def _shard(name: str) -> bool:

@@ -252,7 +252,7 @@ class BlockModel:
         return self._placed(self.source.load_tensor(self.source.entries[stored]))
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, torch.float32)
+        return tensor.to(self.device).to(torch.float32)  # half the bytes travel
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:

@@ -12,8 +12,7 @@ their order: processes share out the parts, and the result does not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike
 from blr.compressor.fitting.running import run_block
+from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.rounding.bank import Banks
@@ -119,7 +119,8 @@ class Refitting:
 
     def _whole(self, n: int) -> float:
         batch = self.batches[n]
-        return float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
+        with tensor_cores(self.device):
+            return float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
 
     def _gradients(self, n: int) -> None:
         """Leave those of the batch's mean error in the parameters."""
@@ -183,19 +184,6 @@ class Refitting:
         if self.root is not None:
             missed = missed @ self.root
         return missed.square().sum() / tokens
-
-
-@contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
-    """On a GPU products of float32 meanwhile take their factors as TF32: exact enough for gradients of
-    rounded weights, and several times as fast. Errors are judged without."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.running import captured_inputs, run_block
 from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.work import Work
+from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.shares import share_out
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures.linalg import cholesky, eigenvalues
@@ -112,7 +113,8 @@ class Sweep:
         """The curves of all layers, in every process."""
         model = self.model
         levels = [{n: batch.hidden.to(self.home) for n, batch in self.mine.items()}]
-        with self.work.progress.layers(2 * len(model), "measuring sensitivity") as advance:
+        told = self.work.progress.layers(2 * len(model), "measuring sensitivity")
+        with told as advance, tensor_cores(model.device):
             for index in range(len(model)):
                 advance(f"block {index} forward")
                 levels.append(self._forward(index, levels[-1]))

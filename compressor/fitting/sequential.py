@@ -33,10 +33,11 @@ from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.student import Student
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
+from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import rounds
 
-REFIT = 5  # raise it when the refit's results change
+REFIT = 6  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
 
 
@@ -138,9 +139,10 @@ class BlockFit:
         sequential = self.run.work.recipe.sequential
         kinds = 1 + sequential * (1 + (group.residual is not None))
         sums = MomentSums(processes, len(self.run.batches), kinds)
-        for turn in rounds(processes, len(self.run.batches)):
-            n = turn * processes.count + processes.rank
-            sums.add(self._batch_inputs(n, group, sequential) if n in mine else None)
+        with tensor_cores(self.run.model.device):
+            for turn in rounds(processes, len(self.run.batches)):
+                n = turn * processes.count + processes.rank
+                sums.add(self._batch_inputs(n, group, sequential) if n in mine else None)
         return sums.moments()
 
     def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
@@ -195,7 +197,8 @@ class BlockFit:
 
     def _out(self, block: nn.Module, states: Tensor, batch: Batch) -> Tensor:
         """The block's output, where its input is kept."""
-        return run_block(block, states.to(self.run.model.device), batch).to(states.device)
+        with tensor_cores(self.run.model.device):
+            return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 
     def _refit(self, targets: dict[int, Tensor]) -> None:
         work, epochs = self.run.work, self.run.epochs

@@ -65,7 +65,7 @@ def fit_weighted(
         What is stored, on the CPU, with the latent numbers of what is packed, and the layer's record,
         with `weighted_error`, the relative error of the layer's output over the calibration inputs.
     """
-    work = weight.to(job.device, torch.float64)
+    work = weight.to(job.device).to(torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
     target = moments.target(work, correct_drift=True)
     outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))

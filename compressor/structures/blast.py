@@ -16,25 +16,41 @@ Models", section 2.
 
 from __future__ import annotations
 
-from math import isnan
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import isnan, nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.compressor.errors import NumericsError
+from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
-from blr.compressor.structures.linalg import definite, inverse_spd, mixed_gram, solve_spd
+from blr.compressor.structures.linalg import (
+    definite,
+    inverse_spd,
+    mixed_gram,
+    solve_spd,
+    solve_tiled,
+)
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
+from blr.compressor.structures.replayed import Replayed
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
+from blr.kernels.blast.launch import mix
+from blr.kernels.cholesky.launch import is_tiled
+from blr.kernels.common.available import kernels_on
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
 SPREAD_BYTES = 1 << 33  # for the products V_lᵀ H_l of which all block rows are made
 SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer whose 2 b i² r is so much
+PANEL = 256  # columns of Z_k H Z_kᵀ made at once: half of it is enough
+MIXED = (1, 2, 4, 8, 16)  # blocks that our kernel mixes
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 SHRINKING = 1e-3  # noise from which U is that of the noisy loss to the end: below, a weight that has the
 # structure is met exactly
@@ -60,10 +76,8 @@ def fit(
         gram = definite(gram)
     problem = BlastProblem(weight, gram, spec, options.processes, options.noise)
     theta, losses = descend(problem, problem.start(), rounds)
-    if options.noise < SHRINKING:
-        problem.noise = 0.0
-    problem.evaluate(theta)
-    return _named(_balance(problem.left(), *problem.split(theta)), losses)
+    U = problem.settle(theta, options.noise if options.noise >= SHRINKING else 0.0)
+    return _named(_balance(U, *problem.split(theta)), losses)
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
@@ -106,6 +120,26 @@ def is_shared(spec: BlastSpec, item_bytes: int) -> bool:
     return spec.blocks >= SHARES * rows_at_once(spec, item_bytes, True)
 
 
+Solve = Callable[[Tensor, Tensor], Tensor]
+Part = tuple[Tensor, Tensor, Tensor]  # of block rows: their loss, its gradient of S, and of V
+
+
+class Products(NamedTuple):
+    """Of some block rows: Z_k and Z_k H [k, r, i], Z_k H Z_kᵀ [k, r, r], W_k H Z_kᵀ [k, q, r], and what
+    noise adds to the diagonals [k, r]."""
+
+    Z: Tensor
+    weighted: Tensor
+    normal: Tensor
+    right: Tensor
+    sizes: Tensor
+
+
+def is_mixed(shared: Tensor) -> bool:
+    """Whether our kernel mixes V_lᵀH_l [l, r, i]."""
+    return kernels_on(shared.device) and len(shared) in MIXED and shared.dtype == torch.float32
+
+
 class BlastProblem:
     """tr((W−W')H(W−W')ᵀ) + noise Σ ‖u_kr s_klr v_lr‖² as a function of theta = (S, V), U eliminated.
 
@@ -128,11 +162,16 @@ class BlastProblem:
         self.chunk = rows_at_once(spec, weight.element_size(), gram is not None)
         self.starts = range(0, b, self.chunk)
         self.noise = noise
+        self.found: dict[int, Tensor] = {}
+        self.kept = self.found  # what a replay writes it to
+        self.replayed: Replayed | None = None
+        self.captures = self.processes.count == 1 and weight.is_cuda and is_tiled(self.rows)
         if gram is not None:
             at = torch.arange(b, device=weight.device)
             self.gram_blocks = gram.view(b, self.p, b, self.p)[at, :, at].contiguous()
             self.gram_inverse = inverse_spd(self.gram_blocks)
-            self.targets = self.rows @ gram  # [k, q, i], what the products U_k Z_kᵀ H are to be
+        # [k, q, i], what the products U_k Z_kᵀ H are to be
+        self.targets = self.rows if gram is None else self.rows @ gram
 
     def start(self) -> Tensor:
         """The optimal low rank with S = 1."""
@@ -155,30 +194,103 @@ class BlastProblem:
 
     def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
         """The loss and half its negative gradient. Raises NumericsError where there is no exact U."""
+        if self.replayed is not None:
+            loss, gradient = self.replayed(theta)
+            if not isnan(value := float(loss)):
+                self.found = self.kept
+                return value, gradient.clone()
+        found = self._evaluated(theta)
+        if self.captures:
+            self._capture(theta)
+        return found
+
+    def settle(self, theta: Tensor, noise: float) -> Tensor:
+        """The exact U [b, q, r] at `theta` with another `noise`."""
+        self.noise, self.replayed, self.captures = noise, None, False
+        self._evaluated(theta)
+        return self.left()
+
+    def _capture(self, theta: Tensor) -> None:
+        """From the next evaluation on one launch makes all of it, which nobody looks at on the way: a
+        loss of NaN says that there was no exact U."""
+        found, self.captures = self.found, False
+        with suppress(RuntimeError):
+            self.replayed = Replayed(self._at_once, theta)
+        self.kept, self.found = self.found, found
+
+    def _at_once(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """`evaluate` without a look at whether systems could be solved."""
+        S, V = self.split(theta)
+        self.found = {}
+        parts = list(self._parts(list(range(len(self.starts))), S, V, solve_tiled))
+        pulled = parts[0][2].clone()
+        for _, _, more in parts[1:]:
+            pulled += more
+        loss = torch.stack([loss for loss, _, _ in parts]).sum()
+        return loss, self.join(torch.cat([for_s for _, for_s, _ in parts]), pulled)
+
+    def _evaluated(self, theta: Tensor) -> tuple[float, Tensor]:
         processes, number = self.processes, len(self.starts)
         S, V = self.split(processes.spread(theta, 0, theta.shape, theta.dtype))
-        shared = self._shared(V)
-        self.found: dict[int, Tensor] = {}
-        failure = NumericsError("the error of the fit is not finite")
-        losses = torch.zeros(number, dtype=torch.float64)
-        pulled, gradients = OrderedSum(processes, number, like=V), dict[int, Tensor]()
+        self.found = {}
+        self.failure = NumericsError("the error of the fit is not finite")
+        losses, gradients = dict[int, Tensor](), dict[int, Tensor]()
+        pulled = OrderedSum(processes, number, like=V)
+        parts = self._parts([n for n in range(number) if processes.owns(n)], S, V)
         for turn in rounds(processes, number):
-            n = turn * processes.count + processes.rank
-            part = torch.zeros_like(V) if n < number else None
-            try:
-                if n < number:
-                    losses[n], gradients[n], part = self._part(n, S, V, shared)
-            except NumericsError as error:  # the others wait for what these rows would add
-                losses[n], failure = torch.nan, error
+            n, part = turn * processes.count + processes.rank, None
+            if n < number:
+                losses[n], gradients[n], part = self._tried(parts, V)
             pulled.add(part)
-        loss = float(sum(processes.sum(losses).tolist()))
+        found = torch.zeros(number, dtype=torch.float64)
+        for n, value in losses.items():  # only now: asking for one waits for the GPU
+            found[n] = value
+        loss = float(sum(processes.sum(found).tolist()))
         if isnan(loss):
-            raise failure
+            raise self.failure
         return loss, self.join(torch.cat(self._all(gradients, S.shape[1:])), pulled.total())
+
+    def _tried(self, parts: Iterator[Part], V: Tensor) -> Part:
+        """The next of `parts`; NaN where rows have no exact U: the other processes wait for these."""
+        try:
+            return next(parts)
+        except StopIteration:
+            pass
+        except NumericsError as error:
+            self.failure = error
+        return V.new_tensor(nan), V[:0], torch.zeros_like(V)
 
     def left(self) -> Tensor:
         """The exact U [b, q, r] at the point evaluated last."""
         return torch.cat(self._all(self.found, (self.rows.shape[1], self.spec.rank)))
+
+    def _parts(self, mine: list[int], S: Tensor, V: Tensor, solve: Solve = solve_spd) -> Iterator[Part]:
+        """What each of `mine`, chunks of rows, adds to the loss, its gradient of S, and what it adds to
+        that of V; ends where rows have no exact U.
+
+        The systems of several chunks are solved at once: alone they leave a GPU idle.
+        """
+        shared, wave = self._shared(V), self._wave(V.element_size())
+        for first in range(0, len(mine), wave):
+            numbers = mine[first : first + wave]
+            chunks = [self._products(self._at(n), S, V, shared) for n in numbers]
+            normal = torch.cat([chunk.normal + torch.diag_embed(chunk.sizes) for chunk in chunks])
+            solved = solve(normal, torch.cat([chunk.right for chunk in chunks]))
+            heights = [len(chunk.right) for chunk in chunks]
+            for n, chunk, U in zip(numbers, chunks, solved.split(heights), strict=True):
+                self.found[n] = U
+                yield self._pulls(self._at(n), chunk, U, S[self._at(n)], V)
+            del chunks, chunk  # before the next ones are made
+
+    def _at(self, n: int) -> slice:
+        return slice(self.starts[n], self.starts[n] + self.chunk)
+
+    def _wave(self, item_bytes: int) -> int:
+        """Chunks whose products are held at once."""
+        if self.weight.device.type == "cpu":
+            return 1
+        size = 2 * self.chunk * self.spec.in_features * self.spec.rank * item_bytes
+        return max(1, SPREAD_BYTES // size)
 
     def _shared(self, V: Tensor) -> Tensor | None:
         """What the products of all block rows are made of: V_lᵀV_l [l, r, r], or V_lᵀH_l [l, r, i] with
@@ -189,25 +301,51 @@ class BlastProblem:
         size = self.spec.blocks * self.spec.in_features * self.spec.rank * V.element_size()
         return V.mT @ self.gram.unflatten(0, (-1, self.p)) if size <= SPREAD_BYTES else None
 
+    def _products(self, at: slice, S: Tensor, V: Tensor, shared: Tensor | None) -> Products:
+        """Of some block rows, everything that U follows from."""
+        Z = (S[at].mT[..., None] * V.permute(2, 0, 1)).flatten(2)  # [k, r, i]
+        weighted = self._weighted(Z, S[at], shared)
+        if self.gram is None and shared is not None:
+            normal = mixed_gram(S[at], shared)
+        else:
+            normal = self._lower(weighted, Z)
+        sizes = self.noise * Z.square().sum(2)
+        return Products(Z, weighted, normal, self.rows[at] @ weighted.mT, sizes)
+
+    def _lower(self, weighted: Tensor, Z: Tensor) -> Tensor:
+        """Z_k H Z_kᵀ [k, r, r], of which above the diagonal's panels zeros where that saves much."""
+        rank = self.spec.rank
+        if Z.device.type == "cpu" or rank <= 2 * PANEL:
+            return weighted @ Z.mT
+        normal = Z.new_zeros(len(Z), rank, rank)
+        for n in range(0, rank, PANEL):
+            normal[:, n:, n : n + PANEL] = weighted[:, n:] @ Z[:, n : n + PANEL].mT
+        return normal
+
     def _weighted(self, Z: Tensor, S: Tensor, shared: Tensor | None) -> Tensor:
-        """H Z_k [k, i, r]."""
+        """Z_k H [k, r, i]."""
         if self.gram is None:
             return Z
         if shared is None:
-            return self.gram @ Z
-        return (S.permute(2, 0, 1) @ shared.transpose(0, 1)).permute(1, 2, 0)
+            return Z @ self.gram
+        if is_mixed(shared):
+            return mix(shared, S, cores="cuda")
+        return (S.permute(2, 0, 1) @ shared.transpose(0, 1)).transpose(0, 1)
 
-    def _normal(self, Z: Tensor, weighted: Tensor, S: Tensor, shared: Tensor | None) -> Tensor:
-        """Z_kᵀ H Z_k [k, r, r]."""
-        if self.gram is None and shared is not None:
-            return mixed_gram(S, shared)
-        return Z.mT @ weighted
-
-    def _part(self, n: int, S: Tensor, V: Tensor, shared: Tensor | None) -> tuple[float, Tensor, Tensor]:
-        """What some rows add to the loss, their gradient of S, and what they add to that of V."""
-        at = slice(self.starts[n], self.starts[n] + self.chunk)
-        self.found[n], loss, pull = self._rows(at, S[at], V, shared)
-        return loss, (V[None] * pull).sum(2), (S[at, :, None] * pull).sum(0)
+    def _pulls(self, at: slice, made: Products, U: Tensor, S: Tensor, V: Tensor) -> Part:
+        """The loss of some rows, their gradient of S, and what they add to that of V, by their pull
+        ``H E_kᵀ U_k`` [k, l, p, r]. E H is what is left of W H, which is made once: with H Z at hand no
+        error is multiplied with H. The error itself and the pull bear tensor cores' rounding."""
+        pushed = self.targets[at] - U @ made.weighted
+        with tensor_cores(V.device):
+            error = pushed if self.gram is None else self.rows[at] - U @ made.Z
+            pull = (pushed.mT @ U).unflatten(1, (self.spec.blocks, self.p))
+        squares = U.square().sum(1)  # [k, r]
+        loss = (error * pushed).sum(dtype=torch.float64) + (squares * made.sizes).sum()
+        held = self.noise * squares[:, None]  # what noise takes from the pull is held Z
+        for_s = (V * pull).sum(2) - held * S * V.square().sum(1)
+        for_v = (S[:, :, None] * pull).sum(0) - V * (held * S.square()).sum(0)[:, None]
+        return loss, for_s, for_v
 
     def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
         """What all processes have of the rows, in their order, each row of `shape`."""
@@ -218,24 +356,6 @@ class BlastProblem:
             )
             for n, height in enumerate(heights)
         ]
-
-    def _rows(
-        self, at: slice, S: Tensor, V: Tensor, shared: Tensor | None
-    ) -> tuple[Tensor, float, Tensor]:
-        """Exact U, loss and pull ``H E_kᵀ U_k`` [k, l, p, r] of the block rows of one chunk. E H is what
-        is left of W H, which is made once: with H Z at hand no error is multiplied with H."""
-        rows = self.rows[at]
-        Z = (S[:, :, None] * V[None]).flatten(1, 2)  # [k, i, r]
-        weighted = self._weighted(Z, S, shared)
-        normal = self._normal(Z, weighted, S, shared)
-        sizes = self.noise * Z.square().sum(1)  # [k, r]
-        U = solve_spd(normal + torch.diag_embed(sizes), rows @ weighted)
-        error = rows - U @ Z.mT
-        pushed = error if self.gram is None else self.targets[at] - U @ weighted.mT
-        squares = U.square().sum(1)
-        loss = float((error * pushed).sum(dtype=torch.float64) + (squares * sizes).sum())
-        pull = pushed.mT @ U - self.noise * Z * squares[:, None]
-        return U, loss, pull.unflatten(1, (self.spec.blocks, self.p))
 
     def preconditioner(self, theta: Tensor) -> Apply:
         """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl the diagonal of

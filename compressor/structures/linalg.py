@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.errors import NumericsError
+from blr.kernels.cholesky.launch import Factored, factored, is_tiled
 
 # Relative to the mean diagonal, tried in turn
 JITTERS = {
@@ -77,8 +78,7 @@ def definite(gram: Tensor) -> Tensor:
 def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, float]:
     """`matrix` [..., r, r] with the first of `shifts` of its diagonal that makes it positive definite,
     its lower Cholesky factor, and the shift. Raises NumericsError if none does."""
-    tiny = torch.finfo(matrix.dtype).tiny * 1e10
-    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(tiny)
+    scale = _scale(matrix)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for shift in shifts:
         moved = matrix + shift * scale * identity if shift else matrix
@@ -128,13 +128,43 @@ def solve_upper(root: Tensor, right: Tensor) -> Tensor:
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
     [..., m, r]; jittered as in `cholesky`."""
+    if (tiles := _by_tiles(matrix)) is not None:
+        return tiles.solve(right)
     return solve_factored(cholesky(matrix), right.mT).mT
 
 
 def inverse_spd(matrix: Tensor) -> Tensor:
     """Inverse of (a batch of) [r, r] matrices as in `cholesky`; for preconditioners, which are
     applied so often that products beat triangular solves."""
+    if (tiles := _by_tiles(matrix)) is not None:
+        return tiles.solve(torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix))
     return torch.cholesky_inverse(cholesky(matrix))
+
+
+def solve_tiled(matrix: Tensor, right: Tensor) -> Tensor:
+    """As `solve_spd` where kernels take the batch, with the least jitter alone: NaN where a matrix takes
+    more. Waits for no GPU."""
+    return _tiles(matrix).solve(right)
+
+
+def _by_tiles(matrix: Tensor) -> Factored | None:
+    """Factors of a batch by our kernels, with the least jitter; None where they do not run, or where one
+    of the matrices takes more."""
+    if not is_tiled(matrix):
+        return None
+    found = _tiles(matrix)
+    return found if found.is_sound else None
+
+
+def _tiles(matrix: Tensor) -> Factored:
+    shift = JITTERS[matrix.dtype][0] * _scale(matrix)
+    return factored(matrix + torch.diag_embed(shift.expand(matrix.shape[:-1])))
+
+
+def _scale(matrix: Tensor) -> Tensor:
+    """Mean diagonals [..., 1] that a jitter is relative to, none of them zero."""
+    tiny = torch.finfo(matrix.dtype).tiny * 1e10
+    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp_min(tiny)
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

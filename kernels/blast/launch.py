@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blr.kernels.common.launching import launch
@@ -17,13 +16,13 @@ def mix(
     """``out[k, r, n] = Σ_l s[k, l, r] z[l, r, n]``, sums in float32.
 
     Args:
-        z: [b, r, n], tokens of stride 1. s: [b, b, r], any strides.
+        z: [b, r, n], tokens of stride 1. s: [b, b, r], any strides; on CUDA cores some of its rows.
         out: like z, or z itself: the mix is safe in place. Default: a new tensor.
         cores: "tensor" (a dot over l, padded to 16) or "cuda" (b a power of two up to 16);
             default: by b.
         config: BR, BN, STEPS (tensor) or BN (cuda), num_warps.
     """
-    out = torch.empty_like(z) if out is None else out
+    out = z.new_empty(len(s), *z.shape[1:]) if out is None else out
     if z.numel() == 0:
         return out
     on_cuda = (cores or default_cores(z.shape[0])) == "cuda"
@@ -38,7 +37,7 @@ def _on_cuda_cores(z: Tensor, s: Tensor, out: Tensor, config: dict[str, Any]) ->
     config = {"BN": 512 if blocks > 8 else 1024, "num_warps": 4, **config}
     grid = (-(-tokens // config["BN"]), ranks)
     arguments = (z, s, out, tokens, *z.stride()[:2], *s.stride(), *out.stride()[:2])
-    constants = {"B": blocks, "BN": config["BN"]}
+    constants = {"B": blocks, "OUT": len(s), "BN": config["BN"]}
     launch(mix_fma_kernel, grid, arguments, constants, num_warps=config["num_warps"])
 
 

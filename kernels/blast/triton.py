@@ -40,9 +40,10 @@ def mix_dot_kernel(
 @triton.jit
 def mix_fma_kernel(
     z, s, w, tokens, z_block, z_rank, s_out, s_in, s_rank, w_block, w_rank,
-    B: tl.constexpr, BN: tl.constexpr,
+    B: tl.constexpr, OUT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The same on the CUDA cores: S is a scalar for a whole row of tokens, z stays in registers."""
+    """The same on the CUDA cores, for k < OUT: S is a scalar for a whole row of tokens, z stays in
+    registers."""
     rank = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BN + tl.arange(0, BN)
     ok = token < tokens
@@ -52,7 +53,7 @@ def mix_fma_kernel(
     inputs = ()
     for source in tl.static_range(B):
         inputs = inputs + (tl.load(z + source * z_block, mask=ok, other=0.0).to(tl.float32),)  # noqa: RUF005
-    for k in tl.static_range(B):
+    for k in tl.static_range(OUT):
         mixed = tl.zeros([BN], tl.float32)
         for source in tl.static_range(B):
             weight = tl.load(s + k * s_out + source * s_in).to(tl.float32)

@@ -204,9 +204,9 @@ def test_narrow_products_compile_to_copies_ahead(parts: int) -> None:
 @pytest.mark.parametrize("kernel", ["mix_fma_kernel", "mix_dot_kernel"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_mix_compiles_without_spills(kernel: str, capability: int) -> None:
-    constants: dict[str, Any] = {"B": 16, "BN": 512}
+    constants: dict[str, Any] = {"B": 16, "OUT": 16, "BN": 512}
     if kernel == "mix_dot_kernel":
-        constants |= {"BR": 4, "BN": 128, "STEPS": 1, "PRECISION": "ieee"}
+        constants = {"B": 16, "BR": 4, "BN": 128, "STEPS": 1, "PRECISION": "ieee"}
     scalars = ["tokens", "z_block", "z_rank", "s_out", "s_in", "s_rank", "w_block", "w_rank"]
     scalars += ["ranks", "blocks"] if kernel == "mix_dot_kernel" else []
     signature = {"z": HALF, "s": HALF, "w": HALF} | dict.fromkeys(scalars, "i32")

@@ -1,0 +1,1 @@
+"""Batches of symmetric positive definite systems, factored and solved tile by tile."""

@@ -1,0 +1,34 @@
+"""Cholesky factors and solutions in plain torch, column by column: slow, for comparison."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def factor(matrices: Tensor) -> Tensor:
+    """Lower L [g, n, n] with ``L Lᵀ = A`` for symmetric positive definite A [g, n, n], of which the
+    lower halves are read; NaN from the first column on that has no pivot above zero."""
+    left = matrices.tril().clone()
+    for k in range(left.shape[-1]):
+        left[:, k:, k] /= left[:, k, k].sqrt()[:, None]
+        column = left[:, k + 1 :, k]
+        left[:, k + 1 :, k + 1 :] -= (column[:, :, None] * column[:, None]).tril()
+    return left
+
+
+def solve(lower: Tensor, right: Tensor) -> Tensor:
+    """X [g, m, n] with ``X L Lᵀ = B`` for lower L [g, n, n] and B [g, m, n]."""
+    y, n = right.clone(), lower.shape[-1]
+    for k in range(n):  # Y Lᵀ = B
+        y[..., k] = (y[..., k] - torch.einsum("gmj,gj->gm", y[..., :k], lower[:, k, :k])) / _corner(
+            lower, k
+        )
+    for k in reversed(range(n)):  # X L = Y
+        later = torch.einsum("gmj,gj->gm", y[..., k + 1 :], lower[:, k + 1 :, k])
+        y[..., k] = (y[..., k] - later) / _corner(lower, k)
+    return y
+
+
+def _corner(lower: Tensor, k: int) -> Tensor:
+    return lower[:, k, k, None]
