@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.batches import Batch, same
-from blr.compressor.modeling.cuda_graphs import capturing
+from blr.kernels.common.capturing import capturing
 
 WARM_UP = 2  # eager passes before a capture: libraries set themselves up in the first
 

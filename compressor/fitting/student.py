@@ -14,6 +14,7 @@ from blr.compressor.fitting.factorize import check_range, keep_factors, layer_er
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.twins import Twin, make_twin
+from blr.compressor.loading.trained import fuse_trained
 from blr.compressor.rounding.latent import Plain, Trained
 
 NORM = "norm"  # prefix of theirs in the journal
@@ -29,6 +30,8 @@ class Student:
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
         self.block = run.model.load_block(index)
+        if run.model.device.type == "cuda":
+            fuse_trained(self.block)
         self.twins: dict[str, Twin] = {}
         self.norms = self._norms()
 

@@ -18,7 +18,6 @@ from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.gauge import balanced
-from blr.compressor.heal.norms import fuse_norms
 from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
@@ -205,7 +204,6 @@ def load_teacher(
 ) -> Any:
     """The dense model, frozen, in `dtype`, by default that to compute in."""
     model = load_computing(folder, task, device, dtype)
-    fuse_norms(model)
     fuse_trained(model)
     return model.requires_grad_(False)
 
@@ -237,7 +235,6 @@ def load_pair(
     chosen = _chosen(student, kinds, twins, added)
     compose_layers(student)
     add_products(student, added)
-    fuse_norms(student)
     fuse_trained(student)
     if sharding is not None:
         _share_out(student, teacher, sharding)

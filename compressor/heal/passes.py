@@ -9,9 +9,9 @@ from blr.compressor.errors import CapabilityError
 from blr.compressor.heal.embedding import Embedding
 from blr.compressor.heal.objective import Objective
 from blr.compressor.heal.pair import Pair
-from blr.compressor.modeling.cuda_graphs import capturing
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import first_line
+from blr.kernels.common.capturing import capturing
 
 WARMUP = 2  # eager passes before a capture: libraries set themselves up in the first
 

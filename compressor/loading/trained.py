@@ -1,9 +1,10 @@
-"""Models in training whose rotations and gates are one kernel each way.
+"""Models in training whose rotations, gates and root-mean-square norms are one kernel each way.
 
 In transformers they are a dozen kernels each with those of the gradient, some over features that do not
-lie together: for small models a third of a step's time on a GPU. Modules keep their class and their
-tensors; `forward` is one of their own, as the native one under `torch.compile`, tracing and autocast,
-where kernels do not run, and for rotations of a part of the features.
+lie together: for small models a third of a step's time on a GPU, and norms take longer than products.
+Modules keep their class and their tensors; `forward` is one of their own, as the native one under
+`torch.compile`, tracing and autocast, where kernels do not run, and for rotations of a part of the
+features. Norms are torch's fused operator; one that computes anything else (Gemma's 1 + weight) stays.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.fused_gate import FusedGate
@@ -23,22 +25,25 @@ from blr.compressor.modeling.fused_rotary import (
     is_whole,
     rotating,
 )
-from blr.compressor.modeling.probes import gate_of
+from blr.compressor.modeling.probes import gate_of, norm_of
 from blr.kernels.common.available import TRAINED, kernel_device
 from blr.kernels.gated.gradient import gated_with_gradient
 from blr.kernels.rotary.gradient import rotated_with_gradient
 
 
 def fuse_trained(model: Any) -> None:
-    """Let the attention and the gated MLPs of `model` compute, with gradients or without, by kernels."""
+    """Let attention, gated MLPs and norms of `model` compute, with gradients or without, by kernels."""
     for module in model.modules():
         kind: Any = type(module)
+        norm = norm_of(module)
         forward = kind.native.forward if isinstance(module, Extension) else kind.forward
         make = module.fused_gate if isinstance(module, FusedGate) else gate_of(module)
         if calls_rotation(forward):
             module.forward = partial(_attend, module, forward)
         elif make is not None:
             module.forward = partial(_gate, module, make)
+        elif norm is not None and norm[0] == "rms":
+            module.forward = partial(_norm, module, norm[1])
 
 
 def _attend(attention: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +69,10 @@ def _gate(mlp: Any, make: str, x: Tensor) -> Any:
     if _is_fused(gate, up) and gate.shape == up.shape:
         return mlp.down_proj(gated_with_gradient(gate, up, make))
     return mlp.down_proj(mlp.act_fn(gate) * up)
+
+
+def _norm(norm: Any, eps: float, x: Tensor) -> Tensor:
+    return rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
 def _is_fused(*tensors: Any) -> bool:

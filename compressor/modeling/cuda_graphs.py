@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +22,7 @@ from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
+from blr.kernels.common.capturing import capturing
 from blr.kernels.common.placing import on_gpu
 
 MAX_GRAPHS = 16  # input shapes of an encoder kept at once
@@ -259,26 +259,3 @@ def warm_up(run: Callable[[], Any]) -> float:
             share = host / (perf_counter() - begun)
     torch.cuda.current_stream().wait_stream(stream)
     return share
-
-
-@contextmanager
-def capturing(graph: Any, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph` on the current GPU's stream for it: torch's own is of the GPU that was captured
-    on first, and on another a graph would be empty. Where it fails, torch's generator is left waiting
-    for it, and every random number drawn on the GPU from then on would be an error: it goes on from its
-    state before."""
-    device = torch.cuda.current_device()
-    generator = torch.cuda.default_generators[device]
-    before = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph, stream=_capture_stream(device), **options):
-            yield
-    except BaseException:
-        generator.graphsafe_set_state(before)
-        raise
-
-
-@cache
-def _capture_stream(device: int) -> Any:
-    """One for all captures: graphs that share a pool share memory of the same stream alone."""
-    return torch.cuda.Stream(device)

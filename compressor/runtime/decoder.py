@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.modeling.cuda_graphs import capturing
 from blr.compressor.runtime.bind import Binder, Run
 from blr.compressor.runtime.collect import Collector
 from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
@@ -30,6 +29,7 @@ from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.compressor.runtime.turns import Turn
 from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
+from blr.kernels.common.capturing import capturing
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.common.tables import token_mode
 

@@ -26,6 +26,7 @@ from blr.compressor.modeling import cuda_graphs as captured
 from blr.compressor.modeling import settings
 from blr.compressor.modeling.basis import held_for
 from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
+from blr.kernels.common import capturing
 
 pytestmark = pytest.mark.fast
 
@@ -185,10 +186,10 @@ def test_a_graph_is_captured_on_a_stream_of_the_current_gpu(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
-    monkeypatch.setattr(captured, "_capture_stream", cache(captured._capture_stream.__wrapped__))
+    monkeypatch.setattr(capturing, "_capture_stream", cache(capturing._capture_stream.__wrapped__))
     for device in (0, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-        with captured.capturing(None):
+        with capturing.capturing(None):
             pass
     assert used == [[0], [1], [0]] and used[0] is used[2], "graphs of one pool share a stream"
 
