@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,15 @@ from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
 from blr.compressor.text.shelf import Shelf, shelf_folder
 
+if TYPE_CHECKING:
+    from blr.compressor.text.decoding import StaticReading
+
 ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
-ALGORITHM = 3  # raise it when samples change: journals of older runs are then void
+ALGORITHM = 4  # raise it when samples change: journals of older runs are then void
 MARK = "\u2983"  # stands for a user's words in a chat template
 CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
 GPU_BYTES = 32 << 30  # for the cache and the logits of a batch; in parts where less is free
+LOGITS = 40  # bytes for each of them: what a pass makes, what a graph holds, and what is drawn from
 SAME = 0.3  # relative distance of logits with a cache and without; bfloat16's is some .01
 FREE = 0.8  # share of what is free that a part is to take
 
@@ -65,15 +69,16 @@ def write_own_text(
     count = -(-samples // size)
     keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
     mine = [n for n in range(count) if n % share[1] == share[0] and journal.load(keys[n]) is None]
+    reading = _reading(model, wanted)
 
     def written(n: int) -> Tensor:
         prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
-        return continued(model, prompts, n, wanted)
+        return continued(model, prompts, n, wanted, reading)
 
     if mine:
         progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
         shelf, under = Shelf(shelf_folder()), _surroundings(model, tokenizer)
-        with progress.layers(len(mine), "writing own text") as advance:
+        with reading, progress.layers(len(mine), "writing own text") as advance:
             named = {n: layer_key(text=keys[n], **under) for n in mine}
             for n, ids in shelf.batches(named, written, lambda: advance(""), progress.say):
                 journal.store(keys[n], {"ids": ids}, {})
@@ -106,7 +111,7 @@ def _rows_in(room: float, model: Any, length: int) -> int:
     """The power of two of samples whose cache and logits take at most `room` bytes, one at least."""
     config = model.config.get_text_config(decoder=True)
     cache = 2 * config.num_hidden_layers * _width(config) * length * model.dtype.itemsize
-    most = int(room // (cache + 40 * config.vocab_size))
+    most = int(room // (cache + LOGITS * config.vocab_size))
     return 1 << max(most.bit_length() - 1, 0)
 
 
@@ -154,23 +159,36 @@ def _prompts(
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 
+def _reading(model: Any, wanted: OwnText) -> StaticReading:
+    from blr.compressor.text.decoding import StaticReading  # brings in transformers
+
+    return StaticReading(model, wanted.length)
+
+
 @torch.inference_mode()
-def continued(model: Any, ids: Tensor, number: int, wanted: OwnText) -> Tensor:
+def continued(
+    model: Any, ids: Tensor, number: int, wanted: OwnText, reading: StaticReading | None = None
+) -> Tensor:
     """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory, on which the text
-    depends; on the CPU, int32."""
+    depends; on the CPU, int32. `reading` keeps for the next batch what this one is read with."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    rows = _rows_at_once(model, wanted.length)
+    if reading is None:
+        with _reading(model, wanted) as reading:
+            return continued(model, ids, number, wanted, reading)
+    rows = reading.rows or _rows_at_once(model, wanted.length)
     # cuDNN's attention would plan anew for every length of the cache, which takes longer than it runs
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         while True:
             generator = _generator(model.device, wanted, number)
             try:
-                return torch.cat([_continued(model, p, generator, wanted) for p in ids.split(rows)])
+                parts = ids.split(rows)
+                return torch.cat([_continued(model, p, generator, wanted, reading) for p in parts])
             except torch.OutOfMemoryError:
                 if rows == 1:
                     raise
             rows = min(rows, len(ids)) // 2 or 1
+            reading.free()
             torch.cuda.empty_cache()
 
 
@@ -182,7 +200,22 @@ def _rows_at_once(model: Any, length: int) -> int:
     return _rows_in(FREE * (torch.cuda.mem_get_info(device)[0] + idle), model, length)
 
 
-def _continued(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
+def _continued(
+    model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText, reading: StaticReading
+) -> Tensor:
+    reader, p = reading.reader(len(ids)), ids.shape[1]
+    if reader is None:
+        return _continued_as_it_is(model, ids, generator, wanted)
+    tokens, fresh = ids.new_empty(len(ids), max(wanted.length, p)), ids
+    tokens[:, :p] = ids
+    for n in range(p, wanted.length):
+        fresh = draw(reader.read(fresh), generator)
+        tokens[:, n : n + 1] = fresh
+    return tokens[:, : wanted.length].to("cpu", torch.int32)
+
+
+def _continued_as_it_is(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
+    """The same with the cache that transformers makes, which grows, or none."""
     cached = _cached(model, ids[:1]) and _fresh_cache(model)
     asked = {**(cached or {}), "use_cache": bool(cached), "logits_to_keep": 1}
     tokens = fresh = ids
@@ -216,10 +249,10 @@ def _cached(model: Any, ids: Tensor) -> bool:
         return False
     twice = torch.cat([ids, ids[:, -1:]], 1)
     expected = model(input_ids=twice, use_cache=False, logits_to_keep=1).logits[:, -1:]
-    return found.shape == expected.shape and bool(_distance(found, expected) < SAME)
+    return found.shape == expected.shape and bool(distance(found, expected) < SAME)
 
 
-def _distance(found: Tensor, expected: Tensor) -> Tensor:
+def distance(found: Tensor, expected: Tensor) -> Tensor:
     """Relative to what all logits have in common: softmax does not see that."""
     found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
     return (found - expected).norm() / expected.norm().clamp_min(1e-9)
@@ -227,6 +260,13 @@ def _distance(found: Tensor, expected: Tensor) -> Tensor:
 
 def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
     """A token [m, 1] for each row of `logits` [m, v], none that is less likely than 1 in v."""
-    p = logits.softmax(-1)
+    return draw(logits.softmax(-1), generator)
+
+
+def draw(p: Tensor, generator: torch.Generator) -> Tensor:
+    """The same of probabilities [m, v] (float32), which are overwritten. What torch.multinomial draws,
+    without its checks, which read all of them three times more."""
     least = 0.999 / p.shape[1]  # where all are equally likely, rounding leaves some
-    return torch.multinomial(p.masked_fill_(p < least, 0.0), 1, generator=generator)
+    torch.threshold_(p, least, 0.0)
+    p /= torch.empty_like(p).exponential_(generator=generator)
+    return p.argmax(-1, keepdim=True)
