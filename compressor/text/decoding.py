@@ -12,14 +12,17 @@ A model decodes so only where that gives the logits of the model as it is (`stat
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blr.compressor.machine.exhaustion import exhausted, raise_exhausted
 from blr.compressor.modeling.cache_names import cache_name
@@ -31,6 +34,7 @@ BUCKET = 64  # slots: tokens that share a graph
 DEVICES = ("cuda",)  # kinds of devices where a cache in place pays
 SAME = 0.05  # relative distance of two ways' logits; bfloat16's is some .01
 TRIED = 2  # samples that a model is tried with
+PACKED = "blr_packed_heads"  # of transformers' table of attention functions
 PROBED = 8  # samples whose probabilities by a graph are compared
 
 
@@ -152,7 +156,8 @@ class StaticReader:
         mask = mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
         given = {"position_ids": place.positions[None]} if self.placed else {}
         asked: dict[str, Any] = {**given, **self.cache, "use_cache": True, "logits_to_keep": 1}
-        found: Tensor = self.model(input_ids=ids, attention_mask=mask, **asked).logits
+        with packed_heads(self.model):
+            found: Tensor = self.model(input_ids=ids, attention_mask=mask, **asked).logits
         return found[:, -1]
 
     def _pass(self, ids: Tensor) -> None:
@@ -258,9 +263,7 @@ def can_be_static(model: Any, length: int) -> bool:
     ids = torch.randint(vocabulary, (TRIED, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
     try:
-        if not _attends_to_all(model, length) or not _keeps_heads(model):
-            return False
-        return length > 1 and _tried(model, ids)
+        return length > 1 and _attends_to_all(model, length) and _tried(model, ids)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model raises at a cache or a mask that it does not take
@@ -292,14 +295,34 @@ def _attends_to_all(model: Any, length: int) -> bool:
     )
 
 
-def _keeps_heads(model: Any) -> bool:
-    """Whether attention with a mask leaves keys and values as they lie: older releases of transformers
-    copy those of fewer heads than the queries', for every token."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    if (getattr(config, "num_key_value_heads", None) or heads) == heads:
-        return True
-    return config._attn_implementation == "sdpa" and hasattr(sdpa_attention, "pack_gqa")
+@contextmanager
+def packed_heads(model: Any) -> Iterator[None]:
+    """Meanwhile SDPA attends by `_attend`: with a mask, transformers (but for its newest releases)
+    copies the keys of fewer heads than the queries' for every token."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)
+    try:
+        for config in found:
+            config._attn_implementation_internal = PACKED
+        yield
+    finally:
+        for config in found:
+            config._attn_implementation_internal = "sdpa"
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """[m, t, h, d] of queries [m, h, t, d]. Those of a token that share a key are rows of one head."""
+    m, h, t, d = query.shape
+    shared = h // key.shape[1]
+    if t > 1 and shared > 1:  # prompts are short
+        key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
+    rows = query.reshape(m, key.shape[1], shared, d) if t == 1 else query
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(m, h, t, -1).transpose(1, 2).contiguous(), None
 
 
 def _cache(model: Any, place: Place, length: int) -> Cache:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from pico import MODELS, MORE, small
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.text import decoding, own
@@ -90,11 +91,25 @@ def test_on_a_cpu_models_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert StaticReading(pico("llama"), LENGTH).reader(2) is None
 
 
-def test_keys_of_fewer_heads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_be_static(pico("llama"), LENGTH)
-    monkeypatch.delattr(decoding.sdpa_attention, "pack_gqa")
-    assert not can_be_static(pico("llama"), LENGTH)
-    assert can_be_static(pico("gpt2"), LENGTH)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shared", [1, 3])
+def test_queries_that_share_a_key_attend_as_if_it_were_copied(tokens: int, shared: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 2 * shared, tokens, 8)
+    key, value = torch.randn(2, 2, 2, 5, 8)
+    mask = torch.where(torch.randn(1, 1, tokens, 5) > 1, torch.finfo(torch.float32).min, 0.0)
+    wide = (states.repeat_interleave(shared, 1) for states in (key, value))
+    expected = scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
+    found, _ = decoding._attend(None, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_attention_is_packed_only_meanwhile() -> None:
+    model = pico("llama")
+    with pytest.raises(ZeroDivisionError), decoding.packed_heads(model):
+        assert model.config._attn_implementation == decoding.PACKED
+        _ = 1 / 0
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("length", [1, 2, BUCKET, BUCKET + 1])
