@@ -102,4 +102,4 @@ def test_solutions_compile(back: bool, capability: int) -> None:
         "blr.kernels.cholesky.triton", "solve_kernel", {**signature, **dict.fromkeys(strides, "i64")},
         constants, capability, num_warps=launch.WARPS,
     )  # fmt: skip
-    assert found["spills"] <= 32
+    assert found["spills"] <= 96
