@@ -49,7 +49,6 @@ ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
 SPREAD_BYTES = 1 << 33  # for the products V_lᵀ H_l of which all block rows are made
 SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer whose 2 b i² r is so much
-PANEL = 256  # columns of Z_k H Z_kᵀ made at once: half of it is enough
 MIXED = (1, 2, 4, 8, 16)  # blocks that our kernel mixes
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S
 SHRINKING = 1e-3  # noise from which U is that of the noisy loss to the end: below, a weight that has the
@@ -308,19 +307,9 @@ class BlastProblem:
         if self.gram is None and shared is not None:
             normal = mixed_gram(S[at], shared)
         else:
-            normal = self._lower(weighted, Z)
+            normal = weighted @ Z.mT
         sizes = self.noise * Z.square().sum(2)
         return Products(Z, weighted, normal, self.rows[at] @ weighted.mT, sizes)
-
-    def _lower(self, weighted: Tensor, Z: Tensor) -> Tensor:
-        """Z_k H Z_kᵀ [k, r, r], of which above the diagonal's panels zeros where that saves much."""
-        rank = self.spec.rank
-        if Z.device.type == "cpu" or rank <= 2 * PANEL:
-            return weighted @ Z.mT
-        normal = Z.new_zeros(len(Z), rank, rank)
-        for n in range(0, rank, PANEL):
-            normal[:, n:, n : n + PANEL] = weighted[:, n:] @ Z[:, n : n + PANEL].mT
-        return normal
 
     def _weighted(self, Z: Tensor, S: Tensor, shared: Tensor | None) -> Tensor:
         """Z_k H [k, r, i]."""
