@@ -2,7 +2,8 @@
 
     python scripts/make_checkpoint.py llama-3.2-1b /tmp/llama-1b
 
-For measuring memory and time; the weights mean nothing. Spectra fall as k^-0.5, as trained
+For measuring memory and time; the weights mean nothing, and are others where there is a GPU. Spectra fall
+as k^-0.5, as trained
 weights roughly do.
 """
 
@@ -62,8 +63,10 @@ SHAPES = {
 
 def weight(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """A random matrix [rows, columns] whose rows fall off in size."""
-    drawn = torch.randn(rows, columns, generator=generator)
-    return (0.02 * drawn * torch.arange(1, rows + 1)[:, None] ** -0.25).to(torch.bfloat16)
+    where = generator.device
+    drawn = torch.randn(rows, columns, generator=generator, device=where)
+    sizes = 0.02 * torch.arange(1, rows + 1, device=where)[:, None] ** -0.25
+    return (drawn * sizes).to(torch.bfloat16).cpu()
 
 
 def layer(config: dict, n: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -91,7 +94,8 @@ def main() -> None:
     config["num_hidden_layers"] = arguments.layers or config["num_hidden_layers"]
     config |= {"dtype": "bfloat16", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
     arguments.folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # 8B numbers take minutes on a CPU
+    generator = torch.Generator(device).manual_seed(0)
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     ends = {"model.embed_tokens.weight": weight(vocabulary, hidden, generator)}
     ends["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)

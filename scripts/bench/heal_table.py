@@ -210,8 +210,8 @@ class Table:
     def run(self, row: Row) -> Result:
         """Every step of a row."""
         try:
-            dense = self.evaluated(f"{row.model}.dense", row.model, self.models[row.model], row.model)
             key, source = self.compressed(row)
+            dense = self.evaluated(f"{row.model}.dense", row.model, self.models[row.model], row.model)
             before = self.evaluated(f"{key}.before", row.name, source, row.model)
             if self.given.fits:
                 return {"row": row.name, "dense": dense, "before": before}
