@@ -25,9 +25,10 @@ Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
-    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]."""
+    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]; a measure of `summed`, which takes
+    its gradient by itself."""
     assert teacher is not None
-    return divergence_sum(student, teacher)
+    return divergence_sum(student, teacher, alone=True)
 
 
 def kl_of_top(k: int) -> Measure:

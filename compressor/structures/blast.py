@@ -222,10 +222,9 @@ class BlastProblem:
         S, V = self.split(theta)
         self.found = {}
         parts = list(self._parts(list(range(len(self.starts))), S, V, solve_tiled))
-        pulled = parts[0][2].clone()
-        for _, _, more in parts[1:]:
-            pulled += more
-        loss = torch.stack([loss for loss, _, _ in parts]).sum()
+        loss, _, pulled = parts[0]
+        for more, _, pull in parts[1:]:  # in the order in which several processes' are added
+            loss, pulled = loss + more, pulled + pull
         return loss, self.join(torch.cat([for_s for _, for_s, _ in parts]), pulled)
 
     def _evaluated(self, theta: Tensor) -> tuple[float, Tensor]:

@@ -9,6 +9,7 @@ from torch.nn.functional import log_softmax
 
 from blr.compressor.heal.losses import Head, kl, summed
 from blr.kernels.divergence import triton as kernel
+from blr.kernels.divergence.op import divergence_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,3 +68,15 @@ def test_it_compiles(capability: int) -> None:
         num_warps=kernel.WARPS,
     )
     assert found["spills"] == 0
+
+
+def test_a_multiple_has_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the sum alone, whose gradient is not multiplied."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(6, 9, requires_grad=True), torch.randn(6, 9)
+    (expected,) = torch.autograd.grad(0.25 * divergence_sum(student, teacher), student)
+    monkeypatch.setenv("BLR_KERNELS", "triton")
+    (found,) = torch.autograd.grad(0.25 * divergence_sum(student, teacher), student)
+    (alone,) = torch.autograd.grad(divergence_sum(student, teacher, alone=True), student)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(0.25 * alone, expected)
