@@ -2,9 +2,8 @@
 
     python scripts/make_checkpoint.py llama-3.2-1b /tmp/llama-1b
 
-For measuring memory and time; the weights mean nothing, and are others where there is a GPU. Spectra fall
-as k^-0.5, as trained
-weights roughly do.
+For measuring memory and time; the weights mean nothing, and are others where there is a GPU. Spectra
+fall as k^-0.5, as trained weights roughly do.
 """
 
 from __future__ import annotations
