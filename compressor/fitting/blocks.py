@@ -35,6 +35,7 @@ from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.streamed import Parts
+from blr.compressor.machine.precision import moved
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.text.reading import Calibration
@@ -252,7 +253,7 @@ class BlockModel:
         return self._placed(self.source.load_tensor(self.source.entries[stored]))
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device).to(torch.float32)  # half the bytes travel
+        return moved(tensor, self.device, torch.float32)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:

@@ -31,7 +31,7 @@ from blr.compressor.recipe.schema import AUTO, Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
-SWEEP = 6  # raise it when the measured sensitivities change
+SWEEP = 7  # raise it when the measured sensitivities change
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
 FINISH_EPOCHS = 8  # of the last pass, likewise
 NAMED = 6  # layers that a note lists

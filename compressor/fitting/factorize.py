@@ -20,6 +20,7 @@ from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
 from blr.compressor.machine.device import working_dtype
 from blr.compressor.machine.exhaustion import exhausted
+from blr.compressor.machine.precision import moved
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.quoting import first_line
@@ -29,9 +30,10 @@ from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
+from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 12  # raise it when a factorizer's results change: journals of older runs are then void
+ALGORITHM = 13  # raise it when a factorizer's results change: journals of older runs are then void
 
 # Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
 # of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
@@ -84,8 +86,9 @@ class Job:
 
 
 def machine(device: torch.device) -> list[Any]:
-    """What of a device the bits of results depend on: on the CPU the number of threads."""
-    return [device.type, torch.get_num_threads() if device.type == "cpu" else None]
+    """What of a device the bits of results depend on: on the CPU the number of threads, and whether
+    kernels run."""
+    return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
@@ -147,7 +150,7 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
         Factors in the stored dtype, contiguous on the CPU, and the layer's record. The error is
         that of the stored factors, rounding included.
     """
-    work = weight.to(job.device, working_dtype(job.device))
+    work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
     spec, notes = job.planned.spec, list[str]()
     with recorded_fallbacks() as fallbacks:
@@ -178,7 +181,7 @@ def keep_factors(
     spec, dtype = job.planned.spec, job.stored_dtype(weight)
     tensors = {name: _stored(factors[name], dtype) for name in spec.stored()}
     check_range(tensors)
-    work = weight.to(job.device, working_dtype(job.device))
+    work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT if job.layer.transposed else work
     back = restored(spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
     facts = {"type": job.layer.type, "spec": spec.to_dict(), "error": relative_error(work, back)}

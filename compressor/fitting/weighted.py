@@ -12,6 +12,7 @@ from torch import Tensor
 from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
+from blr.compressor.machine.precision import moved
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper
@@ -65,7 +66,7 @@ def fit_weighted(
         What is stored, on the CPU, with the latent numbers of what is packed, and the layer's record,
         with `weighted_error`, the relative error of the layer's output over the calibration inputs.
     """
-    work = weight.to(job.device).to(torch.float64)
+    work = moved(weight, job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
     target = moments.target(work, correct_drift=True)
     outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))

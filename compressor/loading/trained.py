@@ -35,14 +35,13 @@ def fuse_trained(model: Any) -> None:
     """Let attention, gated MLPs and norms of `model` compute, with gradients or without, by kernels."""
     for module in model.modules():
         kind: Any = type(module)
-        norm = norm_of(module)
         forward = kind.native.forward if isinstance(module, Extension) else kind.forward
         make = module.fused_gate if isinstance(module, FusedGate) else gate_of(module)
         if calls_rotation(forward):
             module.forward = partial(_attend, module, forward)
         elif make is not None:
             module.forward = partial(_gate, module, make)
-        elif norm is not None and norm[0] == "rms":
+        elif (norm := norm_of(module)) is not None and norm[0] == "rms":
             module.forward = partial(_norm, module, norm[1])
 
 

@@ -1,4 +1,4 @@
-"""How exactly a device multiplies."""
+"""In which precision numbers are brought to a device and multiplied there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -19,3 +20,9 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`tensor` on `device` in a dtype as wide as its own or wider, converted there: asked for both at
+    once, torch converts on the CPU, and twice the bytes travel."""
+    return tensor.to(device).to(dtype)

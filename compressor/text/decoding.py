@@ -6,7 +6,7 @@ to the first slots of them, as many as the next multiple of BUCKET, and a mask h
 written yet: one graph serves every token of a bucket. It begins at the keys' projections and ends at
 probabilities; tokens are drawn behind it, and the host waits for none of them.
 
-A model decodes so only where that gives the logits of the model as it is (`static_reader`).
+A model decodes so only where that gives the logits of the model as it is (`can_be_static`).
 """
 
 from __future__ import annotations
