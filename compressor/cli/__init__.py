@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import time
+import warnings
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -42,6 +43,8 @@ from blr.compressor.parallel import environment
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
 FIRST_SAYS = 2.0  # seconds
+HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # torch's, in a thread that
+# computes gradients and has launched kernels of ours only: it then sets the context, as it should
 
 app = typer.Typer(
     name="blr",
@@ -129,6 +132,7 @@ def main() -> None:
     BLR_DEBUG=1; Ctrl-C becomes 130, a reader of the results that left 141.
     """
     _plain_streams()
+    warnings.filterwarnings("ignore", message=HARMLESS)
     try:
         streams.prepare()
         code = command()(standalone_mode=False)

@@ -12,7 +12,8 @@ two numbers of GPUs measured, others are predicted (`--predict`), and marked so:
 Amdahl's law; of healing by a step's time on one and what a sum over two adds to it, which grows as the
 bytes of a ring do, 2 (N - 1) / N. That is within one host's links: over hosts it is a bound. One
 warm-up of a small model comes first. A line of the table, and one of JSON in FOLDER/scaling.jsonl, for
-every case and number of GPUs as it is done; a case that is there already is not measured again.
+every case and number of GPUs as it is done; a case that is there already is not measured again. What a
+run says meanwhile is in FOLDER/CASE-on-N.log.
 """
 
 from __future__ import annotations
@@ -100,13 +101,14 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def run(command: list[str]) -> dict[str, Any]:
-    """What a command of blr prints as JSON, with its wall time and the most memory used."""
+def run(command: list[str], log: Path) -> dict[str, Any]:
+    """What a command of blr prints as JSON, with its wall time and the most memory used; `log` takes
+    what it says meanwhile."""
     started = time.monotonic()
-    with Memory() as memory:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with Memory() as memory, open(log, "w") as told:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=told, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
+        sys.exit(f"{shlex.join(command)}\n{log.read_text()[-4000:]}")
     wall = time.monotonic() - started
     return {**json.loads(done.stdout), "wall": wall, "gpu_gib": memory.gpu, "host_gib": memory.host}
 
@@ -127,7 +129,8 @@ class Bench:
             if (row["case"], row["gpus"]) == (case, gpus):
                 return row
         target = self.out / f"{case}-on-{gpus}"
-        found = run([*self.blr, *self._command(case), *self._options(target, gpus)])
+        command = [*self.blr, *self._command(case), *self._options(target, gpus)]
+        found = run(command, self.out / f"{case}-on-{gpus}.log")
         row = {"case": case, "gpus": gpus, **{k: found[k] for k in ("wall", "gpu_gib", "host_gib")}}
         row |= {"seconds": found["seconds"], "tokens": None, "sha256": digest(target)}
         row["spent"] = found.get("spent", {})
@@ -141,7 +144,7 @@ class Bench:
 
     def _options(self, target: Path, gpus: int) -> list[str]:
         given = ["-o", str(target), "--gpus", str(gpus), "--device", self.a.device]
-        return [*given, "-q", "--format", "json"]
+        return [*given, "--format", "json"]
 
     def _command(self, case: str) -> list[str]:
         if case in HEALED:
@@ -157,7 +160,8 @@ class Bench:
         student = self.out / f"student-{case}"
         if not student.exists():
             options = self._options(student, max(self.a.gpus))
-            run([*self.blr, "compress", str(teacher), "--method", "monarch", *options])
+            command = [*self.blr, "compress", str(teacher), "--method", "monarch", *options]
+            run(command, self.out / f"student-{case}.log")
         data = ["--data", str(self.text), "--mix", "0", "--steps", str(self.a.steps)]
         data += ["--batch", str(self.a.batch)] if self.a.batch else []
         return ["heal", str(student), "--teacher", str(teacher), *data, "--save-minutes", "60"]
@@ -172,7 +176,8 @@ class Bench:
             "8",
             *self._options(target, max(self.a.gpus)),
         ]
-        run([*self.blr, "compress", str(TINY), "--method", "blast", "--blocks", "4", *options])
+        command = [*self.blr, "compress", str(TINY), "--method", "blast", "--blocks", "4", *options]
+        run(command, self.out / "warm.log")
         shutil.rmtree(target)
 
 
