@@ -188,11 +188,11 @@ class Job:
 
     def _help_produce(self) -> None:
         if not self.settings.heal:
-            self._fit()
+            self._fit(None)
             return
         healing = Healing(self.source, self.settings)
         if self.work.processes.told(None):
-            self._fit()
+            self._fit(None)
         read = self.work.processes.told(None)
         folder, place = self.workspace.partial / UNHEALED, (self.workspace, self.progress)
         healing.run(folder, None, read, *place, self.work.processes)
@@ -238,7 +238,7 @@ class Job:
         from blr.compressor.output.files import small_files
         from blr.compressor.output.produce import Contents, write_whole
 
-        source, fitted = self.source, self._fit()
+        source, fitted = self.source, self._fit(read)
         results, measured = fitted.results, fitted.measured
         if not self.settings.heal:
             self.work.processes.leave()
@@ -258,7 +258,8 @@ class Job:
         facts["input_sha256"] = read
         write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
 
-    def _fit(self) -> Fitted:
+    def _fit(self, read: str | None) -> Fitted:
+        """`read`: the digest of all that is read, None where the first process has it."""
         source, recipe, settings, work = self.source, self.recipe, self.settings, self.work
         if settings.calibration is None:
             from blr.compressor.fitting.factorize import factorize_layers
@@ -268,7 +269,7 @@ class Job:
         from blr.compressor.fitting.engine import compress_calibrated
 
         replan = partial(make_plan, source, recipe, calibrated=True)
-        found = compress_calibrated(work, replan, settings.calibration)
+        found = compress_calibrated(work, replan, settings.calibration, work.processes.told(read))
         self.plan = found.plan
         return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
 
@@ -290,7 +291,8 @@ class Job:
         return needed
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must agree on. Weights are not in it: each layer's key covers its own."""
+        """What a resumed run must agree on. Weights are not in it: each layer's key covers its own,
+        or all where statistics depend on them."""
         from blr.compressor.machine.device import pick_device
 
         settings, device = self.settings, pick_device(self.settings.device).type

@@ -18,7 +18,7 @@ from blr.compressor.checkpoint.regular import parse_json, read_whole
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
-from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec, spec_from_dict
 from blr.compressor.tables import aligned
 
 MAX_BYTES = 64 * 2**20
@@ -39,7 +39,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
             raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
         records = {} if saved else _read(folder / LAYERS)
-        records = records or _unmeasured(config)
+        records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
         width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
         layers = [_row(name, record, width) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
@@ -59,11 +59,23 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
 def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
     """Records of the layers in config.json."""
-    layers = config["blr"]["layers"].items()
-    return {
-        name: {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
-        for name, spec in layers
-    }
+    return {name: _record(name, spec) for name, spec in config["blr"]["layers"].items()}
+
+
+def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
+    """`records` with what an export has packed as it is stored: nothing there measures those errors."""
+    bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
+    dense = {n: QuantizedSpec(DenseSpec(i, o), bits) for n, (o, i) in export.get("dense", {}).items()}
+    packed = {name: spec.to_dict() for name, spec in dense.items()} | export.get("head", {})
+    for name, record in records.items() if bits else ():
+        spec = record["spec"]
+        if name not in export.get("plain", []) and {"bits", "base"}.isdisjoint(spec):
+            packed.setdefault(name, {**spec, "bits": bits})
+    return records | {name: _record(name, spec) for name, spec in packed.items()}
+
+
+def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
 
 
 def _read(path: Path) -> dict[str, Any]:

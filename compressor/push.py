@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
@@ -20,6 +22,9 @@ from blr.compressor.quoting import named_line, quote
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
+WEIGHTS = re.compile(
+    r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
+)  # of a model
 
 
 @dataclass(frozen=True)
@@ -77,29 +82,68 @@ def _is_repository(name: str) -> bool:
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
-    """Make the repository if there is none and commit all files at once; the commit's address.
+    """Make the repository if there is none and commit all files at once, without what an earlier output
+    of blr has there beside them; the commit's address.
 
-    Raises HubError: offline, no token, refused, or not reached.
+    Raises HubError: offline, no token, refused, or not reached; public where `private` is asked for, or
+    with weights of something else.
     """
     if is_offline():
         remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
         raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    operations = [
+    with _hub_errors(push.repository):  # None: as its owner has it, which may be private
+        api.create_repo(push.repository, private=True if private else None, exist_ok=True)
+        info: Any = api.repo_info(push.repository, revision=revision)
+    if private and not info.private:
+        raise HubError(
+            f"{push.repository}: a public repository, expected a private one for --private; make it "
+            "private on the hub, or name another"
+        )
+    stale = _stale(push, api, {file.rfilename for file in info.siblings or []}, revision)
+    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    operations += [
         CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
         for name, data in push.files.items()
     ]
-    try:
-        api.create_repo(push.repository, private=private, exist_ok=True)
-        done: Any = api.create_commit(
-            push.repository, operations, commit_message=message, revision=revision
-        )
-    except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-        remedy = "check the name, the network and that `hf auth login` gave a token that may write"
-        raise HubError(f"{push.repository}: {named_line(error)}; {remedy}") from error
+    with _hub_errors(push.repository):
+        how: dict[str, Any] = {
+            "commit_message": message,
+            "revision": revision,
+            "parent_commit": info.sha,
+        }
+        done: Any = api.create_commit(push.repository, operations, **how)
     return str(done.commit_url)
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """What the hub client raises, its own, httpx's and the system's errors, as HubError."""
+    try:
+        yield
+    except Exception as error:
+        remedy = "check the name, the network and that `hf auth login` gave a token that may write"
+        raise HubError(f"{repository}: {named_line(error)}; {remedy}") from error
+
+
+def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
+    """Files of the repository that an earlier output left and this one has not: transformers would load
+    its weights, if they lie in other files, before these. Raises HubError for weights of others."""
+    listed: set[str] = set()
+    if MANIFEST in there:
+        with _hub_errors(push.repository):
+            path = Path(api.hf_hub_download(push.repository, MANIFEST, revision=revision))
+        files = parse_json(read_whole(path, MAX_BYTES), path).get("files")
+        listed = set(files) if isinstance(files, dict) else set()
+    others = there - push.files.keys()
+    if foreign := sorted(name for name in others - listed if WEIGHTS.fullmatch(name)):
+        raise HubError(
+            f"{push.repository}: holds {quote(foreign[0])}, weights that are not of this output and "
+            "would be loaded before or beside it; remove them on the hub, or name another repository"
+        )
+    return sorted(others & listed)
 
 
 def _made(manifest: dict[str, Any]) -> str:

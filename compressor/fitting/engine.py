@@ -52,12 +52,13 @@ class Outcome:
     norms: dict[str, TensorEntry]
 
 
-def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
+def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = "") -> Outcome:
     """Fit every planned layer to the activations that `text` causes.
 
     Args:
         replan: makes the plan from measured sensitivities (None: uniform).
         text: a file or data set name, as `read_calibration` takes it.
+        weights: digest of all weights: statistics depend on those of other layers, too.
 
     Raises:
         InputError, HubError, CapabilityError, NumericsError.
@@ -70,6 +71,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str) -> Outcome:
     model.load_rest()
     batches = model.start(calibration, work.processes)
     key = layer_key(
+        weights=weights,
         calibration=calibration.digest,
         sequential=recipe.sequential,
         seed=recipe.seed,

@@ -44,7 +44,7 @@ class Healing:
 
         self.teacher = Checkpoint(source, {}, compressed=False)
         self.options = options_of(settings)
-        reading_of(self.teacher, self.options).texts(self.options)
+        reading_of(self.teacher, self.options).texts(self.options, briefly=True)
 
     def run(
         self,

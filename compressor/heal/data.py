@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,27 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.heal.embedding import sentence_stream
+from blr.compressor.heal.embedding import LEAST, sentence_stream
 from blr.compressor.heal.pair import EMBEDS, task_of
 from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.text.own import ROOM, OwnText
-from blr.compressor.text.reading import calibration_digest, read_documents
-from blr.compressor.text.windows import Stream, digest, interleaved, text_stream, tokenize
+from blr.compressor.text.reading import calibration_digest, is_dataset, read_documents
+from blr.compressor.text.windows import (
+    LEAST_WINDOWS,
+    Stream,
+    digest,
+    interleaved,
+    text_stream,
+    tokenize,
+)
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # times as many sentences
 CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # own tokens written; beside long trainings
 READS = 4  # times that training may read them where more than GPU_OWN are written
+SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
 PACE, MOST_PACE = 3e13, 5e5  # parameters times tokens that a GPU trains on in a second; tokens at most
 
 
@@ -84,22 +92,31 @@ class Reading:
     context: int
     sentences: Sentences | None = None
 
-    def texts(self, options: HealOptions) -> dict[str, Stream]:
-        """The user's texts by the names that they are called by.
+    def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
+        """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
+        of these no more than shows that they will do.
 
         Raises InputError, HubError for one that is missing, malformed or too short.
         """
         found: dict[str, Stream] = {}
         for name in options.files:
-            found[_label(name, found)] = self._stream(name, options)
+            found[_label(name, found)] = self._stream(name, options, briefly)
         return found
 
-    def _stream(self, name: str, options: HealOptions) -> Stream:
-        documents = read_documents(name, options.offline)
+    def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
+        documents, long = read_documents(name, options.offline), is_dataset(name)
         place = self.window, options.seed, name
         if self.sentences is None:
-            return text_stream(tokenize(documents, self.tokenizer), *place, options.varied)
-        return sentence_stream(documents, self.tokenizer, self.sentences, *place)
+            most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
+            return text_stream(tokenize(documents, self.tokenizer, most), *place, options.varied)
+        lines, most = filter(str.strip, documents), LEAST if briefly else SET_SENTENCES
+        first = islice(lines, most if long else None)
+        return sentence_stream(first, self.tokenizer, self.sentences, *place)
+
+    def shortened(self, options: HealOptions) -> list[str]:
+        """What to say of texts that are not read to their end."""
+        most = f"{SET_TOKENS:,} tokens" if self.sentences is None else f"{SET_SENTENCES:,} lines"
+        return [f"{n}: its first {most} at most" for n in options.files if is_dataset(n)]
 
 
 def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:

@@ -124,26 +124,27 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, head: Head, theirs: Any, targets: Tensor,
-        measure: Measure,
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head, theirs: Any,
+        targets: Tensor, measure: Measure,
     ) -> Tensor:  # fmt: skip
-        wanted = [x for x in (hidden, weight) if x is not None and x.requires_grad]
+        given = (hidden, weight, bias)
+        wanted = [x for x in given if x is not None and x.requires_grad]
         gradients = {id(x): torch.zeros_like(x, dtype=_wide(x, hidden)) for x in wanted}
         total = hidden.new_zeros((), dtype=torch.float32)
         for at in _chunks(hidden, head):
             with torch.enable_grad():
                 part = hidden[at].detach().requires_grad_(hidden.requires_grad)
-                w = None if weight is None else weight.detach().requires_grad_(weight.requires_grad)
-                loss = measure(Head(w, head.bias).logits(part), theirs(at), targets[at])
-            both = ((hidden, part), (weight, w))
-            leaves = {id(x): leaf for x, leaf in both if leaf is not None and id(x) in gradients}
+                w, b = _leaf(weight), _leaf(bias)
+                loss = measure(Head(w, b).logits(part), theirs(at), targets[at])
+            pairs = zip(given, (part, w, b), strict=True)
+            leaves = {id(x): leaf for x, leaf in pairs if leaf is not None and id(x) in gradients}
             found = torch.autograd.grad(loss, list(leaves.values()))
             for key, gradient in zip(leaves, found, strict=True):
                 whole = gradients[key]
                 (whole[at] if key == id(hidden) else whole).add_(gradient)
             total += loss.detach()
-        ctx.save_for_backward(*(gradients.get(id(x)) for x in (hidden, weight)))
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight)]
+        ctx.save_for_backward(*(gradients.get(id(x)) for x in given))
+        ctx.dtypes = [None if x is None else x.dtype for x in given]
         return total
 
     @staticmethod
@@ -153,6 +154,10 @@ class _Chunked(torch.autograd.Function):
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*found, None, None, None, None)
+
+
+def _leaf(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_(x.requires_grad)
 
 
 def _wide(x: Tensor, hidden: Tensor) -> torch.dtype:
@@ -187,7 +192,7 @@ def summed(
             measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in _chunks(hidden, head)
         ]
         return torch.stack(parts).sum()
-    return _Chunked.apply(hidden, head.weight, head, theirs, targets, measure)
+    return _Chunked.apply(hidden, head.weight, head.bias, head, theirs, targets, measure)
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:

@@ -72,7 +72,7 @@ def store_trained(
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     for entry in source.entries.values():
         owner, _, leaf = entry.name.rpartition(".")
-        master = pair.masters.get(f"{module_name(pair.student, owner)}.{leaf}")
+        master = pair.master_of(f"{module_name(pair.student, owner)}.{leaf}")
         if master is None:
             master = _sum(pair, checkpoint, entry)
         if master is not None and entry.name not in tensors:

@@ -60,6 +60,9 @@ class Pair:
             for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
                 self.masters[name + suffix] = master
                 self.shares.append(share)
+        first = {id(part.parameter): name for name, part in self.trained.items()}
+        every = self.student.named_parameters(remove_duplicate=False)
+        self.others = {name: first[id(p)] for name, p in every if id(p) in first}
         self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
 
     @property
@@ -71,6 +74,11 @@ class Pair:
         """Trained numbers, of all processes where they are shared out."""
         own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
         return sum(tensor.numel() for tensor in own.values())
+
+    def master_of(self, name: str) -> Tensor | None:
+        """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
+        trained."""
+        return self.masters.get(self.others.get(name, name))
 
     def kinds(self) -> list[str]:
         """Of `settings.KINDS`, those that masters are of; additions are of none."""
@@ -279,7 +287,9 @@ def _trained(
         elif name in latents:
             found[name] = latents[name]
         else:
-            master = parameter.detach().clone().requires_grad_() if narrow else None
+            # A CUDA graph leaves gradients where its next replay does: they are summed elsewhere
+            apart = narrow or parameter.is_cuda
+            master = parameter.detach().clone().requires_grad_() if apart else None
             found[name] = Plain(parameter, master)
     if narrow:
         narrowed(student, teacher)

@@ -282,6 +282,7 @@ class Job:
 
         if reading.window < self.options.window:
             self.progress.notes([f"windows of {reading.window} tokens, the model's most"])
+        self.progress.notes(reading.shortened(self.options))
         share = self.processes.rank, self.processes.count
 
         def write(wanted: OwnText) -> Tensor:

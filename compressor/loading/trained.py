@@ -42,7 +42,7 @@ def fuse_trained(model: Any) -> None:
         elif make is not None:
             module.forward = partial(_gate, module, make)
         elif (norm := norm_of(module)) is not None and norm[0] == "rms":
-            module.forward = partial(_norm, module, norm[1])
+            module.forward = partial(_norm, module, forward, norm[1])
 
 
 def _attend(attention: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,9 @@ def _gate(mlp: Any, make: str, x: Tensor) -> Any:
     return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
-def _norm(norm: Any, eps: float, x: Tensor) -> Tensor:
+def _norm(norm: Any, native: Any, eps: float, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:  # a gated norm with its gate
+        return native(norm, x, *args, **kwargs)
     return rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import transformers
@@ -60,7 +61,8 @@ def made_class(name: str, mixin: type, module: str) -> type[Any]:
                 "__module__": module,
                 "__doc__": f"{native.__name__} with structured layers.",
                 "config_class": config,
-                "made_of": (native, mixin, module),
+                "made_of": native,
+                "make": partial(made_class, mixin=mixin, module=module),
             },
         )
     return _made[name, mixin]
@@ -70,10 +72,10 @@ def _let_heads_make(cls: Any, config: type) -> None:
     """Give AutoModel the class of what is inside a `cls`, unless it has one for this configuration:
     whoever loads a folder has trusted its code, and transformers would ask again."""
     mapping: Any = transformers.AutoModel._model_mapping
-    native, mixin, module = cls.made_of
+    native = cls.made_of
     inner = getattr(mapping.get(native.config_class, None), "__name__", "")
     if config not in mapping and inner != native.__name__ and hasattr(transformers, inner):
-        mapping.register(config, made_class(PREFIX + inner, mixin, module))
+        mapping.register(config, cls.make(PREFIX + inner))
 
 
 def _keep_conversions(native: Any, name: str, model_type: str) -> None:

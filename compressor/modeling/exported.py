@@ -69,6 +69,7 @@ def model_class(name: str) -> type[Any]:
                 "__module__": __name__,
                 "__doc__": structured.__doc__,
                 "config_class": structured.config_class,
+                "make": model_class,  # of what heads let AutoModel make
             },
         )
     return _classes[name]

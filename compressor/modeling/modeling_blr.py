@@ -150,7 +150,7 @@ def _accountable(model: Any, keys: set[str], missing: bool) -> set[str]:
     known = hasattr(transformers, name.removeprefix(PREFIX))
     if name == type(model).__name__ or not known:
         return keys
-    named = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
+    named = type(model).make(name) if name.startswith(PREFIX) else getattr(transformers, name)
     with torch.device("meta"):
         own = {_bare(named, key) for key in named(model.config).state_dict()}
     return {key for key in keys if (_bare(named, key) in own) == missing}

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from blr.compressor.modeling.deferred import Deferred
 from blr.compressor.modeling.expressions import Node
-from blr.compressor.modeling.rank_store import Held, RankStore, again, features_of, of_one_layer
+from blr.compressor.modeling.rank_store import Held, RankStore, again, features_of, of_one_layer, renewed
 from blr.compressor.modeling.settings import warn_once
 
 
@@ -103,6 +103,13 @@ class RankLayer(DynamicLayer):
         self.keys, self.values = keys, values
         self.reset_ranks()
 
+    def _renew(self) -> None:
+        """The keys and values of all tokens are made of what is held now."""
+        if self.last is not None:
+            held = zip(self.last, self.stores, self.tables, strict=True)
+            keys, values = (renewed(n, store, [t.tensor for t in each]) for n, store, each in held)
+            self.last = keys, values
+
     def reset_ranks(self) -> None:
         """Forget them."""
         kind = self.stores[0].kind
@@ -166,7 +173,7 @@ class RankLayer(DynamicLayer):
             return held._replace(tensor=function(held.tensor, dim))
 
         self.tables = tuple([table(held) for held in each] for each in self.tables)
-        self.last = None
+        self._renew()
 
     def offload(self) -> None:
         """Ranks to the CPU."""
@@ -174,7 +181,7 @@ class RankLayer(DynamicLayer):
             for store in self._apart():
                 self.home = store.held[0].device
                 store.change(lambda tensor: tensor.to("cpu", non_blocking=True))
-            self.last = None
+            self._renew()
         else:
             super().offload()
 
@@ -185,6 +192,7 @@ class RankLayer(DynamicLayer):
                 store.change(
                     lambda tensor: tensor.to(getattr(self, "home", tensor.device), non_blocking=True)
                 )
+            self._renew()
         else:
             super().prefetch()
 

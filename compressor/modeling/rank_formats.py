@@ -29,10 +29,12 @@ class Format(NamedTuple):
 
 
 def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Whole numbers in int8, and the scale of every token's ranks."""
-    scale = ranks.abs().amax(-1, keepdim=True) / LARGEST[kind]
+    """Whole numbers in int8, and the scale of every token's ranks. In float32: half precision has no
+    number between 127 and 128, which int8 has not."""
+    wide, most = ranks.float(), LARGEST[kind]
+    scale = (wide.abs().amax(-1, keepdim=True) / most).to(ranks.dtype)
     scale = scale.clamp_min(torch.finfo(ranks.dtype).tiny)
-    return (ranks / scale).round().to(torch.int8), scale
+    return (wide / scale.float()).round().clamp(-most, most).to(torch.int8), scale
 
 
 def _scaled(parts: Parts, dtype: torch.dtype) -> Tensor:

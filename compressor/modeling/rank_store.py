@@ -3,7 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,15 @@ def features_of(node: Node) -> tuple[int, int]:
     return 0, node.shape[-1]
 
 
+def renewed(node: Node, store: RankStore, tables: Sequence[Tensor]) -> Node:
+    """A node of `again` over what `store` and the tables, in their order, hold now."""
+    leaf, left = node, iter(tables)
+    while not isinstance(leaf, Held):
+        leaf = leaf.of[0]
+    now = Held(store, leaf.product, leaf.shape[-1], leaf.dtype)
+    return again(node, now, lambda *_: next(left))
+
+
 def again(node: Node, leaf: Node, extend: Extend) -> Node:
     """`node` with `leaf`, of more tokens, in the place of its source; what several nodes are made from
     is made once, as in `node`: rotations read it twice, norms three times, one behind the other."""
@@ -117,12 +126,12 @@ def again(node: Node, leaf: Node, extend: Extend) -> Node:
 
 def _again(node: Node, leaf: Node, more: Callable[[Node], Node], extend: Extend) -> Node:
     """One node of `again`, made of what `more` makes of those that it is made from."""
-    if isinstance(node, Source):
+    if isinstance(node, Source | Held):
         return leaf
     if isinstance(node, Narrow) and isinstance(node.of[0], Source) and leaf.shape[-1] == node.shape[-1]:
         return leaf  # it has no other features
     if isinstance(node, Replayed):
-        return _replayed(node, leaf.shape[1], more, extend)
+        return _replayed(node, leaf, more, extend)
     first = more(node.of[0])
     if isinstance(node, Narrow):
         return Narrow(first, node.start, node.start + node.shape[-1])
@@ -132,7 +141,7 @@ def _again(node: Node, leaf: Node, more: Callable[[Node], Node], extend: Extend)
     return Permuted(first, node.order)
 
 
-def _replayed(node: Replayed, tokens: int, more: Callable[[Node], Node], extend: Extend) -> Node:
+def _replayed(node: Replayed, leaf: Node, more: Callable[[Node], Node], extend: Extend) -> Node:
     at = node.labels.index(1)
 
     def extended(part: Any) -> Any:
@@ -148,5 +157,5 @@ def _replayed(node: Replayed, tokens: int, more: Callable[[Node], Node], extend:
 
     arguments = mapped((Node, Tensor), extended, node.arguments)
     shape = list(node.shape)
-    shape[at] = tokens
+    shape[node.labels.index(0)], shape[at] = leaf.shape[:2]
     return Replayed(node.function, arguments, Like(torch.Size(shape), node.dtype), node.labels)

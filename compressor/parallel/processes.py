@@ -7,6 +7,7 @@ for finished layers, which each puts into the journal: on several hosts it lies 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,8 +54,8 @@ class Processes:
                 raise UsageError(
                     f"device {asked!r} for {self.count} processes; set CUDA_VISIBLE_DEVICES"
                 )
-            own = self._take_gpu()
-            backend = "cpu:gloo,cuda:nccl" if own else "gloo"
+            self._take_gpu()
+            backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
         meeting = os.environ.get(environment.MEETING)
         method = f"file://{meeting}" if meeting else "env://"
         with _lost():
@@ -63,17 +64,22 @@ class Processes:
             )
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._check_alike()
+        if self.device.type == "cuda":
+            self._find_wire()
 
-    def _take_gpu(self) -> bool:
-        """Whether this process has a GPU of its own, which is then where messages start."""
+    def _take_gpu(self) -> None:
         there = torch.cuda.device_count()
         self.device = torch.device("cuda", environment.local_rank() % there)
         torch.cuda.set_device(self.device)
-        if environment.local_count() > there:
-            self.notes.append(f"{environment.local_count()} processes share {there} GPUs")
-            return False
-        self.wire = self.device
-        return True
+
+    def _find_wire(self) -> None:
+        """Messages start from GPUs where each process has one of its own: also where a launcher shows
+        each process no other."""
+        gpus = self.gather(_card(self.device))
+        if len(set(gpus)) == len(gpus):
+            self.wire = self.device
+        else:
+            self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
 
     def _check_alike(self) -> None:
         kinds = sorted(set(self.gather(_kind(self.device))))
@@ -168,6 +174,8 @@ class Processes:
         if self.count == 1:
             return
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        if not gradients:  # of the same tensors in every process
+            return
         flat = torch.cat([g.flatten() for g in gradients]).to(self.wire)
         with _lost():
             dist.all_reduce(flat)
@@ -187,6 +195,13 @@ class Processes:
     def agreed(self, *values: float) -> list[float]:
         """The first process's `values`, in all of them."""
         return self.told(list(values))
+
+
+def _card(device: torch.device) -> str:
+    """Which GPU of all hosts this is; the parts of a card (MIG) are all the same, as for NCCL, which
+    takes two processes on one for a mistake."""
+    found = torch.cuda.get_device_properties(device)
+    return f"MIG of {platform.node()}" if " MIG " in found.name else str(found.uuid)
 
 
 def _kind(device: torch.device) -> str:

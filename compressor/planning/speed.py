@@ -76,7 +76,7 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     if wanted is None:
         return recipe, ""
     for settings in _storages(recipe):
-        tried = make_recipe(**_without(recipe), **settings)
+        tried = make_recipe(**_without(recipe, settings["method"]), **settings)
         speed = tokens_per_second(source, tried, gpu, calibrated) or 0.0
         what = " ".join(f"{name} {value}" for name, value in settings.items())
         if speed >= wanted:
@@ -88,10 +88,12 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     )
 
 
-def _without(recipe: Recipe) -> dict[str, Any]:
-    """What it says beside the speed and the method."""
+def _without(recipe: Recipe, method: str) -> dict[str, Any]:
+    """What it says beside the speed and the method, for another `method`: plain weights are fitted by
+    no solver."""
     given = recipe.model_dump(exclude_unset=True)
-    return {name: value for name, value in given.items() if name not in ("tokens_per_second", "method")}
+    left = {"tokens_per_second", "method"} | ({"solver", "rounds"} if method == DENSE else set())
+    return {name: value for name, value in given.items() if name not in left}
 
 
 def _storages(recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -76,15 +76,19 @@ def definite(gram: Tensor) -> Tensor:
 
 
 def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, float]:
-    """`matrix` [..., r, r] with the first of `shifts` of its diagonal that makes it positive definite,
-    its lower Cholesky factor, and the shift. Raises NumericsError if none does."""
+    """`matrix` [..., r, r], each with the first of `shifts` of its diagonal that makes it positive
+    definite, whatever the others of a batch take; their lower Cholesky factors, and the largest shift.
+    Raises NumericsError if none does."""
     scale = _scale(matrix)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    for shift in shifts:
-        moved = matrix + shift * scale * identity if shift else matrix
-        factor = _cholesky(moved)
-        if factor is not None:
+    taken = torch.full_like(scale, shifts[0])
+    for shift, more in zip(shifts, [*shifts[1:], None], strict=True):
+        moved = matrix + taken * scale * identity if shift else matrix
+        factor, bad = _factored(moved)
+        if not bad.any():
             return moved, factor, shift
+        if more is not None:
+            taken = torch.where(bad[..., None, None], more, taken)
     raise NumericsError(
         "a normal matrix has no Cholesky factor even with jitter: the weights or the calibration "
         "statistics hold huge or non-finite values; check them, or --exclude the layer"
@@ -111,8 +115,15 @@ def rough_cholesky(grams: Tensor) -> Tensor:
 
 def _cholesky(matrix: Tensor) -> Tensor | None:
     """Lower factors, or None where one of the matrices is not positive definite."""
+    factor, bad = _factored(matrix)
+    return None if bad.any() else factor
+
+
+def _factored(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower factors of [..., r, r], and which [...] of the matrices have none."""
     found = _repeated(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
-    return None if bool(found.info.any()) else found.L.to(matrix)
+    bad = (found.info != 0) | ~found.L.isfinite().all(-1).all(-1)
+    return found.L.to(matrix), bad.to(matrix.device)
 
 
 def solve_factored(root: Tensor, right: Tensor) -> Tensor:
@@ -128,16 +139,16 @@ def solve_upper(root: Tensor, right: Tensor) -> Tensor:
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
     [..., m, r]; jittered as in `cholesky`."""
-    if (tiles := _by_tiles(matrix)) is not None:
-        return tiles.solve(right)
+    if is_tiled(matrix):
+        return _by_tiles(matrix, right)
     return solve_factored(cholesky(matrix), right.mT).mT
 
 
 def inverse_spd(matrix: Tensor) -> Tensor:
     """Inverse of (a batch of) [r, r] matrices as in `cholesky`; for preconditioners, which are
     applied so often that products beat triangular solves."""
-    if (tiles := _by_tiles(matrix)) is not None:
-        return tiles.solve(torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix))
+    if is_tiled(matrix):
+        return _by_tiles(matrix, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix))
     return torch.cholesky_inverse(cholesky(matrix))
 
 
@@ -147,13 +158,14 @@ def solve_tiled(matrix: Tensor, right: Tensor) -> Tensor:
     return _tiles(matrix).solve(right)
 
 
-def _by_tiles(matrix: Tensor) -> Factored | None:
-    """Factors of a batch by our kernels, with the least jitter; None where they do not run, or where one
-    of the matrices takes more."""
-    if not is_tiled(matrix):
-        return None
-    found = _tiles(matrix)
-    return found if found.is_sound else None
+def _by_tiles(matrix: Tensor, right: Tensor) -> Tensor:
+    """`solve_spd` of a batch by our kernels, with the least jitter; what takes more is solved alone, as
+    it is in every other batch: processes share systems out."""
+    tiles = _tiles(matrix)
+    solved = tiles.solve(right)
+    for n in tiles.unsound():
+        solved[n] = solve_factored(cholesky(matrix[n]), right[n].mT).mT
+    return solved
 
 
 def _tiles(matrix: Tensor) -> Factored:

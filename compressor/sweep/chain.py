@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ class PointChain:
     def tidy(self) -> None:
         """Remove the checkpoint of a point that is done, unless it was made to be kept."""
         if self.compress is not None and not (self.folder.record(self.name) or {}).get("kept"):
-            shutil.rmtree(self.folder.output(self.name), ignore_errors=True)
+            self.folder.tidy(self.name)
 
     def missing(self) -> bool:
         """Whether it is to be made: it has no record, or not the checkpoint that is to be kept."""

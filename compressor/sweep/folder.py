@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from blr.compressor.checkpoint import ownership
 from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.fingerprint import changes
 from blr.compressor.checkpoint.lock import Lock
+from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
 from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import OutputError
 
 ABOUT = "sweep of blr"
 RESULT = "sweep.json"
 LOCK = "sweep.lock"
 PARTS = ("points", "logs", "outputs")
+SIBLINGS = (".blr-partial", ".blr-lock", ".blr-replaced")
+NOTES = (".json", ".log", ".out")  # files in the first two
 
 
 class Folder:
@@ -67,12 +71,34 @@ class Folder:
         """Make the folder this sweep's, under the lock: another may have changed it until then."""
         found = self._check_place(restart)
         if restart:
-            for part in PARTS:
-                shutil.rmtree(self.path / part, ignore_errors=True)
+            self._clear()
         for part in PARTS:
             (self.path / part).mkdir(parents=True, exist_ok=True)
         if found is None or found != self.common:
             self.write(RESULT, {"about": ABOUT, "common": self.common})
+
+    def _clear(self) -> None:
+        """Remove what an earlier sweep has made. Raises OutputError, before any checkpoint is gone, for
+        what is not of blr, or was changed since."""
+        notes = [path for part in PARTS[:2] for path in (self.path / part).glob("*")]
+        for path in notes:
+            if not path.is_file() or path.is_symlink() or not path.name.endswith(NOTES):
+                ownership.in_the_way(path, "not written by a sweep")
+        outputs = self.path / "outputs"
+        names = {outputs_name(path.name) for path in outputs.glob("*")}
+        with ExitStack() as held:
+            for name in sorted(names):
+                held.enter_context(Workspace(outputs / name, overwrite=True, restart=True))
+            for path in [outputs / name for name in names if (outputs / name).exists()]:
+                ownership.remove(path, listed_in(path))
+        for path in notes:
+            path.unlink()
+
+    def tidy(self, name: str) -> None:
+        """Remove the checkpoint of a point, but not where anything else lies in it."""
+        path = self.output(name)
+        with suppress(OSError, OutputError):
+            ownership.remove(path, listed_in(path))
 
     def _found(self) -> dict[str, Any] | None:
         """What the sweep that lies here has in common; None if there is nothing."""
@@ -117,6 +143,16 @@ class Folder:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         write_stream(self.path / name, [text.encode()])
+
+
+def outputs_name(name: str) -> str:
+    """Of the output that something in the folder of outputs belongs to."""
+    return next((name.removesuffix(s) for s in SIBLINGS if name.endswith(s)), name)
+
+
+def listed_in(output: Path) -> set[str]:
+    """What the manifest of an output lists, and the manifest. Raises OutputError without one."""
+    return {*read_manifest(output)["files"], MANIFEST}
 
 
 def read_json(path: Path) -> dict[str, Any]:

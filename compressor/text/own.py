@@ -22,6 +22,7 @@ from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
 from blr.compressor.text.shelf import Shelf, shelf_folder
+from blr.compressor.text.windows import SEEDS
 
 if TYPE_CHECKING:
     from blr.compressor.text.decoding import StaticReading
@@ -142,7 +143,7 @@ def _openings(tokenizer: Any) -> list[list[int]]:
 
 
 def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(wanted.seed * 1_000_003 + number)
+    return torch.Generator(device).manual_seed((wanted.seed * 1_000_003 + number) % SEEDS)
 
 
 def _prompts(

@@ -99,6 +99,11 @@ def _known(name: str) -> Path:
     return path
 
 
+def is_dataset(name: str) -> bool:
+    """Whether a text is one of the hub, which may have no end. Raises InputError for a missing file."""
+    return not os.path.exists(_known(name))
+
+
 def read_documents(name: str, offline: bool = False) -> Iterator[str]:
     """The documents of a file (its lines, or those of its JSON) or of a data set."""
     path = _known(name)

@@ -18,6 +18,8 @@ from blr.compressor.errors import InputError
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows
 PIECE = 1 << 20  # characters tokenized at once
+SEEDS = 1 << 63  # of generators
+LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PLAIN_READS = 3  # epochs in which windows are read as they are
 
 
@@ -68,7 +70,7 @@ class Stream:
         return torch.stack(found).long()
 
     def _varied(self, window: Tensor, k: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 7_000_003 + k)
+        generator = torch.Generator().manual_seed((self.seed * 7_000_003 + k) % SEEDS)
         chosen = torch.rand(len(window), generator=generator) < self.vary
         flat = self.rows.reshape(-1)
         others = flat[torch.randint(len(flat), window.shape, generator=generator)]
@@ -76,18 +78,19 @@ class Stream:
 
     def _order(self, epoch: int) -> tuple[Tensor, int]:
         """The order of the windows in an epoch, and where in its room each begins."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % SEEDS)
         order = torch.randperm(len(self), generator=generator)
         room = self.rows.shape[1] - (len(self) if self.one_text else 1) * self.window
         most = min(room + 1, self.window)
         return order, int(torch.randint(most, (), generator=generator))
 
 
-def tokenize(documents: Iterable[str], tokenizer: Any) -> Tensor:
-    """The tokens [n] (int32) of `documents` one after the other, without special tokens."""
+def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
+    """The tokens [n] (int32) of `documents` one after the other, without special tokens; the first
+    `most`, of which no more is read than they take."""
     found: list[Tensor] = []
     piece: list[str] = []
-    size = 0
+    size = count = 0
 
     def flush() -> None:
         ids = tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
@@ -98,14 +101,16 @@ def tokenize(documents: Iterable[str], tokenizer: Any) -> Tensor:
         size += len(document)
         if size > PIECE:
             flush()
-            piece, size = [], 0
+            piece, size, count = [], 0, count + len(found[-1])
+        if most is not None and count >= most:
+            break
     flush()
-    return torch.cat(found)
+    return torch.cat(found)[:most]
 
 
 def text_stream(tokens: Tensor, window: int, seed: int, name: str, vary: float = 0.0) -> Stream:
     """The stream of one text. Raises InputError for one too short to be trained on and judged by."""
-    if len(tokens) < 3 * window:
+    if len(tokens) < LEAST_WINDOWS * window:
         raise InputError(
             f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
             "give more text, or take shorter windows"

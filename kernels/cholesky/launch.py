@@ -35,7 +35,12 @@ class Factored:
     @property
     def is_sound(self) -> bool:
         """Whether all of the matrices were positive definite; waits for the GPU."""
-        return bool(self.inverses.isfinite().all())
+        return not self.unsound()
+
+    def unsound(self) -> list[int]:
+        """Numbers of the matrices that were not positive definite; waits for the GPU."""
+        bad = ~self.inverses.isfinite().flatten(1).all(1)
+        return bad.nonzero()[:, 0].tolist()
 
     def solve(self, right: Tensor) -> Tensor:
         """X [g, m, n] with ``X A = B`` for B [g, m, n]."""

@@ -23,7 +23,7 @@ from pico import save_pico
 from running import Run
 
 from blr.compressor.checkpoint.manifest import verify_manifest
-from blr.compressor.errors import InputError, UsageError, VerifyError
+from blr.compressor.errors import HubError, InputError, UsageError, VerifyError
 from blr.compressor.push import prepare_push, send
 
 CARD = "---\nlicense: mit\nbase_model: owner/base\nlanguage: en\n---\n# A dense model\n"
@@ -43,7 +43,8 @@ def output(dense: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the client was asked: arguments of the repository and of the commit."""
+    """What the client was asked: arguments of the repository and of the commit; `files`, `private` and
+    `manifest` of the repository that it finds."""
     asked: dict[str, Any] = {}
 
     def create_repo(self: Any, repository: str, **options: Any) -> None:
@@ -53,7 +54,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["commit"] = (repository, operations, options)
         return SimpleNamespace(commit_url=f"hub:{repository}/commit/1")
 
+    def repo_info(self: Any, repository: str, revision: str | None = None) -> Any:
+        files = [SimpleNamespace(rfilename=name) for name in asked.get("files", [".gitattributes"])]
+        return SimpleNamespace(private=asked.get("private", True), sha="1" * 40, siblings=files)
+
+    def download(self: Any, repository: str, name: str, revision: str | None = None) -> str:
+        return str(asked["manifest"])
+
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     return asked
@@ -155,3 +165,31 @@ def test_refusals_are_a_line(environment: dict[str, str], said: str, output: Pat
     )
     assert (done.returncode, done.stdout) == (8, "")
     assert said in done.stderr.splitlines()[-1] and "me/small" in done.stderr.splitlines()[-1]
+
+
+def test_what_an_earlier_output_left_is_removed(
+    output: Path, hub: dict[str, Any], tmp_path: Path
+) -> None:
+    """Transformers would load its weights before these; what others put there stays."""
+    there = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "recipe.yaml")
+    files = {name: {"sha256": "0" * 64, "bytes": 1} for name in (*there, "gone.json")}
+    (tmp_path / "blr_manifest.json").write_text(json.dumps({"files": files}))
+    hub["files"] = [*there, "blr_manifest.json", "notes.txt", ".gitattributes"]
+    hub["manifest"] = tmp_path / "blr_manifest.json"
+    send(prepare_push(output, "me/small"), private=False, revision="dev", message="m")
+    assert hub["repository"][1]["private"] is None, "as its owner has it"
+    kinds = {type(operation).__name__ for operation in hub["commit"][1]}
+    assert kinds == {"CommitOperationAdd", "CommitOperationDelete"}
+    removed = [o.path_in_repo for o in hub["commit"][1] if type(o).__name__ == "CommitOperationDelete"]
+    assert removed == list(there[:2])
+    assert hub["commit"][2]["parent_commit"] == "1" * 40 and hub["commit"][2]["revision"] == "dev"
+
+
+def test_a_repository_that_is_not_as_asked_for_gets_nothing(output: Path, hub: dict[str, Any]) -> None:
+    hub["private"] = False
+    with pytest.raises(HubError, match="me/small: a public repository, expected a private one"):
+        send(prepare_push(output, "me/small"), private=True, revision=None, message="m")
+    hub["files"] = ["pytorch_model.bin", "config.json"]
+    with pytest.raises(HubError, match=r"holds 'pytorch_model\.bin', weights that are not of this"):
+        send(prepare_push(output, "me/small"), private=False, revision=None, message="m")
+    assert "commit" not in hub

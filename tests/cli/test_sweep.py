@@ -344,3 +344,21 @@ def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:
     assert [point.name for point in frontier(points)] == ["int4", "elsewhere", "better", "int2"]
     assert share_of_plain(points, points[2], 0) == pytest.approx(0.2 / 0.4)
     assert share_of_plain(points, _found("beyond", 1.0, 0.1, 0.1), 0) is None
+
+
+def test_begun_anew_it_removes_what_is_its_own_alone(
+    limited: Limited, arguments: list[str], tmp_path: Path
+) -> None:
+    few = [{"2,500": "2", "int4": "none", "--group": "--seed", "32": "0"}.get(p, p) for p in arguments]
+    assert limited.run(*few, "--keep", cwd=tmp_path, patch=FORKED).code == 0
+    kept = tmp_path / "out/outputs/svd-cf2"
+    for mine in (kept / "mine.txt", kept.with_name("mine"), tmp_path / "out/logs/mine.txt"):
+        mine.write_text("mine")
+        done = limited.run(*few, "--keep", "--restart", cwd=tmp_path, patch=FORKED)
+        refused(done, 5, "mine")
+        assert mine.read_text() == "mine" and (kept / "blr_manifest.json").exists()
+        assert (tmp_path / "out/points/svd-cf2.json").exists()
+        mine.unlink()
+    before = (kept / "blr_manifest.json").stat().st_ino
+    assert limited.run(*few, "--keep", "--restart", cwd=tmp_path, patch=FORKED).code == 0
+    assert (kept / "blr_manifest.json").stat().st_ino != before, "made again"

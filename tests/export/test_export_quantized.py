@@ -19,6 +19,7 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.manifest import read_manifest
 from blr.compressor.export.pack import quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
+from blr.compressor.inspect import inspect_output
 
 
 def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:
@@ -141,3 +142,20 @@ def test_what_continues_no_text_is_packed_and_takes_none(tmp_path: Path, invoke:
     assert code == 0, err
     check = json.loads(out)["check"]
     assert "loss" not in check and 0 < check["distance"] < 0.1
+
+
+def test_inspect_tells_bits_as_they_are_stored(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Of all that is packed, the dense layers and the head as well."""
+    for name in ("svd", "dense"):
+        folder = export_to(sources[name], tmp_path / name, quantize="int4")
+        found = inspect_output(folder)
+        rows, stored = {row["module"]: row for row in found["layers"]}, dict[str, int]()
+        for path in folder.glob("*.safetensors"):
+            for key, tensor in load_file(path).items():
+                owner = next((n for n in rows if key.startswith(f"{n}.")), "")
+                stored[owner] = stored.get(owner, 0) + 8 * tensor.nbytes
+        assert len(rows) == 28
+        for module, row in rows.items():
+            assert stored[module] / row["dense_parameters"] == pytest.approx(row["bits"]), module
+        packed = [row for module, row in rows.items() if module not in plain_layers(folder)]
+        assert packed and all(row["bits"] < 10 and row["error"] is None for row in packed)

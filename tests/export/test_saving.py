@@ -31,7 +31,7 @@ import copy, json, pickle, sys, warnings
 from pathlib import Path
 warnings.simplefilter("error", UserWarning)
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 again, *folders = map(Path, sys.argv[1:])
 ids, found = torch.arange(2, 14).view(1, 12), {}
 for folder in folders:
@@ -40,6 +40,9 @@ for folder in folders:
         logits = model(ids).logits
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert other(ids).logits.equal(logits)
+        bare = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+        states = [m(ids).last_hidden_state for m in (bare, model.base_model)]
+        assert torch.allclose(*states, rtol=1e-4, atol=1e-5), folder
     found[folder.name] = logits.tolist()
     model.save_pretrained(again / folder.name)
 sys.meta_path.remove(refuse)

@@ -89,3 +89,12 @@ def test_one_process_has_nobody_to_share_with(
     limited: Limited, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     refused(limited.run(*command, "--fsdp", cwd=tmp_path), 2, "start several with --gpus N")
+
+
+def test_where_all_that_is_trained_is_shared_out(
+    limited: Limited, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """No gradient is left to sum."""
+    done = run_ranks(limited, 2, *command, "--fsdp", "--train", "factors", cwd=tmp_path)
+    assert done.code == 0, done.err[-2000:]
+    assert json.loads(done.out)["best_step"] > 0

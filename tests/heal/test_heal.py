@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -370,3 +371,17 @@ def test_additions_to_layers_in_few_bits_are_refused(dense: Path, text: Path, tm
     compress(dense, recipe, packed, Settings("dense"), QUIET)
     with pytest.raises(CapabilityError, match="stored in few bits"):
         run(packed, dense, tmp_path / "out", data=(str(text),), mix=0.0, lora=2)
+
+
+def test_tied_tensors_that_are_both_stored_stay_tied(dense: Path, text: Path, tmp_path: Path) -> None:
+    """One parameter is trained: the other name must not keep what it was."""
+    both = shutil.copytree(dense, tmp_path / "both")
+    tensors = load_file(both / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, both / "model.safetensors", {"format": "pt"})
+    student = compress_pico(both, tmp_path / "compressed", "svd")
+    given = {"data": (str(text),), "train": ("embeddings",), "steps": 2, "mix": 0.0}
+    run(student, both, tmp_path / "out", **given)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert not torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])

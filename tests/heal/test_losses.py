@@ -93,3 +93,19 @@ def test_a_head_takes_states_of_a_wider_dtype() -> None:
     loss.backward()
     gradient = model.backbone.layers[0].mixer.in_proj.weight.grad
     assert float(loss.detach()) == 0 and gradient is not None and bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias", "both"])
+def test_a_bias_of_the_head_is_trained(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts as in one, and by itself."""
+    monkeypatch.setattr(losses, "CHUNK", 2 * VOCABULARY)
+    hidden, weight, theirs, their_weight, targets = case()
+    bias = torch.randn(VOCABULARY, requires_grad=True)
+    hidden = hidden.detach()
+    if trained != "both":
+        (weight if trained == "bias" else bias).requires_grad_(False)
+    leaves = [tensor for tensor in (weight, bias) if tensor.requires_grad]
+    whole = kl(torch.nn.functional.linear(hidden, weight, bias), theirs @ their_weight.mT, targets)
+    expected = torch.autograd.grad(whole, leaves)
+    found = summed(hidden, Head(weight, bias), (theirs, Head(their_weight)), targets, kl)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves), expected)

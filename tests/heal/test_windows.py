@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import pytest
 import torch
 
 from blr.compressor.errors import InputError, UsageError
+from blr.compressor.heal import data
 from blr.compressor.heal.data import Data, Part, Reading, _shares, batch_windows, text_digests
 from blr.compressor.heal.settings import HealOptions, check_options
+from blr.compressor.loading.load import load_tokenizer
+from blr.compressor.text import windows as windows_of_text
 from blr.compressor.text.windows import PLAIN_READS, Stream, text_stream
 
 WINDOW = 8
@@ -119,9 +124,46 @@ def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_share_of_the_rows_has_some_of_each_part() -> None:
-    data = Data([Part("a", one_text(), 2), Part("self", samples(), 4)], "")
-    windows = data.take(5)
-    assert windows.shape == (data.batch, WINDOW) == (6, WINDOW)
-    own = [int(row[0]) >= 1000 for row in windows]
+    mixed = Data([Part("a", one_text(), 2), Part("self", samples(), 4)], "")
+    rows = mixed.take(5)
+    assert rows.shape == (mixed.batch, WINDOW) == (6, WINDOW)
+    own = [int(row[0]) >= 1000 for row in rows]
     assert [sum(own[:3]), sum(own[3:])] == [2, 2]
-    assert data.steps(2) == round(2 * len(one_text()) / 2)
+    assert mixed.steps(2) == round(2 * len(one_text()) / 2)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**62, 2**63 - 1])
+def test_any_seed_of_64_bits_gives_windows(seed: int) -> None:
+    """Also where they are varied."""
+    stream = Stream(torch.arange(100)[None], WINDOW, seed, 0.5)
+    count = (PLAIN_READS + 1) * len(stream)
+    assert stream.take(0, count).shape == (count, WINDOW)
+
+
+class Endless:
+    """The package `datasets`, with a set that has no end."""
+
+    rows = 0
+
+    @classmethod
+    def load_dataset(cls, name: str, **_: object) -> Iterator[dict[str, str]]:
+        while True:
+            cls.rows += 1
+            yield {"text": f"row {cls.rows} of {name}, which goes on and on"}
+
+
+@pytest.mark.parametrize("briefly", [False, True])
+def test_of_a_data_set_the_beginning_is_read(
+    briefly: bool, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", Endless)
+    monkeypatch.setattr(data, "SET_TOKENS", 1000)
+    monkeypatch.setattr(windows_of_text, "PIECE", 100)
+    monkeypatch.setattr(Endless, "rows", 0)
+    options = HealOptions("dense", data=("some/endless-set",), window=WINDOW)
+    reading = Reading(load_tokenizer(dense), WINDOW, 64)
+    (stream,) = reading.texts(options, briefly).values()
+    tokens = 3 * WINDOW if briefly else 1000
+    assert stream.rows.numel() + stream.held.numel() == tokens
+    assert Endless.rows * 40 < tokens + 300, "far more is read than is taken"
+    assert reading.shortened(options) == ["some/endless-set: its first 1,000 tokens at most"]

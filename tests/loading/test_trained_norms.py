@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -42,3 +43,14 @@ def test_other_norms_are_left_alone() -> None:
     model = nn.ModuleList([gemma, RMSNormOfSquares(16), nn.LayerNorm(16)])
     assert fused_norms(model) == 0
     assert fused_norms(nn.ModuleList([LlamaRMSNorm(16).bfloat16(), LlamaRMSNorm(16)])) == 2
+
+
+def test_a_gated_norm_keeps_its_gate() -> None:
+    torch.manual_seed(0)
+    norms = [FalconH1RMSNormGated(16, n_groups=1, norm_before_gate=before) for before in (False, True)]
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    expected = [(norm(x), norm(x, gate), norm(x, gate=gate)) for norm in norms]
+    fuse_trained(nn.ModuleList(norms))
+    assert any("forward" in vars(norm) for norm in norms), "the premise: one is taken for a plain norm"
+    for norm, wanted in zip(norms, expected, strict=True):
+        torch.testing.assert_close((norm(x), norm(x, gate), norm(x, gate=gate)), wanted)

@@ -252,3 +252,22 @@ def test_models_without_such_a_cache_say_so(tmp_path: Path) -> None:
     source = save_pico("bert", tmp_path / "bert")
     with pytest.raises(UsageError, match="are for decoders"):
         compress_to(source, tmp_path / "out", method="svd", kv_cf=2.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2"])
+def test_whole_keys_end_the_ranks_of_a_cache_that_was_changed(name: str) -> None:
+    """Cropped, for several answers, and moved, and then a step with gradients."""
+    model = caching(name, low_rank, "ranks")
+    caches = [rank_cache(DynamicCache(config=model.config), model.config, "ranks"), DynamicCache()]
+    ids, found = prompts()["input_ids"], []
+    for cache in caches:
+        with torch.no_grad():
+            model(input_ids=ids[:1], past_key_values=cache)
+        cache.crop(-3)
+        cache.batch_repeat_interleave(2)
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        found.append(model(input_ids=ids[:, -3:], past_key_values=cache).logits)
+        assert found[-1].requires_grad and cache.get_seq_length() == LENGTH
+    assert (found[0] - found[1]).norm() <= TOLERANCES[torch.float32] * found[1].norm()

@@ -36,3 +36,14 @@ def test_sizes_are_those_that_are_said(rank: int, kind: str) -> None:
     parts = FORMATS[kind].pack(torch.ones(1, 5, rank, dtype=torch.bfloat16))
     assert sum(part.nbytes for part in parts) == 5 * held_bytes(rank, kind, 2)
     assert held_bytes(32, "int4", 2) == 8 + 12 + 2 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_half_precision_is_rounded_as_well(kind: str, dtype: torch.dtype) -> None:
+    """The largest rank, too, whose level half precision would round to one that int8 has not."""
+    ranks = torch.randn(500, 1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = FORMATS[kind].unpack(FORMATS[kind].pack(ranks), dtype)
+    most = ranks.abs().amax(-1, keepdim=True).float()
+    missed = (found.float() - ranks.float()).abs()
+    assert bool((missed <= most * (0.5 / LARGEST[kind] + 2 * torch.finfo(dtype).eps)).all())

@@ -161,3 +161,23 @@ def test_a_matrix_that_is_not_finite_is_named_as_such(bad: float) -> None:
         linalg.eigenvalues(matrix)
     with pytest.raises(NumericsError, match=r"holds NaN or Inf|no Cholesky factor"):
         linalg.cholesky(matrix)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_system_does_not_depend_on_one_that_takes_more_jitter(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes share systems out, and give the bytes of one."""
+    monkeypatch.setenv("BLR_KERNELS", kernels)
+    torch.manual_seed(0)
+    root, right = torch.randn(3, 40, 50), torch.randn(3, 2, 40)
+    matrices = root @ root.mT
+    matrices[1] -= (torch.linalg.eigvalsh(matrices[1])[0] + 0.01) * torch.eye(40)
+    together = linalg.solve_spd(matrices, right), linalg.inverse_spd(matrices)
+    for n in range(3):
+        with linalg.recorded_fallbacks() as notes:
+            one = slice(n, n + 1)
+            alone = linalg.solve_spd(matrices[one], right[one]), linalg.inverse_spd(matrices[one])
+        assert bool(notes) is (n == 1)
+        for all_of_them, it in zip(together, alone, strict=True):
+            assert torch.equal(all_of_them[n], it[0])
