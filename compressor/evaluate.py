@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.errors import InputError, NumericsError
+from blr.compressor.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded
 from blr.compressor.progress import Progress
@@ -125,6 +127,15 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def check_embeds(folder: Path) -> None:
+    """Raise CapabilityError for a model that continues text and says of no embedding how to make it."""
+    name = str((read_config(folder).get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
+        raise CapabilityError(
+            f"{folder}: {name} continues text; expected an encoder of sentences for --sts; take --text"
+        )
+
+
 def sts_spearman(
     model: Any,
     tokenizer: Any,

@@ -105,11 +105,20 @@ def read_whole(path: Path, limit: int) -> bytearray:
     return data
 
 
-def read_start(path: Path, count: int = 1 << 15) -> str:
-    """The first `count` bytes of a text file, what is no UTF-8 replaced. Raises InputError."""
+def read_start(path: Path, count: int = 1 << 15, strict: bool = False) -> str:
+    """The first `count` bytes of a text file, what is no UTF-8 replaced, or where `strict` refused.
+
+    Raises InputError.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        return read_exactly(file, path, 0, min(size, count)).decode("utf-8", "replace")
+        data = bytes(read_exactly(file, path, 0, min(size, count)))
+    if not strict:
+        return data.decode("utf-8", "replace")
+    try:  # the last character may be cut
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size <= count)
+    except UnicodeDecodeError as error:
+        _refuse_encoding(path, error)
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -118,8 +127,12 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        found = f"bytes that are no UTF-8 (at byte {error.start})"
-        refuse(path, found, "a text file in UTF-8", "save it as UTF-8")
+        _refuse_encoding(path, error)
+
+
+def _refuse_encoding(path: Path, error: UnicodeDecodeError) -> NoReturn:
+    found = f"bytes that are no UTF-8 (at byte {error.start})"
+    refuse(path, found, "a text file in UTF-8", "save it as UTF-8")
 
 
 def read_pieces(path: Path, limit: int, piece: int = 1 << 22) -> Iterator[bytearray]:

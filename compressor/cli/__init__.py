@@ -103,6 +103,15 @@ def _check_kernels() -> None:
         raise UsageError(str(error)) from error
     if mode == "triton" and find_spec("triton") is None:
         raise CapabilityError(NO_TRITON)
+    if {"BLR_TRANSIENT", "BLR_COMPILED"} & os.environ.keys():  # what reads them imports torch
+        from blr.kernels.common.inlining import compiled_form
+        from blr.kernels.common.transient import transient_bytes
+
+        try:
+            transient_bytes()
+            compiled_form()
+        except RuntimeError as error:
+            raise UsageError(str(error)) from error
 
 
 def _check_surroundings() -> None:

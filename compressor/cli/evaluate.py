@@ -100,6 +100,8 @@ def evaluate(
     if tasks:
         harness.check_installed()
     pairs = library.read_pairs(sts) if sts else []
+    if sts:
+        library.check_embeds(folder)
     data = [*(text or ()), *([sts] if sts else ())]
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)

@@ -24,6 +24,7 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.errors import CapabilityError, kind_of_error
+from blr.compressor.heal.settings import checked_minutes
 
 METHODS = "svd,blast"
 
@@ -129,7 +130,10 @@ def sweep(
         given["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
     named = listed("--methods", usual if methods is None else methods)
-    grid = Grid(named, *sizes, lines, listed("--heal", heal, float), seeds)
+    heals = listed("--heal", heal, float)
+    for minutes in filter(None, heals):
+        checked_minutes(minutes)
+    grid = Grid(named, *sizes, lines, heals, seeds)
     if AUTO in grid.methods:
         given["gpu"] = gpu  # of equal structures the fastest there
     common = {k: v for k, v in given.items() if v is not None}
@@ -153,8 +157,10 @@ def sweep(
             offline=offline,
         )
         result = run(found.folder, recipes, output, settings, Progress(quiet))
-    print_result(result, table, format)
-    if result["failed"] and not result["points"]:
+    none_made = bool(result["failed"]) and not result["points"]
+    if format is not Format.json or not none_made:  # else the error is the one object
+        print_result(result, table, format)
+    if none_made:
         codes = {point["code"] for point in result["failed"]}
         kind = kind_of_error(codes.pop()) if len(codes) == 1 else CapabilityError
         none = f"none of {len(result['failed'])} points could be made"

@@ -72,12 +72,14 @@ def store_trained(
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     for entry in source.entries.values():
         owner, _, leaf = entry.name.rpartition(".")
-        master = pair.master_of(f"{module_name(pair.student, owner)}.{leaf}")
+        name = f"{module_name(pair.student, owner)}.{leaf}"
+        master = pair.master_of(name)
         if master is None:
             master = _sum(pair, checkpoint, entry)
         if master is not None and entry.name not in tensors:
             stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
-            tensors[entry.name] = stored.contiguous()
+            apart = name in pair.masters  # else a second name of one tensor, which files hold twice
+            tensors[entry.name] = stored.contiguous() if apart else stored.clone()
     numbers = {name: tensor for name, tensor in tensors.items() if is_number(tensor)}
     bad = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]
     if bad:

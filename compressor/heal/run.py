@@ -90,7 +90,7 @@ def heal(
         scratch = workspace.pickled
         student = open_checkpoint(folder, options.allow_pickle, scratch)
         if options.lora:
-            check_takes_additions(student)
+            check_takes_additions(student, options.lora)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
         job = Job(student, dense, options, processes, workspace, progress)
         job.run()

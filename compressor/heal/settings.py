@@ -159,8 +159,12 @@ def _own_share(options: HealOptions) -> float:
     return MIX if options.mix is None else options.mix
 
 
-def check_takes_additions(student: Checkpoint) -> None:
-    """Raise CapabilityError for layers in few bits, which hold no sum with an addition."""
+def check_takes_additions(student: Checkpoint, rank: int) -> None:
+    """Raise CapabilityError for layers in few bits, which hold no sum with an addition, and UsageError
+    for a `rank` that no layer has."""
+    sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
+    if rank > max(sizes, default=rank):
+        raise UsageError(f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer")
     if packed := sum(spec.quantized for spec in student.specs.values()):
         raise CapabilityError(
             f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "

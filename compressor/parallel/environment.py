@@ -15,8 +15,8 @@ def count() -> int:
 
 
 def rank() -> int:
-    """This process's number."""
-    return _number("RANK", 0)
+    """This process's number; 0 where it is alone, whatever a launcher left behind."""
+    return _number("RANK", 0) if count() > 1 else 0
 
 
 def local_rank() -> int:

@@ -57,6 +57,11 @@ class Processes:
             self._take_gpu()
             backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
         meeting = os.environ.get(environment.MEETING)
+        if not meeting and "MASTER_ADDR" not in os.environ:
+            raise UsageError(
+                f"WORLD_SIZE is {self.count} and nobody says where processes meet (MASTER_ADDR): start "
+                "them by torchrun, accelerate launch or --gpus, or unset it"
+            )
         method = f"file://{meeting}" if meeting else "env://"
         with _lost():
             dist.init_process_group(

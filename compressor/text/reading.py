@@ -125,7 +125,7 @@ def read_whole_text(path: Path, limit: int) -> str:
 def read_first_text(path: Path) -> str:
     """Some pages of what `read_whole_text` gives. Raises InputError."""
     if not _holds_json(path):
-        return read_start(path)
+        return read_start(path, strict=True)
     start = ""
     for document in _json_documents(path, MAX_BYTES):
         start += document
