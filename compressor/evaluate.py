@@ -126,7 +126,6 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
     ).view(len(rows), -1)
 
 
-@torch.inference_mode()
 def check_embeds(folder: Path) -> None:
     """Raise CapabilityError for a model that continues text and says of no embedding how to make it."""
     name = str((read_config(folder).get("architectures") or [""])[0])
@@ -136,6 +135,7 @@ def check_embeds(folder: Path) -> None:
         )
 
 
+@torch.inference_mode()
 def sts_spearman(
     model: Any,
     tokenizer: Any,

@@ -18,7 +18,8 @@ from blr.compressor.checkpoint.regular import parse_json, read_whole
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
-from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec, spec_from_dict
+from blr.compressor.structures.entries import packed_entries
+from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.tables import aligned
 
 MAX_BYTES = 64 * 2**20
@@ -65,12 +66,9 @@ def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
 def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
     """`records` with what an export has packed as it is stored: nothing there measures those errors."""
     bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
-    dense = {n: QuantizedSpec(DenseSpec(i, o), bits) for n, (o, i) in export.get("dense", {}).items()}
-    packed = {name: spec.to_dict() for name, spec in dense.items()} | export.get("head", {})
-    for name, record in records.items() if bits else ():
-        spec = record["spec"]
-        if name not in export.get("plain", []) and {"bits", "base"}.isdisjoint(spec):
-            packed.setdefault(name, {**spec, "bits": bits})
+    layers = {name: record["spec"] for name, record in records.items()}
+    made = export.get("plain", []), export.get("dense", {}), export.get("head", {})
+    packed = packed_entries(layers, bits, *made)
     return records | {name: _record(name, spec) for name, spec in packed.items()}
 
 

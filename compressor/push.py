@@ -22,9 +22,7 @@ from blr.compressor.quoting import named_line, quote
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
-WEIGHTS = re.compile(
-    r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
-)  # of a model
+WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,11 @@ MOUNTS = Path("/proc/self/mountinfo")
 def sibling(output: Path, kind: str) -> Path:
     """The path beside `output` that holds its partial folder, lock or replaced output."""
     return output.with_name(f"{output.name}.blr-{kind}")
+
+
+def output_of(path: Path) -> Path:
+    """The output that `path` is a `sibling` of, or is."""
+    return path.with_name(re.sub(r"\.blr-(partial|lock|replaced)$", "", path.name))
 
 
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:

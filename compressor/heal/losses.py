@@ -124,14 +124,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head, theirs: Any,
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, theirs: Any,
         targets: Tensor, measure: Measure,
     ) -> Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [x for x in given if x is not None and x.requires_grad]
         gradients = {id(x): torch.zeros_like(x, dtype=_wide(x, hidden)) for x in wanted}
         total = hidden.new_zeros((), dtype=torch.float32)
-        for at in _chunks(hidden, head):
+        for at in _chunks(hidden, weight):
             with torch.enable_grad():
                 part = hidden[at].detach().requires_grad_(hidden.requires_grad)
                 w, b = _leaf(weight), _leaf(bias)
@@ -153,7 +153,7 @@ class _Chunked(torch.autograd.Function):
             None if x is None else (x * g).to(dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*found, None, None, None, None)
+        return (*found, None, None, None)
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:
@@ -165,8 +165,8 @@ def _wide(x: Tensor, hidden: Tensor) -> torch.dtype:
     return x.dtype if x is hidden else torch.float32
 
 
-def _chunks(hidden: Tensor, head: Head) -> list[slice]:
-    width = hidden.shape[1] if head.weight is None else head.weight.shape[0]
+def _chunks(hidden: Tensor, weight: Tensor | None) -> list[slice]:
+    width = hidden.shape[1] if weight is None else weight.shape[0]
     size = max(CHUNK // width, 1)
     return [slice(n, n + size) for n in range(0, len(hidden), size)]
 
@@ -189,10 +189,11 @@ def summed(
 
     if not torch.is_grad_enabled():
         parts = [
-            measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in _chunks(hidden, head)
+            measure(head.logits(hidden[at]), theirs(at), targets[at])
+            for at in _chunks(hidden, head.weight)
         ]
         return torch.stack(parts).sum()
-    return _Chunked.apply(hidden, head.weight, head.bias, head, theirs, targets, measure)
+    return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:

@@ -62,7 +62,7 @@ class Pair:
                 self.shares.append(share)
         first = {id(part.parameter): name for name, part in self.trained.items()}
         every = self.student.named_parameters(remove_duplicate=False)
-        self.others = {name: first[id(p)] for name, p in every if id(p) in first}
+        self.first_names = {name: first[id(p)] for name, p in every if id(p) in first}
         self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
 
     @property
@@ -78,7 +78,7 @@ class Pair:
     def master_of(self, name: str) -> Tensor | None:
         """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
         trained."""
-        return self.masters.get(self.others.get(name, name))
+        return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
         """Of `settings.KINDS`, those that masters are of; additions are of none."""

@@ -164,7 +164,9 @@ def check_takes_additions(student: Checkpoint, rank: int) -> None:
     for a `rank` that no layer has."""
     sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
     if rank > max(sizes, default=rank):
-        raise UsageError(f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer")
+        raise UsageError(
+            f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer; lower it"
+        )
     if packed := sum(spec.quantized for spec in student.specs.values()):
         raise CapabilityError(
             f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "

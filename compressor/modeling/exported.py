@@ -17,12 +17,9 @@ from blr.compressor.modeling.generation import FusedGeneration
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
-from blr.compressor.modeling.quantized import (
-    QuantizedStructured,
-    dense_entry,
-    replace_quantized,
-)
-from blr.compressor.modeling.settings import ExportSettings, export_settings
+from blr.compressor.modeling.quantized import QuantizedStructured, replace_quantized
+from blr.compressor.modeling.settings import export_settings
+from blr.compressor.structures.entries import packed_entries
 
 _classes: dict[str, type[Any]] = {}
 
@@ -36,22 +33,12 @@ class ExportedModelMixin:
         settings = export_settings(self.config)
         if settings is None:
             return
-        packed = packed_layers(self.config.blr["layers"], settings)
+        made = settings.plain, settings.dense, settings.head
+        packed = packed_entries(self.config.blr["layers"], settings.bits, *made)
         replace_quantized(self, by_module(self, packed))
         for layer in [m for m in self.modules() if isinstance(m, StructuredLinear)]:
             if not isinstance(layer, QuantizedStructured):
                 to_kernel_layout(layer)
-
-
-def packed_layers(layers: dict[str, Any], settings: ExportSettings) -> dict[str, dict[str, Any]]:
-    """Module to what `modeling/quantized.py` makes its layer from, for all that are packed; what a saved
-    table says of in few bits itself is in place already."""
-    if not settings.quantize:
-        return settings.head
-    kept = {n: spec for n, spec in layers.items() if n not in settings.plain and "bits" not in spec}
-    structured = {name: {**spec, "bits": settings.bits} for name, spec in kept.items()}
-    dense = {name: dense_entry(o, i, settings.bits) for name, (o, i) in settings.dense.items()}
-    return {**structured, **dense, **settings.head}
 
 
 def model_class(name: str) -> type[Any]:

@@ -341,11 +341,6 @@ def quantized_linear(fields: dict[str, Any], bias: bool) -> QuantizedStructured 
     return quantized_layer(spec, bias)
 
 
-def dense_entry(rows: int, columns: int, bits: int) -> dict[str, Any]:
-    """What `quantized_linear` makes a `QuantizedLinear` of weights [rows, columns] from."""
-    return QuantizedSpec(DenseSpec(columns, rows), bits).to_dict()
-
-
 def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
     """Put an empty quantized layer in the place of every module that `layers` names, on its device,
     with scales and bias in its dtype.

@@ -82,13 +82,13 @@ def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, f
     scale = _scale(matrix)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     taken = torch.full_like(scale, shifts[0])
-    for shift, more in zip(shifts, [*shifts[1:], None], strict=True):
+    for shift, next_shift in zip(shifts, [*shifts[1:], None], strict=True):
         moved = matrix + taken * scale * identity if shift else matrix
-        factor, bad = _factored(moved)
+        factor, bad = _cholesky_of_each(moved)
         if not bad.any():
             return moved, factor, shift
-        if more is not None:
-            taken = torch.where(bad[..., None, None], more, taken)
+        if next_shift is not None:
+            taken = torch.where(bad[..., None, None], next_shift, taken)
     raise NumericsError(
         "a normal matrix has no Cholesky factor even with jitter: the weights or the calibration "
         "statistics hold huge or non-finite values; check them, or --exclude the layer"
@@ -115,11 +115,11 @@ def rough_cholesky(grams: Tensor) -> Tensor:
 
 def _cholesky(matrix: Tensor) -> Tensor | None:
     """Lower factors, or None where one of the matrices is not positive definite."""
-    factor, bad = _factored(matrix)
+    factor, bad = _cholesky_of_each(matrix)
     return None if bad.any() else factor
 
 
-def _factored(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Lower factors of [..., r, r], and which [...] of the matrices have none."""
     found = _repeated(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
     bad = (found.info != 0) | ~found.L.isfinite().all(-1).all(-1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from blr.compressor.checkpoint import ownership
+from blr.compressor.checkpoint.destination import output_of
 from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.fingerprint import changes
 from blr.compressor.checkpoint.lock import Lock
@@ -22,7 +23,6 @@ ABOUT = "sweep of blr"
 RESULT = "sweep.json"
 LOCK = "sweep.lock"
 PARTS = ("points", "logs", "outputs")
-SIBLINGS = (".blr-partial", ".blr-lock", ".blr-replaced")
 NOTES = (".json", ".log", ".out")  # files in the first two
 
 
@@ -84,12 +84,11 @@ class Folder:
         for path in notes:
             if not path.is_file() or path.is_symlink() or not path.name.endswith(NOTES):
                 ownership.in_the_way(path, "not written by a sweep")
-        outputs = self.path / "outputs"
-        names = {outputs_name(path.name) for path in outputs.glob("*")}
+        outputs = sorted({output_of(path) for path in (self.path / "outputs").glob("*")})
         with ExitStack() as held:
-            for name in sorted(names):
-                held.enter_context(Workspace(outputs / name, overwrite=True, restart=True))
-            for path in [outputs / name for name in names if (outputs / name).exists()]:
+            for path in outputs:
+                held.enter_context(Workspace(path, overwrite=True, restart=True))
+            for path in filter(Path.exists, outputs):
                 ownership.remove(path, listed_in(path))
         for path in notes:
             path.unlink()
@@ -143,11 +142,6 @@ class Folder:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         write_stream(self.path / name, [text.encode()])
-
-
-def outputs_name(name: str) -> str:
-    """Of the output that something in the folder of outputs belongs to."""
-    return next((name.removesuffix(s) for s in SIBLINGS if name.endswith(s)), name)
 
 
 def listed_in(output: Path) -> set[str]:

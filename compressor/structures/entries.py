@@ -1,0 +1,35 @@
+"""What an export packs, as entries of a table of layers. Shipped inside every checkpoint; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
+
+Entries = dict[str, dict[str, Any]]
+
+
+def packed_entries(
+    layers: Entries,
+    bits: int,
+    plain: Collection[str],
+    dense: Mapping[str, Sequence[int]],
+    head: Entries,
+) -> Entries:
+    """Module to what its layer is made from, for all that an export packs; what is in few bits itself is
+    as it was.
+
+    Args:
+        layers: the table of the compressed checkpoint. bits: of a packed weight, 0 for a head alone.
+        plain: modules that packing makes no smaller. dense: module to the shape [out, in] of its weight.
+        head: entry of the output head, if it is packed by itself.
+    """
+    if not bits:
+        return head
+    kept = {
+        n: spec for n, spec in layers.items() if n not in plain and {"bits", "base"}.isdisjoint(spec)
+    }
+    structured = {name: {**spec, "bits": bits} for name, spec in kept.items()}
+    weights = {n: QuantizedSpec(DenseSpec(i, o), bits).to_dict() for n, (o, i) in dense.items()}
+    return {**structured, **weights, **head}
