@@ -127,8 +127,6 @@ def compress(
         recipe, said = paced(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
-        if not plan.layers:
-            raise UsageError("every layer is kept as it is; give a rule another method, or quantize")
         plan.notes += unmeasured(recipe, False) if settings.calibration is None else []
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)

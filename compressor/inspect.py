@@ -19,9 +19,10 @@ from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import InputError
 from blr.compressor.quoting import quote
 from blr.compressor.structures.entries import packed_entries
-from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
 from blr.compressor.tables import aligned
 
+PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
 MAX_BYTES = 64 * 2**20
 MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
@@ -39,13 +40,13 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
         if "blr" not in config:
             raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
-        records = {} if saved else _read(folder / LAYERS)
+        records = {} if saved or PAIRS in config["blr"] else _read(folder / LAYERS)
         records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
         width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
         layers = [_row(name, record, width) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
         structured = sum(row["parameters"] for row in layers)
-        if not layers and "export" not in config["blr"]:
+        if not layers and not {"export", PAIRS} & config["blr"].keys():
             raise ValueError("no structured layers")
         cf = dense / structured if layers else 1.0  # an export of a dense model
         bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
@@ -59,8 +60,13 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
 
 def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
-    """Records of the layers in config.json."""
-    return {name: _record(name, spec) for name, spec in config["blr"]["layers"].items()}
+    """Records of the layers in config.json; pairs are those of an export as plain."""
+    table = config["blr"]
+    if PAIRS in table:
+        layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}
+    else:
+        layers = table["layers"]
+    return {name: _record(name, spec) for name, spec in layers.items()}
 
 
 def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,23 @@ def check_is_folder(path: Path, expected: str) -> None:
     if os.path.isfile(path):
         refuse(path, "a file", expected, "give the folder it lies in")
     if not os.path.isdir(path):
-        refuse(path, "no such folder", expected, "check the path")
+        refuse(path, absence(path, "folder"), expected, "check the path")
+
+
+def absence(path: Path, kind: str) -> str:
+    """Why nothing is found at `path`: there is no such `kind`, or it may not be seen."""
+    return f"no permission to reach a {kind}" if is_barred(path) else f"no such {kind}"
+
+
+def is_barred(path: Path) -> bool:
+    """Whether a folder around `path` may not be looked into."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
 
 
 def open_regular(path: Path) -> io.FileIO:

@@ -24,14 +24,19 @@ bench_app = typer.Typer(
 PeerOption = Annotated[
     list[Path] | None,
     typer.Option(
+        callback=values.place,
         help="Python file or package folder to time beside ours, run as a program: its function "
         "blr_peer() returns a dict of f(x, *factors) by structure (svd, monarch, blast, ks). "
-        "Repeatable."
+        "Repeatable.",
     ),
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Folder for results.json, results.csv and plots."),
+    typer.Option(
+        *("--output", "-o"),
+        callback=values.place,
+        help="Folder for results.json, results.csv and plots.",
+    ),
 ]
 EnergyOption = Annotated[
     bool, typer.Option("--energy/--no-energy", help="Joules a call; half a second more for each arm.")

@@ -63,7 +63,11 @@ def decode(
     seconds: Seconds = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for results.json, results.csv and decode.png."),
+        typer.Option(
+            *("--output", "-o"),
+            callback=values.place,
+            help="Folder for results.json, results.csv and decode.png.",
+        ),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,

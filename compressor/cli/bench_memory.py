@@ -58,7 +58,11 @@ def memory(
     seconds: Seconds = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for results.json, results.csv and memory.png."),
+        typer.Option(
+            *("--output", "-o"),
+            callback=values.place,
+            help="Folder for results.json, results.csv and memory.png.",
+        ),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,

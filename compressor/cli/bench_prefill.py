@@ -59,7 +59,10 @@ def prefill(
     ] = False,
     seconds: Seconds = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for results.json and results.csv.")
+        Path | None,
+        typer.Option(
+            *("--output", "-o"), callback=values.place, help="Folder for results.json and results.csv."
+        ),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
     Base,
@@ -59,7 +60,12 @@ def compress(
     cf: Cf = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write.", show_default="NAME-METHOD-cfCF here"),
+        typer.Option(
+            *("--output", "-o"),
+            callback=values.place,
+            help="Folder to write.",
+            show_default="NAME-METHOD-cfCF here",
+        ),
     ] = None,
     rank: Rank = None,
     blocks: Blocks = None,
@@ -92,7 +98,8 @@ def compress(
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="Text file, .jsonl, data set, or self (the model's own text): fit to its activations."
+            callback=values.place,
+            help="Text file, .jsonl, data set, or self (the model's own text): fit to its activations.",
         ),
     ] = None,
     samples: Annotated[

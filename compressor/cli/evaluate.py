@@ -31,17 +31,26 @@ def evaluate(
     checkpoint: Checkpoint,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file or .jsonl: perplexity of a decoder on it; repeatable."),
+        typer.Option(
+            callback=values.place,
+            help="Text file or .jsonl: perplexity of a decoder on it; repeatable.",
+        ),
     ] = None,
     sts: Annotated[
         Path | None,
-        typer.Option(help="CSV of sentence pairs and scores: Spearman of an encoder on it."),
+        typer.Option(
+            callback=values.place,
+            help="CSV of sentence pairs and scores: Spearman of an encoder on it.",
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval)."),
     ] = None,
-    tasks_path: Annotated[Path | None, typer.Option(help="Folder of more task files (YAML).")] = None,
+    tasks_path: Annotated[
+        Path | None,
+        typer.Option(callback=values.place, help="Folder of more task files (YAML)."),
+    ] = None,
     shots: Annotated[
         int | None,
         typer.Option(

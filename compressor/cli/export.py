@@ -17,6 +17,7 @@ from blr.compressor.cli.options import (
     FormatOption,
     MaxShardSize,
     Offline,
+    OutputFolder,
     Overwrite,
     Quiet,
     Restart,
@@ -44,7 +45,7 @@ def export(
             callback=values.name, help="A folder, dense or compressed by blr, a hub id or a short name."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    output: OutputFolder,
     kind: Annotated[
         Kind,
         typer.Option(
@@ -89,6 +90,7 @@ def export(
     text: Annotated[
         Path | None,
         typer.Option(
+            callback=values.place,
             help="Text on which the loss by quantization is measured.",
             show_default="what a small model writes itself",
         ),

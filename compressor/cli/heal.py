@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from blr.compressor.cli.options import (
     Gpus,
     MaxShardSize,
     Offline,
+    OutputFolder,
     Overwrite,
     Quiet,
     Restart,
@@ -42,10 +42,11 @@ def heal(
             callback=values.name, help="The dense model it came from: folder, hub id or short name."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    output: OutputFolder,
     data: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.place,
             help="Text, .jsonl or data set, repeatable; self: the teacher's own text.",
             show_default="self",
         ),
@@ -222,7 +223,7 @@ def heal(
             offline=offline,
         )
         options = check_options(options)
-        running.output, running.kept = output, "the state that was saved last is"
+        running.output, running.kept = output, "what was saved so far is"
         if first := environment.is_first():
             check_output(output, overwrite, (checkpoint, teacher))
         found = resolve_model(checkpoint, revision=revision, offline=offline)

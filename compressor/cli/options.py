@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,9 @@ Checkpoint = Annotated[
     str, typer.Argument(callback=values.name, help="A checkpoint folder or a hub id.")
 ]
 Output = Annotated[str, typer.Argument(callback=values.name, help="A folder that blr wrote.")]
+OutputFolder = Annotated[
+    Path, typer.Option("--output", "-o", callback=values.place, help="Folder to write.")
+]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or one JSON object.")]
 StoredDtype = Annotated[
     str | None, typer.Option(help="Stored dtype of the factors.", show_default="the weight's own")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, print_result
 
 
@@ -20,7 +21,8 @@ def push(
         bool, typer.Option("--dry-run", help="Check and print what would be sent; open no socket.")
     ] = False,
     metrics: Annotated[
-        Path | None, typer.Option(help="JSON of `blr eval --format json`, for the card.")
+        Path | None,
+        typer.Option(callback=values.place, help="JSON of `blr eval --format json`, for the card."),
     ] = None,
     branch: Annotated[str | None, typer.Option(help="Branch to commit to.", show_default="main")] = None,
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Structured weights by blr",

@@ -32,11 +32,20 @@ METHODS = "svd,blast"
 def sweep(
     model: Model,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the sweep; one that stopped goes on.")
+        Path,
+        typer.Option(
+            *("--output", "-o"),
+            callback=values.place,
+            help="Folder of the sweep; one that stopped goes on.",
+        ),
     ],
     text: Annotated[
         list[Path],
-        typer.Option("--eval", help="Text file or .jsonl that losses are measured on; repeatable."),
+        typer.Option(
+            "--eval",
+            callback=values.place,
+            help="Text file or .jsonl that losses are measured on; repeatable.",
+        ),
     ],
     methods: Annotated[
         str | None, typer.Option(help="Structures, as svd,svd-pivot,blast,auto.", show_default=METHODS)
@@ -59,7 +68,8 @@ def sweep(
     ] = "int4,int3,int2",
     heal: Annotated[str, typer.Option(help="Minutes of healing of every point, as 0,8.")] = "0",
     calibration: Annotated[
-        str | None, typer.Option(help="Calibration of every point, as of blr compress.")
+        str | None,
+        typer.Option(callback=values.place, help="Calibration of every point, as of blr compress."),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Calibration windows at most.", show_default="256")

@@ -50,6 +50,7 @@ def tune(
         Path | None,
         typer.Option(
             *("--output", "-o"),
+            callback=values.place,
             help="YAML file.",
             show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
         ),

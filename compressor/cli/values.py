@@ -6,8 +6,10 @@ let pass (NaN) and what no library below holds (integers of hundreds of digits).
 
 from __future__ import annotations
 
+import os
 import re
 from math import isfinite
+from typing import Any
 
 import typer
 
@@ -26,7 +28,14 @@ def name(param: typer.CallbackParam, value: str) -> str:
         raise UsageError(
             f"{param.opts[0]} is empty: expected a name or a path; check the variable it came from"
         )
-    return value
+    return os.path.expanduser(value)
+
+
+def place(value: Any) -> Any:
+    """A path, or several, with ``~`` expanded, which shells leave as it is in ``--output=~/x``."""
+    if isinstance(value, list | tuple):
+        return [place(one) for one in value]
+    return value if value is None else type(value)(os.path.expanduser(value))
 
 
 def count(param: typer.CallbackParam, value: int | None) -> int | None:

@@ -7,15 +7,21 @@ from typing import Annotated
 
 import typer
 
+from blr.compressor.cli import values
 from blr.compressor.cli.options import Format, FormatOption, Output, print_result
 
 
 def verify(
     output: Output,
     signature: Annotated[
-        Path | None, typer.Option(help="Signature of the folder by model_signing (extra sign).")
+        Path | None,
+        typer.Option(
+            callback=values.place, help="Signature of the folder by model_signing (extra sign)."
+        ),
     ] = None,
-    public_key: Annotated[Path | None, typer.Option(help="Its signer's key, PEM.")] = None,
+    public_key: Annotated[
+        Path | None, typer.Option(callback=values.place, help="Its signer's key, PEM.")
+    ] = None,
     identity: Annotated[
         str | None, typer.Option(help="Or its signer's name, as sigstore knows it.")
     ] = None,

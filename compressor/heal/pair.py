@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
-from blr.compressor.errors import CapabilityError, InputError, UsageError
+from blr.compressor.errors import CapabilityError, InputError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.heal.additions import add_products, attach, is_addition
+from blr.compressor.heal.choice import choose, kind_of
 from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
@@ -230,8 +231,6 @@ def load_pair(
         kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
         additions: rank and seed of what is trained in place of factors (`additions.py`).
         sharding: shares the student out, and `teacher`, which is whole until then.
-
-    Raises UsageError when there is nothing of these kinds.
     """
     task = GENERATES if sentences is None else EMBEDS
     place = teacher.device if sharding is None else "cpu"
@@ -240,7 +239,7 @@ def load_pair(
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    chosen = _chosen(student, kinds, twins, added)
+    chosen = choose(student, kinds, latents_of(twins), added)
     compose_layers(student)
     add_products(student, added)
     fuse_trained(student)
@@ -250,19 +249,6 @@ def load_pair(
     pair = Pair(teacher, student, trained, sentences, twins)
     pair.publish()
     return pair
-
-
-def _chosen(student: Any, kinds: tuple[str, ...], twins: dict[str, Twin], added: set[str]) -> list[str]:
-    """Names of the parameters that are trained, which want gradients from here on."""
-    rounded = latents_of(twins)
-    named = dict(student.named_parameters())
-    plain = (n for n in named if n not in rounded and _is_trained(student, n, kinds, added))
-    found = [*plain, *(rounded if "factors" in kinds else ())]
-    if not found:
-        raise UsageError(f"--train {','.join(kinds)}: the model has none of these")
-    for name in found:
-        named[name].requires_grad_()
-    return found
 
 
 def _share_out(student: Any, teacher: Any, sharding: Sharding) -> None:
@@ -335,31 +321,6 @@ def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
         for part, found in twin.parts.items()
         if isinstance(found, Latent)
     }
-
-
-def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
-    """Whether the parameter `name` is: of the kinds asked for; of layers with additions, only these."""
-    if is_addition(name):
-        return True
-    kind = kind_of(student, name)
-    return kind in kinds and not (kind in ("factors", "dense") and name.rpartition(".")[0] in added)
-
-
-def kind_of(model: Any, name: str) -> str:
-    """Which of `settings.KINDS` the parameter called `name` is."""
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if isinstance(module, nn.ParameterList):
-        return "factors"
-    if isinstance(module, StructuredLinear) and leaf != "bias":
-        return "factors"
-    if "Norm" in type(module).__name__:
-        return "norms"
-    if leaf == "bias":
-        return "biases"
-    if isinstance(module, nn.Embedding):
-        return "embeddings"
-    return "head" if module is model.get_output_embeddings() else "dense"
 
 
 def structured_layers(model: Any) -> dict[str, StructuredLinear]:

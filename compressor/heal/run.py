@@ -127,10 +127,13 @@ class Job:
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
+        from blr.compressor.heal.choice import check_has_kinds
         from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
+        if not self.options.lora:
+            check_has_kinds(self.checkpoint, self.options.train)
         if line := strangeness(self.checkpoint, self.teacher):
             self.progress.notes([line])
         if self.options.lora:

@@ -11,6 +11,7 @@ from shutil import disk_usage
 from textwrap import shorten
 
 from blr.compressor.architectures import short_names
+from blr.compressor.checkpoint.regular import absence, is_barred
 from blr.compressor.checkpoint.remedies import FULL
 from blr.compressor.errors import BlrError, HubError, InputError, StorageError, UsageError
 from blr.compressor.quoting import first_line, is_text, printable, quote
@@ -67,10 +68,11 @@ def resolve_model(
     if os.path.islink(folder):
         raise InputError(f"{quote(model, 160)[1:-1]}: a link to nothing; expected a checkpoint folder")
     repository = short_names().get(model.lower(), model)
-    if not REPOSITORY.fullmatch(repository) or model.startswith((".", "/", "~")):
+    local = model.startswith((".", "/", "~")) or is_barred(folder)
+    if local or not REPOSITORY.fullmatch(repository):
         raise InputError(
-            f"{quote(model, 160)[1:-1]}: no such folder; expected a checkpoint folder, a hub id "
-            f"(owner/name) or one of the short names {', '.join(sorted(short_names()))}"
+            f"{quote(model, 160)[1:-1]}: {absence(folder, 'folder')}; expected a checkpoint folder, "
+            f"a hub id (owner/name) or one of the short names {', '.join(sorted(short_names()))}"
         )
     patterns = PATTERNS if weights else ["config.json"]
     return _download(repository, revision, offline or is_offline(), patterns, stream)

@@ -53,7 +53,7 @@ def streamed_model(source: Source) -> Any:
     return model
 
 
-def _empty_model(source: Source) -> Any:
+def empty_model(source: Source) -> Any:
     """The model in `source`, dense or ours, all of it on the meta device."""
     meta = {
         name: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device="meta")
@@ -115,7 +115,7 @@ class Parts:
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():
-            self.model = _empty_model(source)
+            self.model = empty_model(source)
         self.source, self.blocks = source, dict(blocks_of(self.model))
         self.transforms: Any = get_model_conversion_mapping(self.model)
         self.stored: dict[str, list[str]] = {"": [], **{name: [] for name in self.blocks}}

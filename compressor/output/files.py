@@ -25,7 +25,7 @@ from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
 from blr.compressor.quoting import quote
-from blr.compressor.recipe.schema import DENSE, NONE, PACED, Recipe
+from blr.compressor.recipe.schema import PACED, Recipe
 
 SOURCE_CARD = "README.source.md"
 
@@ -61,10 +61,10 @@ def small_files(
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """What a file of a recipe says: all but sizes that nobody gave and that nothing is sized by, which
+    """What a file of a recipe says: all but sizes that nobody gave and that sized nothing, some of which
     would be refused when it is read."""
     said = recipe.model_dump(exclude_none=True)
-    idle = {"cf"} if recipe.method == DENSE or recipe.base not in (None, NONE) else set[str]()
+    idle = set[str]() if recipe.sized_by_cf else {"cf"}
     idle |= set(PACED) if recipe.tokens_per_second is not None else set()
     return {n: value for n, value in said.items() if n in recipe.model_fields_set or n not in idle}
 

@@ -11,9 +11,9 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.shapes import evaluate
-from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError
-from blr.compressor.loading.checked import check_dense
+from blr.compressor.loading.checked import check_dense, check_unquantized, open_checked
 from blr.compressor.machine.dtypes import BYTES, CODES, DTYPES
 from blr.compressor.recipe.globs import matches
 
@@ -26,13 +26,11 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
         The source, and whether it is only an outline (its entries point at no bytes).
 
     Raises:
-        InputError: no checkpoint and no config.json of a known family.
+        InputError: no checkpoint and no config.json of a known family, or one that `compress` refuses.
     """
     weights = [name for library in (TRANSFORMERS, DIFFUSERS) for name in (library.single, library.index)]
     if any((folder / name).exists() for name in weights) or not (folder / "config.json").exists():
-        source = open_source(folder)
-        check_dense(folder, source.model_type)
-        return source, False
+        return open_checked(folder), False
     return outline(folder), True
 
 
@@ -47,6 +45,7 @@ def outline(folder: Path) -> Source:
     config = read_config(folder)
     source = Source(folder, config, {}, ())
     check_dense(folder, source.model_type)
+    check_unquantized(source)
     family = find_family(source.model_type)
     if family is None:
         raise InputError(

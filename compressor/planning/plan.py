@@ -126,7 +126,8 @@ def make_plan(
         calibrated: the fits will be weighted by activations.
 
     Raises:
-        UsageError: nothing matches, a rank or pattern that cannot be, a budget out of reach.
+        UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
+            reach.
     """
     notes: list[str] = []
     layers = select(find_layers(source, recipe, notes), recipe, source)
@@ -141,6 +142,8 @@ def make_plan(
     for task in structured:
         planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
     ordered = [planned[layer.module] for layer in layers if layer.module in planned]
+    if not ordered:
+        raise UsageError("every layer is kept as it is; give a rule another method, or quantize")
     plan = Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
     if not curves and recipe.allocation != "sensitivity":
         notes += cache_notes(plan, {}, 0)

@@ -54,7 +54,7 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         return resolved
     rules = [_overridden(rule, resolved.method, overrides) for rule in data.get("rules", [])]
     gone = {*BOUND_KEYS} if overrides.get("method", resolved.method) != resolved.method else set()
-    gone |= SIZES - {"cf"} if SIZES & overrides.keys() else set()
+    gone |= SIZES if SIZES & overrides.keys() else set()
     corrected = overrides.get("base", NONE) != NONE
     gone |= {"cf"} if corrected or overrides.get("method") == DENSE else set()
     kept = {key: value for key, value in data.items() if key not in gone}
@@ -94,8 +94,9 @@ def describe_recipe(path: Path) -> str:
 
 def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
     """`child` over `parent`: mappings are merged, rules of the child come before its parent's (the
-    first match counts), everything else replaces."""
-    merged = dict(parent)
+    first match counts), everything else replaces, one size another."""
+    replaced = SIZES if SIZES & child.keys() else set()
+    merged = {key: value for key, value in parent.items() if key not in replaced}
     for key, value in child.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = merge(merged[key], value)

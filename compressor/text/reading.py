@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.checkpoint.regular import read_lines, read_pieces, read_start, read_text, refuse
+from blr.compressor.checkpoint.regular import (
+    absence,
+    read_lines,
+    read_pieces,
+    read_start,
+    read_text,
+    refuse,
+)
 from blr.compressor.errors import HubError, InputError
 from blr.compressor.quoting import first_line, is_text, quote
 
@@ -95,7 +102,9 @@ def _known(name: str) -> Path:
     path = Path(name)
     if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
         shown = quote(name, 160)[1:-1]
-        raise InputError(f"{shown}: no such file; expected a text file, .jsonl or a hub data set name")
+        raise InputError(
+            f"{shown}: {absence(path, 'file')}; expected a text file, .jsonl or a hub data set name"
+        )
     return path
 
 

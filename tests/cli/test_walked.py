@@ -10,6 +10,12 @@ from limited import Limited, refused
 
 CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
     "all dense": ("compress DENSE -r dense.yaml -o out", {}, 2, "every layer is kept as it is"),
+    "all dense, planned": ("plan DENSE -r dense.yaml", {}, 2, "every layer is kept as it is"),
+    "quantized, planned": ("plan quantized", {}, 4, "quantization_config of method 'fp8'"),
+    "trained kinds that it has not": (
+        "heal SMALL --teacher DENSE -o out --train biases,dense --steps 1",
+        *({}, 2, "the model has none of these; expected some of factors, norms, "),
+    ),
     "transient": ("compress DENSE -o out", {"BLR_TRANSIENT": "64MB"}, 2, "BLR_TRANSIENT is '64MB'"),
     "compiled": ("eval SMALL --text t.txt", {"BLR_COMPILED": "fast"}, 2, "BLR_COMPILED is 'fast'"),
     "nobody to meet": ("compress DENSE -o out", {"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 and nobody"),
@@ -27,11 +33,15 @@ CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(dense: Path, tmp_path: Path) -> Path:
     (tmp_path / "dense.yaml").write_text('rules:\n  - {match: "*", method: dense}\n')
     (tmp_path / "t.txt").write_text(" ".join(f"w{k % 40}" for k in range(80)))
     (tmp_path / "pairs.csv").write_text("one,other,score\nw1 w2,w3,3\nw4,w5,1\nw6,w7,5\n")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9 " * 100)
+    config = json.loads((dense / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized/config.json").write_text(json.dumps(config))
     return tmp_path
 
 
@@ -56,3 +66,39 @@ def test_a_sweep_without_a_point_prints_one_object(limited: Limited, dense: Path
     output = ("--eval", "t.txt", "-o", "out", "--format", "json", "--device", "cpu")
     done = limited.run("sweep", dense, *grid, *output, cwd=place)
     assert done.code and json.loads(done.out)["exit_code"] == done.code
+
+
+def test_homes_in_options_are_those_of_the_shell(limited: Limited, dense: Path, place: Path) -> None:
+    """Shells leave ``--output=~/x`` as it is, and batch jobs have no shell."""
+    home = {"HOME": str(place)}
+    calibrated = ("--calibration=~/t.txt", "--samples", "2", "--seq-len", "16")
+    done = limited.run("compress", dense, "--output=~/out", *calibrated, "-q", cwd=dense, env=home)
+    assert done.code == 0 and (place / "out/blr_manifest.json").exists(), done.err
+    done = limited.run("eval", "~/out", "--text", "~/t.txt", "--window", "16", cwd=dense, env=home)
+    assert done.code == 0 and "perplexity" in done.out, done.err
+    done = limited.run("inspect", "~/out", cwd=dense, env=home)
+    assert done.code == 0, done.err
+
+
+UNPRIVILEGED = """
+import ctypes
+libc, head, held = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc.capget(head, held)
+held[0] &= ~0b110  # root's leave to look into any folder
+libc.capset(head, held)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan shut/model", "inspect shut/model", "compress DENSE --calibration shut/t.txt -o out"],
+)
+def test_folders_that_may_not_be_seen_are_told_from_none(
+    command: str, limited: Limited, dense: Path, place: Path
+) -> None:
+    (place / "shut/model").mkdir(parents=True)
+    (place / "shut").chmod(0)
+    words = [str(dense) if word == "DENSE" else word for word in command.split()]
+    done = limited.run(*words, cwd=place, patch=UNPRIVILEGED)
+    (place / "shut").chmod(0o700)
+    refused(done, 4, "no permission to reach a ")

@@ -18,6 +18,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModel, AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor.inspect import inspect_output
 
 # Loads folders where blr cannot be imported; prints the results of each, and what its linear layers are.
 WITHOUT_BLR = (
@@ -85,6 +86,15 @@ def test_with_blr_it_generates_saves_and_loads_the_same(
     assert tokens[0] == tokens[1] == tokens[2]
     names = [{p.name for p in folder.glob("*.py")} for folder in (plain, tmp_path / "again")]
     assert names[0] == names[1] == {"configuration_blr.py", "modeling_plain.py"}
+
+
+@pytest.mark.parametrize("name", ["llama", "packed"])
+def test_inspect_shows_its_pairs(name: str, made: dict[str, tuple[Path, Path]]) -> None:
+    source, plain = (inspect_output(folder) for folder in made[name])
+    ranks = [[row["rank"].split()[0] for row in each["layers"]] for each in (plain, source)]
+    assert ranks[0] == ranks[1]
+    assert {row["structure"] for row in plain["layers"]} == {"svd"}
+    assert plain["dense_parameters"] == source["dense_parameters"] and plain["cf"] > 1
 
 
 def test_two_processes_sum_ranks(limited: Limited, made: dict[str, tuple[Path, Path]]) -> None:

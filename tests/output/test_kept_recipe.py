@@ -23,6 +23,7 @@ pytestmark = pytest.mark.fast
         {"method": "svd", "tokens_per_second": 700.0, "gpu": "h200"},
         {"method": "svd", "cf": 3.0, "rules": [{"match": "*.down_proj", "method": "dense"}]},
         {"method": "blast", "blocks": 4},
+        {"method": "svd", "rank": 8},
         {},
     ],
 )

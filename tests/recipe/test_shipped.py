@@ -137,6 +137,15 @@ def test_child_rules_come_first_and_settings_replace(tmp_path: Path) -> None:
     assert recipe.settings_for("a.o_proj").rule == "recipe"
 
 
+def test_one_size_replaces_another(tmp_path: Path) -> None:
+    (tmp_path / "ranked.yaml").write_text("rank: 8\n")
+    (tmp_path / "child.yaml").write_text("extends: ./ranked.yaml\ncf: 3\n")
+    child = load_recipe(tmp_path / "child.yaml")
+    assert (child.rank, child.cf) == (None, 3.0) and child.sized_by_cf
+    again = load_recipe(tmp_path / "child.yaml", {"rank": 4})
+    assert again.rank == 4 and "cf" not in again.model_fields_set
+
+
 def test_options_replace_the_same_settings_of_rules(tmp_path: Path) -> None:
     path = written(tmp_path, parent=PARENT)
     recipe = load_recipe(path, {"method": "svd", "cf": 1.5})
