@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -23,8 +23,7 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
         return
     with quiet_transformers():
         model = empty_model(open_source(checkpoint.source.folder))
-    if not {kind_of(model, name) for name, _ in model.named_parameters()} & {*kinds}:
-        _refuse(model, kinds)
+    _check_any(model, kinds, checkpoint.specs)
 
 
 def choose(student: Any, kinds: tuple[str, ...], rounded: Collection[str], added: set[str]) -> list[str]:
@@ -40,7 +39,7 @@ def choose(student: Any, kinds: tuple[str, ...], rounded: Collection[str], added
     plain = (n for n in named if n not in rounded and _is_trained(student, n, kinds, added))
     found = [*plain, *(rounded if "factors" in kinds else ())]
     if not found:
-        _refuse(student, kinds)
+        _check_any(student, kinds, rounded)
     for name in found:
         named[name].requires_grad_()
     return found
@@ -63,12 +62,15 @@ def kind_of(model: Any, name: str) -> str:
     return "head" if module is model.get_output_embeddings() else "dense"
 
 
-def _refuse(model: Any, kinds: tuple[str, ...]) -> NoReturn:
+def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) -> None:
+    """Raise UsageError when nothing of `model` is of the `kinds`; `factored` names what has factors."""
     present = {kind_of(model, name) for name, _ in model.named_parameters()}
-    raise UsageError(
-        f"--train {','.join(kinds)}: the model has none of these; expected some of "
-        f"{', '.join(kind for kind in KINDS if kind in present)}"
-    )
+    present |= {"factors"} if factored else set()
+    if not present & {*kinds}:
+        raise UsageError(
+            f"--train {','.join(kinds)}: the model has none of these; expected some of "
+            f"{', '.join(kind for kind in KINDS if kind in present)}"
+        )
 
 
 def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
