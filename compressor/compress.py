@@ -21,7 +21,8 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.heal.after import Healing
-from blr.compressor.heal.run import STATE_BYTES, HealSummary
+from blr.compressor.heal.forecast import KEPT, masters
+from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.parallel import environment
@@ -287,7 +288,7 @@ class Job:
             needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
             needed += kept + factors + extra
-            needed += STATE_BYTES * sum(p.spec.parameters for p in layers)
+            needed += KEPT * sum(masters(p.spec) for p in layers)
         return needed
 
     def _fingerprint(self) -> dict[str, Any]:

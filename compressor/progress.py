@@ -82,24 +82,25 @@ class Progress:
             bars.update(task, completed=total, description="")
 
     @contextmanager
-    def training(self, what: str) -> Iterator[Callable[[float, str], None]]:
-        """A bar over a run; call the yielded function with the share that is over and what to say."""
+    def training(self, what: str, done: float = 0.0) -> Iterator[Callable[[float, str], None]]:
+        """A bar over a run; call the yielded function with the share that is over and what to say.
+        `done`: the share that earlier runs have done."""
         if not self.bars:
-            lines = Lines(self.say, what)
+            lines = Lines(self.say, what, done)
             yield lambda share, text: lines.reached(share, f"{share:.0%} {text}".strip())
             return
         from rich.progress import TaskProgressColumn
 
         with _bars(what, TaskProgressColumn()) as bars:
-            task = bars.add_task("", total=1.0)
+            task = bars.add_task("", total=1.0, completed=done)
             yield lambda share, text: bars.update(task, completed=share, description=text)
 
 
 class Lines:
     """A line every `EVERY` seconds of a piece of work, with the time that is left at its pace."""
 
-    def __init__(self, say: Callable[[str], None], what: str) -> None:
-        self.say, self.what = say, what
+    def __init__(self, say: Callable[[str], None], what: str, done: float = 0.0) -> None:
+        self.say, self.what, self.done = say, what, done
         self.started = self.last = monotonic()
 
     def reached(self, share: float, text: str) -> None:
@@ -108,7 +109,8 @@ class Lines:
         if now - self.last < EVERY:
             return
         self.last, passed = now, now - self.started
-        left = f", about {duration(max(passed / share - passed, 0.0))} left" if share > 0 else ""
+        here = share - self.done
+        left = f", about {duration(passed / here * (1 - share))} left" if here > 0 else ""
         self.say(f"{self.what}: {text}, {duration(passed)}{left}")
 
 

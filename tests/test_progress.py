@@ -43,6 +43,15 @@ def test_training_says_what_it_is_told(clock: list[float], capsys: pytest.Captur
     assert capsys.readouterr().err == "blr: note: healing: 25% loss 0.5, 60 s, about 3 min left\n"
 
 
+def test_what_earlier_runs_have_done_is_no_pace(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress().training("healing", 0.5) as reached:
+        clock[0] = 60.0
+        reached(0.51, "loss 0.5")
+    assert capsys.readouterr().err == "blr: note: healing: 51% loss 0.5, 60 s, about 49 min left\n"
+
+
 def test_nothing_when_it_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(quiet=True).layers(2) as advance:
         advance("a")

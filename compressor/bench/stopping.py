@@ -26,12 +26,14 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """While active, SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread, also where the
-    process was started with them ignored. The second one has its usual effect."""
+    """While active, SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread, the first two also
+    where the process was started with them ignored. The second one has its usual effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _stop) for number in SIGNALS}
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # else under nohup
+    numbers = [number for number in SIGNALS if hangs_up or number is not signal.SIGHUP]
+    before = {number: signal.signal(number, _stop) for number in numbers}
     try:
         yield
     finally:

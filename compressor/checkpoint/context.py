@@ -20,6 +20,18 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **part} if isinstance(part, Mapping) else config
 
 
+def _stretched(rope: Any) -> int:
+    """Positions that scaled rotations reach: YaRN's models are documented with the limit that they were
+    trained with, and a factor beside it. 0 where it does not say both."""
+    if not isinstance(rope, Mapping):
+        return 0
+    kind = rope.get("rope_type", rope.get("type"))
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(trained, int):
+        return 0
+    return int(factor * trained) if 1 <= factor < 1 << 10 else 0
+
+
 def context_of(config: Mapping[str, Any]) -> int:
     """Tokens that a model with `config` has positions for; `UNLIMITED` where it sets no limit."""
     config = of_text(config)
@@ -27,6 +39,7 @@ def context_of(config: Mapping[str, Any]) -> int:
     limit = config.get("n_positions" if "n_embd" in config else "max_position_embeddings")
     if type(limit) is not int or limit < 1:
         return UNLIMITED
+    limit = max(limit, _stretched(config.get("rope_parameters") or config.get("rope_scaling")))
     if not _BEHIND_PADDING.fullmatch(str(config.get("model_type"))):
         return limit
     padding = config.get("pad_token_id")

@@ -11,6 +11,7 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.bench_options import words
+from blr.compressor.cli.failure import report_now
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.machine.dtypes import DTYPES
@@ -89,12 +90,13 @@ def tune(
         stopped = library.measure(tuning, layers, seconds, progress)
     except Stopped as stop:
         done = f"{len(tuning.points)} cases were timed, nothing was written"
-        print(f"blr: stopped by {stop.name}; {done}", file=sys.stderr)
+        report_now(f"stopped by {stop.name}; {done}", 128 + stop.number)
         raise typer.Exit(128 + stop.number) from None
     try:
         result = library.write_rules(tuning, path, gpu, target)
     except BlrError:
-        print(_winners(winners_table(tuning.points)))
+        talk = sys.stderr if format is Format.json else sys.stdout
+        print(_winners(winners_table(tuning.points)), file=talk)
         raise
     _show({**result, "stopped": stopped}, tuning, progress, format)
 

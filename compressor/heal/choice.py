@@ -26,20 +26,32 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
     _check_any(model, kinds, checkpoint.specs)
 
 
-def choose(student: Any, kinds: tuple[str, ...], rounded: Collection[str], added: set[str]) -> list[str]:
+def choose(
+    student: Any,
+    kinds: tuple[str, ...],
+    packed: Collection[str],
+    added: set[str],
+    held: Collection[str],
+) -> list[str]:
     """Names of the parameters that are trained, which want gradients from here on.
 
     Args:
-        kinds: of `settings.KINDS`. rounded: names of what is stored in few bits.
-        added: names of layers with additions.
+        kinds: of `settings.KINDS`. packed: names of the factors of layers in few bits.
+        added: names of layers with additions. held: names of what the checkpoint can store.
 
     Raises UsageError when there is nothing of these kinds.
     """
     named = dict(student.named_parameters())
-    plain = (n for n in named if n not in rounded and _is_trained(student, n, kinds, added))
-    found = [*plain, *(rounded if "factors" in kinds else ())]
+    plain = [n for n in named if n not in packed and _is_trained(student, n, kinds, added)]
+    placed = [name for name in plain if name in held or is_addition(name)]
+    found = [*placed, *(packed if "factors" in kinds else ())]
+    if not found and not plain:
+        _check_any(student, kinds, packed)
     if not found:
-        _check_any(student, kinds, rounded)
+        raise UsageError(
+            f"--train {','.join(kinds)}: the checkpoint stores {plain[0]} otherwise than the model "
+            f"computes with it; leave that kind out"
+        )
     for name in found:
         named[name].requires_grad_()
     return found

@@ -20,6 +20,7 @@ from blr.compressor.heal.pair import EMBEDS, task_of
 from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
+from blr.compressor.quoting import printable
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import calibration_digest, is_dataset, read_documents
 from blr.compressor.text.windows import (
@@ -202,7 +203,7 @@ def _own_tokens(options: HealOptions, step: int, author: Author) -> int:
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
     """What a text is called in what is written: no folder, and no other's name."""
-    label = known = Path(name).name
+    label = known = printable(Path(name).name)
     number = 1
     while label in taken or label == SELF:
         number += 1

@@ -103,11 +103,13 @@ def sentence_stream(
     Raises InputError for too few of them.
     """
     texts = [document.strip() for document in documents if document.strip()]
+    texts = [text.lower() for text in texts] if head.lower else texts
+    texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
     if len(texts) < LEAST:
         raise InputError(
-            f"{name}: {len(texts)} sentences, expected at least {LEAST}, one a line; give more text"
+            f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
+            "give more text"
         )
-    texts = [text.lower() for text in texts] if head.lower else texts
     found = tokenizer(texts, truncation=True, max_length=window, return_attention_mask=False)
     rows = torch.full((len(texts), window), PADDING, dtype=torch.int32)
     for row, ids in zip(rows, found["input_ids"], strict=True):

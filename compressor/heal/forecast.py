@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 from blr.compressor.checkpoint.context import context_of, of_text
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.heal.settings import CHUNK, HealOptions
 from blr.compressor.planning.plan import Plan
@@ -45,6 +46,9 @@ HOST = 1e-3
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
+# Bytes on disk of a trained one: its master, two moments and its best, twice while a state takes the
+# place of another, and what is stored
+KEPT = 2 * 4 * SINGLE + SINGLE
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
 
@@ -119,11 +123,29 @@ def sizes_of(
     return Sizes(blocks, width, middle, *known, trained, tables)
 
 
+def kept_bytes(
+    specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
+) -> int:
+    """Most bytes on disk of a training's state and of the tensors that it gives.
+
+    Args:
+        specs: structured layers. entries: the checkpoint's tensors, for those outside of these layers.
+    """
+    trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
+    if options.lora:
+        trained = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
+    if {"dense", "embeddings", "head"} & {*options.train}:
+        floats = (entry for entry in entries.values() if entry.is_float)
+        trained += sum(e.parameters for e in floats if e.name.rpartition(".")[0] not in specs)
+    return KEPT * trained
+
+
 def masters(spec: Spec) -> int:
-    """Numbers that are trained of a layer: of those stored in few bits all, and the groups' scales."""
+    """Numbers that are trained of a layer: of those stored in few bits all, and the groups' scales, which
+    those in float8 have not."""
     scales = 0
     for _, leaf in leaves(spec):
-        if isinstance(leaf, QuantizedSpec):
+        if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
             formats = ((prod(shape), leaf.format_of(name)) for name, shape in leaf.shapes().items())
             scales += sum(-(-numbers // form[1]) for numbers, form in formats if form is not None)
     return spec.parameters + scales

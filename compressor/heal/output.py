@@ -70,15 +70,15 @@ def store_trained(
     """
     source = checkpoint.source
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
+    merged = pair.places.parted(pair.masters, source)
     for entry in source.entries.values():
-        owner, _, leaf = entry.name.rpartition(".")
-        name = f"{module_name(pair.student, owner)}.{leaf}"
-        master = pair.master_of(name)
+        name = pair.places.names[entry.name]
+        master = merged.get(entry.name, pair.master_of(name))
         if master is None:
             master = _sum(pair, checkpoint, entry)
         if master is not None and entry.name not in tensors:
             stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
-            apart = name in pair.masters  # else a second name of one tensor, which files hold twice
+            apart = name in pair.masters  # else one of several in one tensor, which files hold apart
             tensors[entry.name] = stored.contiguous() if apart else stored.clone()
     numbers = {name: tensor for name, tensor in tensors.items() if is_number(tensor)}
     bad = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]

@@ -19,6 +19,7 @@ from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.heal.additions import add_products, attach, is_addition
 from blr.compressor.heal.choice import choose, kind_of
 from blr.compressor.heal.gauge import balanced
+from blr.compressor.heal.places import Places
 from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
 from blr.compressor.loading.carry import token_ids
@@ -42,7 +43,8 @@ GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 class Pair:
     """Both models in evaluation mode on one device and in one dtype to compute in.
 
-    `trained` are what is trained of the student, by parameter name. `sentences` says how an encoder's
+    `trained` are what is trained of the student, by parameter name, `places` where parameters lie on
+    disk. `sentences` says how an encoder's
     hidden states become an embedding; None for decoders. `masters` are what the optimizer moves, by
     name, and `shares` the part of the rate that each gets.
     """
@@ -50,6 +52,7 @@ class Pair:
     teacher: Any
     student: Any
     trained: dict[str, Trained]
+    places: Places
     sentences: Sentences | None = None
     twins: dict[str, Twin] = field(default_factory=dict)
 
@@ -83,9 +86,17 @@ class Pair:
 
     def kinds(self) -> list[str]:
         """Of `settings.KINDS`, those that masters are of; additions are of none."""
-        rounded, names = latents_of(self.twins), [n for n in self.masters if not is_addition(n)]
-        found = {"factors" if n in rounded else kind_of(self.student, n) for n in names}
+        parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
+        found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
         return [kind for kind in KINDS if kind in found]
+
+    def left_out(self, kinds: tuple[str, ...]) -> list[str]:
+        """A line on parameters of these `kinds` that are not trained, if there are any."""
+        held = self.places.held | parts_of(self.twins).keys()
+        plain = (n for n, _ in self.student.named_parameters() if not is_addition(n) and n not in held)
+        found = [name for name in plain if kind_of(self.student, name) in kinds]
+        said = "not trained, which the checkpoint stores otherwise than the model computes with them:"
+        return [f"{said} {found[0]}, {len(found)} in all"] if found else []
 
     def kept_whole(self) -> list[Tensor]:
         """Masters that every process has."""
@@ -239,14 +250,15 @@ def load_pair(
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    chosen = choose(student, kinds, latents_of(twins), added)
+    places = Places(student, open_source(folder).entries)
+    chosen = choose(student, kinds, parts_of(twins), added, places.held)
     compose_layers(student)
     add_products(student, added)
     fuse_trained(student)
     if sharding is not None:
         _share_out(student, teacher, sharding)
     trained = _trained(student, teacher, chosen, twins)
-    pair = Pair(teacher, student, trained, sentences, twins)
+    pair = Pair(teacher, student, trained, places, sentences, twins)
     pair.publish()
     return pair
 
@@ -313,14 +325,16 @@ def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
     return found
 
 
-def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
-    """What is rounded of `twins`, by the names of the parameters in the model."""
+def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
+    """What is stored of the layers of `twins`, by the names of the parameters in the model."""
     return {
-        f"{name}.{part}": found
-        for name, twin in twins.items()
-        for part, found in twin.parts.items()
-        if isinstance(found, Latent)
+        f"{name}.{part}": found for name, twin in twins.items() for part, found in twin.parts.items()
     }
+
+
+def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
+    """What is rounded of them before every step."""
+    return {name: part for name, part in parts_of(twins).items() if isinstance(part, Latent)}
 
 
 def structured_layers(model: Any) -> dict[str, StructuredLinear]:

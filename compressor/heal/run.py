@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from blr.compressor.parallel.processes import Processes
     from blr.compressor.text.own import OwnText
 
-STATE_BYTES = 20  # a trained parameter: masters, two moments, the best so far and the stored tensor
-
 
 @dataclass
 class HealSummary:
@@ -89,8 +87,6 @@ def heal(
     with _workspace(output, options, processes) as workspace:
         scratch = workspace.pickled
         student = open_checkpoint(folder, options.allow_pickle, scratch)
-        if options.lora:
-            check_takes_additions(student, options.lora)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
         job = Job(student, dense, options, processes, workspace, progress)
         job.run()
@@ -131,9 +127,11 @@ class Job:
         from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
-        check_same_vocabulary(self.checkpoint, self.teacher)
-        if not self.options.lora:
+        if self.options.lora:
+            check_takes_additions(self.checkpoint, self.options.lora)
+        else:
             check_has_kinds(self.checkpoint, self.options.train)
+        check_same_vocabulary(self.checkpoint, self.teacher)
         if line := strangeness(self.checkpoint, self.teacher):
             self.progress.notes([line])
         if self.options.lora:
@@ -192,6 +190,7 @@ class Job:
         added = (self.options.lora, self.options.seed) if self.options.lora else None
         how = kinds, reading.sentences, added
         pair = load_pair(folder, teacher, *how, sharding)
+        self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
             place = Place(self.workspace.journal, key, tell)
@@ -363,11 +362,12 @@ class Job:
         return json.loads(canonical_json(facts))
 
     def _estimate(self) -> int:
-        """Upper estimate of the bytes on disk: the output, and the state of every float in it."""
-        source = self.checkpoint.source
-        stored = sum(entry.nbytes for entry in source.entries.values())
-        trained = sum(spec.parameters for spec in self.checkpoint.specs.values())
-        return stored + STATE_BYTES * trained + 4 * (self.options.own_tokens or 0) + (128 << 20)
+        """Upper estimate of the bytes on disk: output, own text, and the state of the training."""
+        from blr.compressor.heal.forecast import kept_bytes
+
+        entries, options = self.checkpoint.source.entries, self.options
+        stored = sum(entry.nbytes for entry in entries.values()) + 4 * (options.own_tokens or 0)
+        return stored + kept_bytes(self.checkpoint.specs, entries, options) + (128 << 20)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on; not how many processes there are."""

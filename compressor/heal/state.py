@@ -32,6 +32,14 @@ class State:
     done: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
 
+    def rename(self, names: list[str]) -> None:
+        """Call the texts, which may have had other names in an earlier run, by these, in their order."""
+        held = [line["held"] for line in self.log if "held" in line]
+        for merits in (self.before, self.best_merits, *held):
+            values = list(merits.values())
+            merits.clear()
+            merits.update(zip(names, values, strict=False))
+
     def record(self) -> dict[str, Any]:
         """All but the tensors, JSON-ready."""
         return {name: value for name, value in vars(self).items() if name != "values"}

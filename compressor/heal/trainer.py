@@ -82,7 +82,7 @@ class Trainer:
         self.spent = self._share()
         if not self.state.before:
             self._judge_start()
-        with self.progress.training("healing") as show:
+        with self.progress.training("healing", self.spent) as show:
             while not self.state.done:
                 self._step()
                 self._after(show)
@@ -100,6 +100,7 @@ class Trainer:
         if found is None:
             return
         self.state, masters, moments = found
+        self.state.rename([part.name for part in self.data.parts])
         self.pair.restore(masters)
         load_moments(self.optimizer, self.pair.masters, moments)
 

@@ -62,7 +62,11 @@ def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -
 
 def held_decoder(model: Any, settings: ExportSettings) -> Any:
     """The decoder of `model`, made once while that stays as it is; or a text, why there can be none."""
-    held = held_for(model, "_blr_decoder", lambda: _unsupported(model) or _make_decoder(model, settings))
+
+    def make() -> Any:
+        return _unsupported(model) or _make_decoder(model, settings)
+
+    held = held_for(model, "_blr_decoder", make, values=True)
     if held.basis.is_watched(model):
         return "a hook on one of its modules, or a forward put in place of its own"
     if not isinstance(held.made, str):

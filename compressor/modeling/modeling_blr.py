@@ -76,10 +76,11 @@ class StructuredModelMixin(NestedMixin):
     ) -> Any:
         """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
         native: Any = super()
+        made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
         native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
         if (kind := caches_ranks(self.config)) is None:
             return
-        for name in NAMES:
+        for name in made:
             if model_kwargs.get(name) is not None:
                 model_kwargs[name] = rank_cache(model_kwargs[name], self.config, kind)
 

@@ -135,11 +135,13 @@ class RankLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of the dynamic layer: a negative number of tokens to remove."""
-        if not self.stores[0].length:
+        """As of the dynamic layer: a negative number of tokens to remove; of early transformers
+        also a positive one of tokens to keep."""
+        length = self.stores[0].length
+        kept = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
+        if not length:
             super().crop(tokens_to_remove)
-        elif tokens_to_remove:
-            kept = self.stores[0].length - abs(tokens_to_remove)
+        elif kept < length:
             self._change(1, lambda tensor, dim: tensor.narrow(dim, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -226,8 +228,7 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
     Args:
         kind: of `settings.caches_ranks`.
     """
-    fresh = type(cache) is DynamicCache and cache.get_seq_length() == 0
-    if not fresh or getattr(cache, "_is_user_defined", False):
+    if type(cache) is not DynamicCache or cache.get_seq_length():
         return cache
     count = config.get_text_config(decoder=True).num_hidden_layers
     layers = list(cache.layers) or [DynamicLayer() for _ in range(count)]

@@ -62,11 +62,11 @@ class Processes:
                 f"WORLD_SIZE is {self.count} and nobody says where processes meet (MASTER_ADDR): start "
                 "them by torchrun, accelerate launch or --gpus, or unset it"
             )
-        method = f"file://{meeting}" if meeting else "env://"
         with _lost():
-            dist.init_process_group(
-                backend, init_method=method, rank=self.rank, world_size=self.count, timeout=PATIENCE
-            )
+            store = dist.FileStore(meeting, self.count) if meeting else None
+            method = None if store else "env://"
+            size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
+            dist.init_process_group(backend, init_method=method, store=store, **size)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._check_alike()
         if self.device.type == "cuda":

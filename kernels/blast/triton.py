@@ -51,11 +51,13 @@ def mix_fma_kernel(
     w += rank * w_rank + token
     s += rank * s_rank
     inputs = ()
-    for source in tl.static_range(B):
-        inputs = inputs + (tl.load(z + source * z_block, mask=ok, other=0.0).to(tl.float32),)  # noqa: RUF005
+    for _ in tl.static_range(B):
+        inputs = inputs + (tl.load(z, mask=ok, other=0.0).to(tl.float32),)  # noqa: RUF005
+        z += z_block  # step by step: all of them may be more than 32 bits count
     for k in tl.static_range(OUT):
         mixed = tl.zeros([BN], tl.float32)
         for source in tl.static_range(B):
             weight = tl.load(s + k * s_out + source * s_in).to(tl.float32)
             mixed += weight * inputs[source]
-        tl.store(w + k * w_block, mixed.to(w.dtype.element_ty), mask=ok)
+        tl.store(w, mixed.to(w.dtype.element_ty), mask=ok)
+        w += w_block

@@ -195,9 +195,10 @@ def mix_kernel(
     cols = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, None, :]
     inside, coupled = (rows < n) & (cols < rank), (k < BLOCKS) & (cols < rank)
     sums = tl.zeros([WIDTH, TOKENS, RANKS], tl.float32)
+    at = z + rows * z_row + cols
     for block in tl.range(0, BLOCKS):
         by = tl.load(s + (k * BLOCKS + block) * rank + cols, mask=coupled, other=0.0)
-        part = tl.load(z + block * z_batch + rows * z_row + cols, mask=inside, other=0.0)
-        sums += by * part.to(tl.float32)
+        sums += by * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        at += z_batch  # step by step: all of them may be more than 32 bits count
     to = w + k.to(tl.int64) * w_batch + rows * w_row + cols
     tl.store(to, sums.to(w.dtype.element_ty), mask=inside & (k < BLOCKS))

@@ -120,6 +120,16 @@ def test_every_stopping_signal_is_told_apart(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+def test_a_lost_terminal_stops_nothing_that_is_told_so() -> None:
+    """As nohup does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outputs_that_cannot_be_used(blr: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()

@@ -27,3 +27,12 @@ def test_the_context_is_the_longest_text_that_a_model_takes(name: str, tmp_path:
 @pytest.mark.parametrize("config", [{}, {"model_type": "t5", "n_positions": 512, "d_model": 32}])
 def test_relative_positions_set_no_limit(config: dict[str, object]) -> None:
     assert context_of(config) == UNLIMITED
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("yarn", 256), ("llama3", 64), ("default", 64)])
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_yarn_reaches_beyond_what_was_trained_with(name: str, kind: str, longest: int) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    config = {"model_type": "qwen2", "max_position_embeddings": 64, name: rope}
+    assert context_of(config) == longest
+    assert context_of({**config, "max_position_embeddings": 512}) == 512

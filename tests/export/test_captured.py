@@ -194,6 +194,44 @@ def test_a_graph_is_captured_on_a_stream_of_the_current_gpu(monkeypatch: pytest.
     assert used == [[0], [1], [0]] and used[0] is used[2], "graphs of one pool share a stream"
 
 
+class Adapted(nn.Linear):
+    """A layer with the attributes that layers of peft have."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._disable_adapters, self._active_adapter = False, ["a"]
+        self.merged_adapters: list[str] = []
+        self.scaling = {"a": 1.0, "b": 1.0}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "switched off": lambda layer: setattr(layer, "_disable_adapters", True),
+    "another": lambda layer: setattr(layer, "_active_adapter", ["b"]),
+    "merged": lambda layer: layer.merged_adapters.append("a"),
+    "scaled": lambda layer: layer.scaling.update(a=0.5),
+    "of another type in the same place": lambda layer: setattr(
+        layer.weight, "data", layer.weight.data.view(torch.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_no_module_or_address_shows_is_noticed(change: str) -> None:
+    model = nn.Sequential(Adapted()).requires_grad_(False)
+    held = held_for(model, "_made", object)
+    CHANGES[change](model[0])
+    assert held_for(model, "_made", object) is not held
+
+
+def test_what_has_copies_of_weights_is_made_anew_when_these_change() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    held, copies = held_for(model, "_graphs", object), held_for(model, "_copies", object, values=True)
+    assert held_for(model, "_copies", object, values=True) is copies
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    assert held_for(model, "_graphs", object) is held
+    assert held_for(model, "_copies", object, values=True) is not copies
+
+
 def test_a_model_goes_with_what_is_held_for_it() -> None:
     """Whoever deletes a model has its memory back at once, not when garbage is collected."""
     model = nn.Sequential(nn.Linear(2, 2))

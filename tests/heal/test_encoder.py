@@ -63,6 +63,14 @@ def test_embeddings_come_nearer(smaller: Path, encoder: Path, sentences: Path, t
     assert lines[0]["held"] == summary.before
 
 
+def test_no_sentence_is_both_trained_on_and_held_back(encoder: Path) -> None:
+    tokenizer = load_tokenizer(encoder)
+    lines = [chr(97 + n % 26) * (1 + n // 26) for n in range(50)]
+    stream = sentence_stream([*lines, *lines], tokenizer, Sentences(), 16, 0, "text")
+    rows = [{tuple(row.tolist()) for row in part} for part in (stream.rows, stream.held)]
+    assert rows[0] and rows[1] and not rows[0] & rows[1]
+
+
 def test_padding_changes_nothing(smaller: Path, encoder: Path) -> None:
     teacher = load_teacher(encoder, torch.device("cpu"), EMBEDS)
     goal = Embedding(load_pair(smaller, teacher, ("factors",), Sentences()), Sentences(), 1.0)
@@ -99,14 +107,15 @@ def test_the_distance_is_that_of_the_embeddings(smaller: Path, encoder: Path, se
         ({"data": ("self",)}, 2, "an encoder writes no text of its own"),
         ({"loss": "lm", "text": 80}, 2, "--loss and --top-k are for decoders"),
         ({"vary": 0.1, "text": 80}, 2, "--vary is for decoders"),
-        ({"text": 3}, 4, "3 sentences, expected at least 20"),
+        ({"text": 3}, 4, "3 different sentences, expected at least 20"),
     ],
 )
 def test_refusals(
     options: dict[str, Any], code: int, said: str, smaller: Path, encoder: Path, tmp_path: Path
 ) -> None:
     if lines := options.get("text"):
-        (tmp_path / "text.txt").write_text("a\n" * lines)
+        text = "".join(f"{'a' * number}\n" for number in range(1, lines + 1))
+        (tmp_path / "text.txt").write_text(text * 2)
         options = {**options, "data": (str(tmp_path / "text.txt"),)}
         del options["text"]
     with pytest.raises(BlrError, match=said) as raised:

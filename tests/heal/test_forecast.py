@@ -21,6 +21,7 @@ from blr.compressor.heal.forecast import (
     Crew,
     forecast,
     masters,
+    planned,
     predicted,
     sizes_of,
     words,
@@ -111,6 +112,13 @@ def test_full_numbers_of_what_is_packed_are_trained(tmp_path: Path) -> None:
     assert found.trained > TRAINED * dense and not found.fits
     shared = predicted(source, specs, HealOptions(""), H200, Crew(8))
     assert not shared.sharded, "what is packed is not shared out"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int2"])
+def test_every_kind_of_number_is_planned(kind: Any, dense: Path) -> None:
+    source, _ = open_or_outline(dense)
+    found = planned(source, make_plan(source, Recipe(method="svd", cf=1.5, quantize=kind)), H200)
+    assert found["fits"] and found["trained"] > 0
 
 
 def test_more_room_gives_more_windows_a_pass(tmp_path: Path) -> None:

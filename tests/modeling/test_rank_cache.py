@@ -254,6 +254,22 @@ def test_models_without_such_a_cache_say_so(tmp_path: Path) -> None:
         compress_to(source, tmp_path / "out", method="svd", kv_cf=2.0)
 
 
+def test_a_positive_crop_keeps_as_many() -> None:
+    model = caching("llama", per_head, "ranks")
+    cache = rank_cache(DynamicCache(config=model.config), model.config, "ranks")
+    steps(model, cache, True)
+    for number in (LENGTH + 1, LENGTH - 2):
+        cache.crop(number)
+        assert cache.get_seq_length() == min(number, LENGTH)
+
+
+def test_whoever_gives_a_cache_has_it_filled() -> None:
+    model = caching("llama", low_rank, "ranks")
+    cache = DynamicCache(config=model.config)
+    found = model.generate(**prompts(), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.get_seq_length() == found.shape[1] - 1
+
+
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2"])
 def test_whole_keys_end_the_ranks_of_a_cache_that_was_changed(name: str) -> None:
     """Cropped, for several answers, and moved, and then a step with gradients."""
