@@ -141,7 +141,7 @@ def kept_bytes(
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that are trained of a layer: of those stored in few bits all, and the groups' scales, which
+    """Numbers that are trained of a layer: of those in few bits all, and the groups' scales, which
     those in float8 have not."""
     scales = 0
     for _, leaf in leaves(spec):
