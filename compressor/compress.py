@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -12,9 +11,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.destination import check_apart
-from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
-from blr.compressor.checkpoint.header import TensorEntry, read_header
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_shards
 from blr.compressor.checkpoint.source import Source
@@ -25,6 +23,7 @@ from blr.compressor.heal.forecast import KEPT, masters
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
+from blr.compressor.output.records import by_type, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.speed import paced
@@ -71,8 +70,9 @@ class Summary:
     `became` says how many layers were made what; `kept` counts layers that were left dense on purpose;
     `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
     `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
-    maps layer type to the mean relative error of its weights; `seconds` is the wall time of this run and
-    `spent` what of it went into what, in the first process, the loading of libraries last;
+    maps layer type to the mean relative error of its weights, `output_errors` to that of its outputs on
+    the calibration's text, where there was one; `seconds` is the wall time of this run and `spent` what
+    of it went into what, in the first process, the loading of libraries last;
     `check` says what was run of the output and how far its results are from the dense model's
     (`output/check.py`), `healed` what training it brought (`heal/run.py`).
     """
@@ -91,6 +91,7 @@ class Summary:
     share: float
     factor: float
     errors: dict[str, float]
+    output_errors: dict[str, float]
     seconds: float
     spent: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
@@ -128,7 +129,8 @@ def compress(
         recipe, said = paced(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
-        plan.notes += unmeasured(recipe, False) if settings.calibration is None else []
+        if settings.calibration is None:
+            plan.notes += [*unmeasured(recipe, False), *_blind(plan, source, settings)]
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()
@@ -331,9 +333,6 @@ class Job:
         """Of this run."""
         source, plan, output = self.source, self.plan, self.workspace.output
         before = sum(entry.parameters for entry in source.entries.values())
-        by_type: dict[str, list[float]] = {}
-        for record in records.values():
-            by_type.setdefault(record["type"], []).append(record["error"])
         bytes_before = sum(entry.nbytes for entry in source.entries.values())
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))
         return Summary(
@@ -350,7 +349,8 @@ class Job:
             kept=len(plan.kept),
             share=plan.share or 0.0,
             factor=bytes_before / bytes_after,
-            errors={kind: sum(values) / len(values) for kind, values in by_type.items()},
+            errors=by_type(records, "error"),
+            output_errors=by_type(records, "weighted_error"),
             seconds=seconds,
             spent=self._spent(seconds),
             check=self.checked,
@@ -363,6 +363,15 @@ class Job:
         spent = self.progress.spent
         rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
         return {what: round(time, 1) for what, time in (spent | rest).items()}
+
+
+def _blind(plan: Plan, source: Source, settings: Settings) -> list[str]:
+    """A line on fits that know the weights alone, of a model that continues text."""
+    writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
+    fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
+    if settings.heal or not (writes and fewer):
+        return []
+    return ["fits know the weights alone: with --calibration TEXT the loss is several times smaller"]
 
 
 def _calibration(settings: Settings) -> str | None:
@@ -385,14 +394,3 @@ def _slots(source: Source, plan: Plan, fitted: Fitted) -> list[Slot]:
             factors, _ = fitted.results[module]
             slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
     return slots
-
-
-def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """What compression recorded for every layer of an output: spec, type and relative error."""
-    config = json.loads((folder / "config.json").read_bytes())
-    return json.loads((folder / LAYERS).read_bytes()) if "blr" in config else {}
-
-
-def tensor_bytes(path: Path) -> int:
-    """Bytes of tensor data in one shard."""
-    return sum(entry.nbytes for entry in read_header(path).entries.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from blr.compressor.quoting import named_line, quote
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
+MEASURED = "expected what `blr eval --format json` prints"
 WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
@@ -61,7 +63,7 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     manifest = read_manifest(folder)
     front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     if metrics is not None:
-        front["model-index"] = _index(repository, metrics)
+        front["model-index"] = _index(repository, metrics, folder)
     card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest)}".encode()
     files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
     files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
@@ -166,18 +168,19 @@ def _arguments(run: dict[str, Any], source: dict[str, Any]) -> str:
     return join(words)
 
 
-def _index(repository: str, path: Path) -> list[dict[str, Any]]:
-    """The `model-index` of a card: what `blr eval` measured, in the hub's terms."""
+def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
+    """The `model-index` of a card: what `blr eval` measured of `folder`, in the hub's terms."""
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
     found = parse_json(read_whole(path, MAX_BYTES), path)
+    _check_judged(found, path, folder)
     try:
         rows = [(kind, data, metric, _number(value)) for kind, data, metric, value in _measured(found)]
     except (AttributeError, KeyError, TypeError, ValueError):
         rows = []
     if not rows:
-        raise InputError(f"{path}: no metrics; expected what `blr eval --format json` prints")
+        raise InputError(f"{path}: no metrics; {MEASURED}")
     results = [
         EvalResult(
             task_type=kind,
@@ -189,6 +192,15 @@ def _index(repository: str, path: Path) -> list[dict[str, Any]]:
         for kind, data, metric, value in rows
     ]
     return eval_results_to_model_index(repository.partition("/")[2], results)
+
+
+def _check_judged(found: dict[str, Any], path: Path, folder: Path) -> None:
+    """Raise InputError for figures of another model, where they say of which they are."""
+    judged = found.get("checkpoint")
+    digest = hashlib.sha256(read_whole(folder / MANIFEST, MAX_BYTES)).hexdigest()
+    if isinstance(judged, dict) and judged.get("manifest") != digest:
+        name = quote(str(judged.get("name")), 120)
+        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 
 
 def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.destination import check_outside
 from blr.compressor.checkpoint.disk import fsync_folder, write_probe, write_stream
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.errors import OutputError
@@ -245,6 +246,7 @@ def check_output(folder: Path) -> None:
     """
     if folder == Path():
         raise OutputError("output: the current folder; give the name of a folder for the results")
+    check_outside(folder / JSON_NAME)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_probe(folder)

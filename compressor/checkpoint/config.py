@@ -56,7 +56,8 @@ def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
     Raises InputError.
     """
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
-    for key, value in _integers(config):
+    native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
+    for key, value in _integers(native):
         for pattern, limit in limits:
             if value > limit and pattern.search(key):
                 found = f"{quote(key, 40)[1:-1]} {quote(value)} with {tensors} tensors"

@@ -40,6 +40,7 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
     for folder in map(Path, map(os.path.expanduser, reads)):
         if os.path.isdir(folder):
             check_apart(output, folder)
+    check_outside(output)
     parent = output.parent
     with storage_errors(parent):
         if not is_text(str(output)):
@@ -68,6 +69,16 @@ def check_apart(output: Path, source: Path) -> None:
             raise OutputError(
                 f"{source}: the checkpoint that is read lies in {path}, which this run replaces; "
                 "choose another --output"
+            )
+
+
+def check_outside(output: Path) -> None:
+    """Raise OutputError if `output` would lie in an output of ours, which would not verify any more."""
+    for around in Path(os.path.realpath(output)).parents:
+        if os.path.isfile(around / MANIFEST):
+            raise OutputError(
+                f"{output}: inside {around}, an output of blr, which would no longer be as its manifest "
+                "says; choose another --output"
             )
 
 

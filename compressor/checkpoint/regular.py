@@ -223,7 +223,7 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
         InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting beyond
             the parser's depth, or anything but an object.
     """
-    remedy = REPAIRED if path.suffix == ".json" else DAMAGED
+    remedy = DAMAGED if path.suffix == ".safetensors" else REPAIRED
     if data.startswith(codecs.BOM_UTF8):
         refuse(path, "a byte-order mark", "JSON in plain UTF-8", "save it without that mark")
     try:

@@ -118,6 +118,9 @@ def _check_surroundings() -> None:
     """Refuse what the libraries below end without a word of blr in: a current folder that was removed,
     where MKL finds none of its parts, and a Python without docstrings, which transformers reads."""
     absolute(Path())
+    named = os.path.expanduser(os.environ.get("BLR_TEXT_DIR") or "/")
+    if named != "off" and not os.path.isabs(named):
+        raise UsageError(f"BLR_TEXT_DIR is {named!r}: expected the whole path of a folder, or off")
     if sys.flags.optimize > 1:
         raise CapabilityError(
             "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which transformers "
@@ -144,7 +147,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=HARMLESS)
     try:
         streams.prepare()
-        code = command()(standalone_mode=False)
+        code = command()(prog_name="blr", standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except BlrError as error:

@@ -239,7 +239,9 @@ def _spent(spent: dict[str, float]) -> str:
 def _compress_text(summary: dict[str, Any]) -> str:
     before, after = summary["parameters_before"], summary["parameters_after"]
     kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
-    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+    found = summary["output_errors"] or summary["errors"]
+    what = "outputs, on the calibration text," if summary["output_errors"] else "weights"
+    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in found.items())
     return "\n".join(
         (
             f"output: {summary['output']}",
@@ -248,7 +250,7 @@ def _compress_text(summary: dict[str, Any]) -> str:
             f"parameters: {before:,} -> {after:,}",
             f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
             f"the whole model {_change(summary['factor'])}",
-            f"error by layer type: {errors}",
+            f"relative error of {what} by layer type: {errors}",
             *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s{_spent(summary['spent'])}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     WINDOW,
@@ -25,6 +27,9 @@ from blr.compressor.cli.options import (
 )
 from blr.compressor.errors import UsageError
 from blr.compressor.tables import aligned
+
+if TYPE_CHECKING:
+    from blr.compressor.loading.resolve import Found
 
 
 def evaluate(
@@ -98,7 +103,8 @@ def evaluate(
         raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {most}")
     _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
     use_threads(threads)
-    folder = resolve_model(checkpoint, offline=offline).folder
+    found_as = resolve_model(checkpoint, offline=offline)
+    folder = found_as.folder
     from blr.compressor import evaluate as library
     from blr.compressor import harness
     from blr.compressor.checkpoint.regular import read_start
@@ -130,13 +136,20 @@ def evaluate(
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         asked = harness.Asked(names, tasks_path, shots, limit)
         result |= asdict(harness.run_tasks(model, tokenizer, asked, batch))
-    print_result(result, _text, format)
+    print_result({"checkpoint": _judged(found_as), **result}, _text, format)
+
+
+def _judged(found: Found) -> dict[str, str | None]:
+    """Name and digest of what is judged, for `blr push`; no digest of what is no output of blr."""
+    manifest = found.folder / MANIFEST
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+    return {"name": found.name, "manifest": digest}
 
 
 def _of_texts(paths: list[Path], found: list[dict[str, Any]]) -> dict[str, Any]:
     """The result on one text, or those on several."""
     if len(found) == 1:
-        return found[0]
+        return {"text": str(paths[0]), **found[0]}
     return {"texts": [{"text": str(p), **each} for p, each in zip(paths, found, strict=True)]}
 
 
@@ -149,7 +162,8 @@ def _refuse_idle(owner: str, given: object, **options: object) -> None:
 
 def _text(result: dict[str, Any]) -> str:
     """A line a number; a table a list of texts, and of tasks."""
-    lines = [f"{k}: {_number(v)}" for k, v in result.items() if not isinstance(v, dict | list)]
+    numbers = {k: v for k, v in result.items() if k != "text" and not isinstance(v, dict | list)}
+    lines = [f"{k}: {_number(v)}" for k, v in numbers.items()]
     if texts := result.get("texts"):
         rows = [(r["text"], _number(r["perplexity"]), str(r["tokens"])) for r in texts]
         lines.append(aligned([("text", "perplexity", "tokens"), *rows], {1, 2}))

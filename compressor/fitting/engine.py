@@ -85,13 +85,15 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     plan = replan(curves)
     if sensitivity is not None:
         plan.notes += cache_notes(plan, curves or {}, sensitivity.tokens)
-    work.progress.notes(plan.notes)
+    work.progress.notes([*plan.notes, *_short(calibration, plan)])
     epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
     finish = finish_epochs(recipe.finish, usual, model, batches)
     run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
+    if not any(student.trained for student in run.students):  # all that is fitted lies outside of blocks
+        finish = 0
     if finish:
         with timed("last pass"):
             finish_blocks(run, model.start(calibration, work.processes))
@@ -100,6 +102,17 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves or {}, run.norms)
+
+
+def _short(calibration: Calibration, plan: Plan) -> list[str]:
+    """A line on a text of fewer tokens than some layer has inputs: what it does not show is lost."""
+    widest = max(planned.spec.in_features for planned in plan.layers)
+    if calibration.tokens >= widest:
+        return []
+    return [
+        f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer: the "
+        "loss on other text may be far larger than without a calibration; give more text"
+    ]
 
 
 def _epochs(plan: Plan, target: torch.device) -> int:

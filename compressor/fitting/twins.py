@@ -49,6 +49,7 @@ class Twin:
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
         if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
+            factors |= {name: self.module.get_buffer(name) for name in self.spec.indices()}
             return round_factors(factors, self.spec, metric, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():

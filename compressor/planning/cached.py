@@ -54,7 +54,7 @@ class Cached:
         even = max(int(layer.shape[0] / groups / (recipe.kv_cf or 1)), 1)
         rank = recipe.kv_rank or self.ranks.get(layer.module, even)
         rule = "kv_rank" if recipe.kv_rank else f"kv_cf {recipe.kv_cf:g}"
-        packed = replace(settings.stored, base=None)
+        packed = replace(settings.stored, base=None, bpw=None)
         return LayerSettings("svd", rank=rank, heads=f"grouped:{groups}", rule=rule, stored=packed)
 
     def groups(self, layer: Layer) -> int:
@@ -67,7 +67,9 @@ class Cached:
             asked = layer.heads
         else:
             asked = max(width // JOINT, 1)
-        return nearest_grouping(asked, layer.heads, width)
+        if layer.type in SHARED:
+            return nearest_grouping(asked, layer.heads, width)
+        return 3 * nearest_grouping(max(asked // 3, 1), layer.heads // 3, width // 3)
 
     def _filled(self, layers: list[Layer], curves: Curves, factor: float) -> dict[str, int]:
         """Rank of each group of every layer, of one budget."""

@@ -40,6 +40,17 @@ class Layer:
         return (columns, rows) if self.transposed else (rows, columns)
 
 
+def _ties(source: Source) -> bool:
+    """Whether the head is the embedding, by config.json or, where that is silent, by its family."""
+    said = source.config.get("tie_word_embeddings")
+    if said is not None or source.library is DIFFUSERS:
+        return bool(said)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = source.model_type in CONFIG_MAPPING
+    return known and bool(getattr(CONFIG_MAPPING[source.model_type](), "tie_word_embeddings", False))
+
+
 def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]:
     """Every compressible layer of `source`, in the order of its tensors.
 
@@ -47,7 +58,7 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     """
     family = _family(source, notes)
     # a tied head is the embedding, whether or not a copy of it is stored
-    heads = bool(recipe.include) and not source.config.get("tie_word_embeddings")
+    heads = bool(recipe.include) and not _ties(source)
     found = (_layer(source, entry, family, heads) for entry in source.entries.values())
     layers = [layer for layer in found if layer is not None]
     if not layers:
@@ -149,7 +160,7 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
     stored = {name.removesuffix(".weight"): entry for name, entry in source.entries.items()}
     found = next((entry for name, entry in stored.items() if matches(name, glob)), None)
     names_head = (source.config.get("architectures") or [""])[0].endswith(("CausalLM", "LMHeadModel"))
-    tied = source.config.get("tie_word_embeddings") and stored.get(HEAD) is found
+    tied = stored.get(HEAD) is found and _ties(source)
     if matches(HEAD, glob) and (tied or (found is None and names_head)):
         return (
             f"{HEAD!r}, which is tied to the embedding (tie_word_embeddings) and has no weight of its "

@@ -5,7 +5,7 @@ No weight is read and torch is not imported, except for a family without a table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
@@ -15,7 +15,7 @@ from blr.compressor.planning.cached import KINDS as CACHED_KINDS
 from blr.compressor.planning.cached import Cached, cache_notes
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
-from blr.compressor.recipe.schema import AUTO, DENSE, NONE, Recipe
+from blr.compressor.recipe.schema import AUTO, DENSE, NONE, PIVOTED, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
@@ -145,9 +145,18 @@ def make_plan(
     if not ordered:
         raise UsageError("every layer is kept as it is; give a rule another method, or quantize")
     plan = Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
+    notes += _grown(ordered)
     if not curves and recipe.allocation != "sensitivity":
         notes += cache_notes(plan, {}, 0)
     return plan
+
+
+def _grown(layers: list[PlannedLayer]) -> list[str]:
+    """A line on layers that become larger than they were, as by ranks meant for a larger model."""
+    factor = sum(layer.bits for layer in layers) / sum(8 * layer.layer.entry.nbytes for layer in layers)
+    if factor <= 1:
+        return []
+    return [f"these layers become {factor:.2f} times larger than they are: give a smaller rank, or --cf"]
 
 
 def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
@@ -161,7 +170,10 @@ def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
 
 def _task(layer: Layer, recipe: Recipe, cached: Cached) -> Task:
     width = 8 * BYTES[recipe.dtype] if recipe.dtype else 8 * layer.entry.nbytes // layer.entry.parameters
-    return Task(layer, cached.settings(layer, recipe.settings_for(layer.module)), width=width)
+    settings = cached.settings(layer, recipe.settings_for(layer.module))
+    if settings.method == PIVOTED and layer.shape[0] == 1:  # none is left to be made of others
+        settings = replace(settings, method="svd")
+    return Task(layer, settings, width=width)
 
 
 def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, dense_time, find_gpu, layer_time
-from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
+from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.quantized.formats import GROUP
 
@@ -75,13 +75,20 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
         return recipe, ""
+    unfit: UsageError | None = None
     for settings in _storages(recipe):
-        tried = make_recipe(**_without(recipe, settings["method"]), **settings)
+        try:
+            tried = make_recipe(**_without(recipe, settings["method"]), **settings)
+        except UsageError as error:  # of a rule that such a storage has no use for
+            unfit = error
+            continue
         speed = tokens_per_second(source, tried, gpu, calibrated) or 0.0
         what = " ".join(f"{name} {value}" for name, value in settings.items())
         if speed >= wanted:
             return tried, f"{wanted:g} tokens/s: {what}, predicted {speed:,.0f} on {gpu.name}"
         fastest = max(fastest, (speed, what))
+    if unfit is not None and not fastest[1]:
+        raise UsageError(f"--tokens-per-second {wanted:g}: {unfit}; leave out what a rule says of that")
     raise UsageError(
         f"--tokens-per-second {wanted:g}: fastest on {gpu.name} is {fastest[1]}, predicted "
         f"{fastest[0]:,.0f}; ask for less, or take a faster --gpu"
@@ -92,7 +99,7 @@ def _without(recipe: Recipe, method: str) -> dict[str, Any]:
     """What it says beside the speed and the method, for another `method`: plain weights are fitted by
     no solver."""
     given = recipe.model_dump(exclude_unset=True)
-    left = {"tokens_per_second", "method"} | ({"solver", "rounds"} if method == DENSE else set())
+    left = {"tokens_per_second", "method", *PACED} | ({"solver", "rounds"} if method == DENSE else set())
     return {name: value for name, value in given.items() if name not in left}
 
 

@@ -243,7 +243,8 @@ class Recipe(RecipeFields):
         method = rule.method or self.method
         same = method == self.method
         pivot = self.pivot if rule.pivot is None else rule.pivot
-        rank = rule.rank if rule.rank or rule.cf or rule.pattern or rule.bpw else self.rank
+        sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not _has_rank(method)
+        rank = rule.rank if sized else self.rank
         return LayerSettings(
             _structure(method, pivot),
             rule.cf,
@@ -306,6 +307,11 @@ class LayerSettings:
         return self.method == DENSE and self.stored.bits is None
 
 
+def _has_rank(method: str) -> bool:
+    structure = STRUCTURES.get(method)
+    return method == DENSE or bool(structure and structure.ranked)
+
+
 def _structure(method: str, pivot: bool | None) -> LayerMethod:
     """What a layer of `method` becomes."""
     return PIVOTED if pivot and method == "svd" else method
@@ -352,6 +358,11 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
         raise ValueError("the cache is sized by kv_rank or kv_cf, not both")
     if recipe.kv_quantize is not None and not recipe.caches_ranks:
         raise ValueError("kv_quantize belongs to a cache of ranks; give kv_rank or kv_cf")
+    if recipe.method == DENSE and recipe.base not in (None, NONE):
+        raise ValueError(
+            f"base {recipe.base} is what a structure corrects, expected method {', '.join(CORRECTING)}; "
+            "or leave it out and give quantize"
+        )
     if all(layer.kept for layer in resolved) and not recipe.caches_ranks:
         raise ValueError("method dense keeps every layer as it is; give quantize, as int4")
     if recipe.method == DENSE and recipe.rank is not None:

@@ -9,8 +9,9 @@ import torch
 from pico import save_pico
 from transformers import AutoModel
 
-from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.config import check_counts, read_config
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
+from blr.compressor.errors import InputError
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "opt", "roberta", "xlm-roberta"])
@@ -36,3 +37,10 @@ def test_yarn_reaches_beyond_what_was_trained_with(name: str, kind: str, longest
     config = {"model_type": "qwen2", "max_position_embeddings": 64, name: rope}
     assert context_of(config) == longest
     assert context_of({**config, "max_position_embeddings": 512}) == 512
+
+
+def test_blocks_of_a_layer_are_no_blocks_of_the_model(tmp_path: Path) -> None:
+    config = {"model_type": "blr_llama", "blr": {"layers": {"a": {"structure": "blast", "blocks": 192}}}}
+    check_counts(config, tmp_path, 94)
+    with pytest.raises(InputError, match=r"192. with 94 tensors"):
+        check_counts({"model_type": "llama", "num_hidden_layers": 192}, tmp_path, 94)

@@ -6,6 +6,7 @@ keep what they are given. Refusals come from its own client against a dead addre
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -95,6 +96,16 @@ def test_what_arrives_verifies_and_its_card_is_valid(
     assert data.model_name == "small"
     found = {(r.metric_type, r.dataset_name, r.metric_value) for r in data.eval_results}
     assert found == {("perplexity", "text", 14.65), ("acc", "arc_easy", 0.5)}
+
+
+def test_figures_of_another_model_are_refused(output: Path, blr: Run, tmp_path: Path) -> None:
+    own = hashlib.sha256((output / "blr_manifest.json").read_bytes()).hexdigest()
+    for manifest, code in ((own, 0), ("0" * 64, 4), (None, 4)):
+        judged = {"checkpoint": {"name": "dense", "manifest": manifest}, "perplexity": 2.0}
+        (tmp_path / "m.json").write_text(json.dumps(judged))
+        done = blr("push", output, "me/small", "--dry-run", "--metrics", "m.json")
+        assert done.returncode == code, done.stderr
+    assert "figures of 'dense', expected those of " in done.stderr
 
 
 def test_the_command_on_the_card_makes_the_same_bytes(

@@ -213,7 +213,7 @@ def test_no_time_writes_nothing_new(on_cpu: Path, capsys: pytest.CaptureFixture[
 
 
 def test_an_interrupted_run_writes_nothing(
-    on_cpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    on_cpu: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = Tuning.run
 
@@ -227,7 +227,7 @@ def test_an_interrupted_run_writes_nothing(
         run()
     assert exit.value.exit_code == 143
     assert list(on_cpu.iterdir()) == []
-    assert "stopped by SIGTERM; 2 cases were timed, nothing was written" in capsys.readouterr().err
+    assert "stopped by SIGTERM; 2 cases were timed, nothing was written" in capfd.readouterr().err
 
 
 def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from heal_models import save_characters, write_text
 from limited import Limited, refused
+from pico import save_pico
 
 CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
     "all dense": ("compress DENSE -r dense.yaml -o out", {}, 2, "every layer is kept as it is"),
@@ -16,6 +18,16 @@ CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
         "heal SMALL --teacher DENSE -o out --train biases,dense --steps 1",
         *({}, 2, "the model has none of these; expected some of factors, norms, "),
     ),
+    "a base of dense": (
+        "plan DENSE --base int2 --method dense --rank 4",
+        *({}, 2, "base int2 is what a structure corrects, expected method svd, monarch, blast"),
+    ),
+    "a text folder beside": (
+        "plan DENSE",
+        *({"BLR_TEXT_DIR": "texts"}, 2, "BLR_TEXT_DIR is 'texts': expected the whole path"),
+    ),
+    "in an output": ("compress DENSE -o SMALL/inner", {}, 5, "an output of blr, which would no longer"),
+    "in one, deep": ("bench layers -o SMALL/a/b", {}, 5, "an output of blr, which would no longer be"),
     "transient": ("compress DENSE -o out", {"BLR_TRANSIENT": "64MB"}, 2, "BLR_TRANSIENT is '64MB'"),
     "compiled": ("eval SMALL --text t.txt", {"BLR_COMPILED": "fast"}, 2, "BLR_COMPILED is 'fast'"),
     "nobody to meet": ("compress DENSE -o out", {"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 and nobody"),
@@ -48,7 +60,7 @@ def place(dense: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case: str, limited: Limited, dense: Path, small: Path, place: Path) -> None:
     command, environment, code, said = CASES[case]
-    words = [{"DENSE": str(dense), "SMALL": str(small)}.get(w, w) for w in command.split()]
+    words = command.replace("DENSE", str(dense)).replace("SMALL", str(small)).split()
     before = {path.name for path in place.iterdir()}
     refused(limited.run(*words, cwd=place, env=environment), code, said)
     assert {path.name for path in place.iterdir()} == before
@@ -102,3 +114,43 @@ def test_folders_that_may_not_be_seen_are_told_from_none(
     done = limited.run(*words, cwd=place, patch=UNPRIVILEGED)
     (place / "shut").chmod(0o700)
     refused(done, 4, "no permission to reach a ")
+
+
+CALIBRATED = ("--calibration", "t.txt", "--samples", "2", "--seq-len", "16", "--refit", "1", "-q")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--method", "svd", "--pivot", "--cf", "1.3", "--quantize", "fp8", "--finish", "0"),
+        ("--method", "blast", "--blocks", "32", "--cf", "1.1", "--rounds", "2", "--finish", "0"),
+    ],
+    ids=["pivots in float8", "more blocks than tensors"],
+)
+def test_what_was_fitted_is_written(
+    options: tuple[str, ...], limited: Limited, dense: Path, place: Path
+) -> None:
+    done = limited.run("compress", dense, "-o", "out", *options, *CALIBRATED, cwd=place)
+    assert done.code == 0, done.err
+    assert limited.run("verify", "out", cwd=place).code == 0
+
+
+def test_a_last_pass_without_a_layer_of_a_block(limited: Limited, tmp_path: Path) -> None:
+    save_pico("qwen2", tmp_path / "model")
+    save_characters(tmp_path / "model")
+    write_text(tmp_path / "t.txt")
+    options = ("--method", "svd", "--include", "lm_head", "--finish", "1")
+    done = limited.run("compress", "model", "-o", "out", *options, *CALIBRATED, cwd=tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_too_short_a_text_is_told(limited: Limited, dense: Path, place: Path) -> None:
+    words = ("compress", dense, "-o", "out", "--calibration", "t.txt", "--seq-len", "16")
+    done = limited.run(*words, "--samples", "1", cwd=place)
+    assert done.code == 0 and "calibrated on 16 tokens, fewer than the " in done.err
+    assert "relative error of outputs, on the calibration text, by layer type" in done.out
+
+
+def test_layers_that_grow_are_told(limited: Limited, dense: Path, place: Path) -> None:
+    done = limited.run("plan", dense, "--method", "svd", "--rank", "500", cwd=place)
+    assert done.code == 0 and "times larger than they are: give a smaller rank" in done.out

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pico import save_pico
 
 from blr.compressor.planning.cached import FLOOR, cache_notes
 from blr.compressor.planning.outline import open_or_outline
@@ -78,3 +79,18 @@ def test_sizes_are_said_without_calibration(tmp_path: Path) -> None:
     notes = planned(tmp_path, 2, None, kv_cf=1.0, kv_quantize="int4").notes
     said = "3.05 times smaller, 1,024 -> 336 bytes a token"
     assert [note for note in notes if "cache" in note] == [f"cache of keys and values: {said}"]
+
+
+def test_bits_of_a_base_do_not_size_what_is_cached(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_key_value_heads": 8}))
+    source, _ = open_or_outline(tmp_path)
+    plan = make_plan(source, Recipe(method="svd", base="int3", bpw=6.0, kv_rank=8))
+    cached = [p for p in plan.layers if p.layer.type in ("k_proj", "v_proj")]
+    assert cached and {p.spec.plain.rank for p in cached} == {8}
+
+
+@pytest.mark.parametrize("heads", ["whole", "per-head", "grouped:4", "grouped:1"])
+def test_queries_share_no_group_with_keys(heads: str, tmp_path: Path) -> None:
+    source, _ = open_or_outline(save_pico("gpt2", tmp_path / "gpt2"))
+    plan = make_plan(source, Recipe(method="dense", kv_rank=2, heads=heads))
+    assert plan.layers and all(p.spec.plain.groups % 3 == 0 for p in plan.layers)

@@ -66,3 +66,13 @@ def test_predictions_are_near_what_an_8b_decodes_at_on_an_h200(tmp_path: Path) -
     for name, (recipe, wanted) in measured.items():
         found = tokens_per_second(source, recipe, H200, False)
         assert found == pytest.approx(wanted, rel=0.2), name
+
+
+def test_a_setting_of_none_is_none(tiny: Path) -> None:
+    """As a recipe takes back what the one says that it extends."""
+    source = open_source(tiny)
+    asked = Recipe(method="svd", quantize=None, base=None, bpw=None, tokens_per_second=500.0)
+    assert paced(source, asked, False)[0].quantize == "int8"
+    asked = Recipe(method="svd", tokens_per_second=500.0, rules=[{"match": "*o_proj", "pivot": True}])
+    with pytest.raises(UsageError, match=r"pivot belongs to method svd.*leave out what a rule says"):
+        paced(source, asked, False)

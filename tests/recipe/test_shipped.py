@@ -250,3 +250,9 @@ def test_outline_needs_a_known_family_with_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     with pytest.raises(InputError, match="found no"):
         outline(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "rank"), [("ks", None), ("auto", None), ("blast", 16)])
+def test_a_rank_is_for_what_has_ranks(method: str, rank: int | None) -> None:
+    recipe = make_recipe(method="svd", rank=16, rules=[{"match": "*o_proj", "method": method}])
+    assert recipe.settings_for("a.o_proj").rank == rank
