@@ -18,8 +18,8 @@ from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_s
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
-from blr.compressor.heal.after import Healing
-from blr.compressor.heal.forecast import KEPT, masters
+from blr.compressor.heal.after import Healing, options_of
+from blr.compressor.heal.forecast import kept_bytes
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
@@ -74,7 +74,7 @@ class Summary:
     the calibration's text, where there was one; `seconds` is the wall time of this run and `spent` what
     of it went into what, in the first process, the loading of libraries last;
     `check` says what was run of the output and how far its results are from the dense model's
-    (`output/check.py`), `healed` what training it brought (`heal/run.py`).
+    (`output/check.py`), `healed` what training it brought (`heal/run.py`), `advice` what loses less.
     """
 
     output: str
@@ -97,6 +97,7 @@ class Summary:
     check: dict[str, Any] | None = None
     healed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    advice: str | None = None
 
 
 def compress(
@@ -130,7 +131,7 @@ def compress(
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
         if settings.calibration is None:
-            plan.notes += [*unmeasured(recipe, False), *_blind(plan, source, settings)]
+            plan.notes += unmeasured(recipe, False)
         progress.notes(plan.notes + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()
@@ -290,7 +291,8 @@ class Job:
             needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
             needed += kept + factors + extra
-            needed += KEPT * sum(masters(p.spec) for p in layers)
+            specs = {planned.layer.module: planned.spec for planned in layers}
+            needed += kept_bytes(specs, {}, options_of(self.settings))
         return needed
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -356,6 +358,7 @@ class Job:
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
+            advice=_advice(plan, source, self.settings),
         )
 
     def _spent(self, seconds: float) -> dict[str, float]:
@@ -365,13 +368,13 @@ class Job:
         return {what: round(time, 1) for what, time in (spent | rest).items()}
 
 
-def _blind(plan: Plan, source: Source, settings: Settings) -> list[str]:
+def _advice(plan: Plan, source: Source, settings: Settings) -> str | None:
     """A line on fits that know the weights alone, of a model that continues text."""
     writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
     fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
-    if settings.heal or not (writes and fewer):
-        return []
-    return ["fits know the weights alone: with --calibration TEXT the loss is several times smaller"]
+    if settings.calibration is not None or settings.heal or not (writes and fewer):
+        return None
+    return "these fits know the weights alone; with --calibration TEXT the loss is several times smaller"
 
 
 def _calibration(settings: Settings) -> str | None:

@@ -254,5 +254,6 @@ def _compress_text(summary: dict[str, Any]) -> str:
             *healed_text(summary["healed"] or {}),
             check_text(summary["check"]),
             f"time: {summary['seconds']:.1f} s{_spent(summary['spent'])}",
+            *([f"note: {summary['advice']}"] if summary["advice"] else []),
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
@@ -16,18 +16,6 @@ from blr.compressor.progress import Progress
 if TYPE_CHECKING:
     from blr.compressor.output.check import Check
     from blr.compressor.parallel.processes import Processes
-
-
-class Settings(Protocol):
-    """What the compression was asked to do (`compress.Settings`)."""
-
-    source_name: str
-    revision: str | None
-    device: str
-    max_shard_size: int
-    calibration: str | None
-    offline: bool
-    heal: float | None
 
 
 class Healing:
@@ -68,8 +56,8 @@ class Healing:
         return job.summary(monotonic() - started)
 
 
-def options_of(settings: Settings) -> HealOptions:
-    """What `blr heal` would be asked for the same."""
+def options_of(settings: Any) -> HealOptions:
+    """What `blr heal` would be asked for the same as a compression (`compress.Settings`)."""
     text = settings.calibration
     return check_options(
         HealOptions(

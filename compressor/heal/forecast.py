@@ -46,9 +46,7 @@ HOST = 1e-3
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
-# Bytes on disk of a trained one: its master, two moments and its best, twice while a state takes the
-# place of another, and what is stored
-KEPT = 2 * 4 * SINGLE + SINGLE
+KEPT = 4 * SINGLE  # bytes on disk of a trained one in a state: its master, two moments and its best
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
 
@@ -137,7 +135,9 @@ def kept_bytes(
     if {"dense", "embeddings", "head"} & {*options.train}:
         floats = (entry for entry in entries.values() if entry.is_float)
         trained += sum(e.parameters for e in floats if e.name.rpartition(".")[0] not in specs)
-    return KEPT * trained
+    once = options.minutes is not None and options.minutes < options.save_minutes / 2
+    states = 1 if once else 2  # a second one is written before it takes the first one's place
+    return (states * KEPT + SINGLE) * trained
 
 
 def masters(spec: Spec) -> int:

@@ -20,6 +20,7 @@ from blr.compressor.heal.forecast import (
     TRAINED,
     Crew,
     forecast,
+    kept_bytes,
     masters,
     planned,
     predicted,
@@ -164,3 +165,15 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     room[0] = 140_000_000_000
     job._plan_memory()
     assert job.options.checkpointing is False
+
+
+def test_room_for_two_states_where_a_second_is_saved(dense: Path) -> None:
+    source, _ = open_or_outline(dense)
+    specs = {p.layer.module: p.spec for p in make_plan(source, Recipe(method="svd", cf=1.5)).layers}
+    trained = sum(spec.parameters for spec in specs.values())
+    for minutes, save, each in ((3.0, 10.0, 20), (30.0, 10.0, 36), (None, 10.0, 36)):
+        options = HealOptions("", minutes=minutes, save_minutes=save)
+        assert kept_bytes(specs, source.entries, options) == each * trained
+    every = HealOptions("", minutes=3.0, train=("factors", "embeddings"), save_minutes=10.0)
+    assert kept_bytes(specs, source.entries, every) > 20 * trained
+    assert kept_bytes(specs, source.entries, replace(every, train=("norms",))) == 0
