@@ -68,7 +68,8 @@ def resolve_model(
     if os.path.islink(folder):
         raise InputError(f"{quote(model, 160)[1:-1]}: a link to nothing; expected a checkpoint folder")
     repository = short_names().get(model.lower(), model)
-    local = model.startswith((".", "/", "~")) or is_barred(folder)
+    begun = os.path.lexists(Path(*folder.parts[:1]))  # else nothing of the path is here
+    local = model.startswith((".", "/", "~")) or (begun and is_barred(folder))
     if local or not REPOSITORY.fullmatch(repository):
         raise InputError(
             f"{quote(model, 160)[1:-1]}: {absence(folder, 'folder')}; expected a checkpoint folder, "
