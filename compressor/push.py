@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,13 @@ from shlex import join
 from typing import Any
 
 from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_manifest, with_file
+from blr.compressor.checkpoint.manifest import (
+    MANIFEST,
+    computing_digest,
+    read_manifest,
+    verify_manifest,
+    with_file,
+)
 from blr.compressor.checkpoint.regular import check_is_folder, inside, parse_json, read_text, read_whole
 from blr.compressor.errors import HubError, InputError, UsageError
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
@@ -197,8 +202,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
 def _check_judged(found: dict[str, Any], path: Path, folder: Path) -> None:
     """Raise InputError for figures of another model, where they say of which they are."""
     judged = found.get("checkpoint")
-    digest = hashlib.sha256(read_whole(folder / MANIFEST, MAX_BYTES)).hexdigest()
-    if isinstance(judged, dict) and judged.get("manifest") != digest:
+    if isinstance(judged, dict) and judged.get("digest") != computing_digest(folder):
         name = quote(str(judged.get("name")), 120)
         raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 

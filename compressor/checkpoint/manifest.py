@@ -84,6 +84,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def computing_digest(folder: Path) -> str | None:
+    """SHA-256 over what the manifest in `folder` says of weights and configuration: the same of a copy
+    with another card. None where there is no manifest that can be read."""
+    try:
+        files = read_manifest(folder)["files"]
+    except (OutputError, InputError):
+        return None
+    read = {n: facts for n, facts in files.items() if n.endswith(".safetensors") or n == "config.json"}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+
+
 def verify_manifest(folder: Path) -> int:
     """Check every file of an output and its manifest; how many files there are.
 

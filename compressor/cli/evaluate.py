@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.checkpoint.manifest import computing_digest
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     WINDOW,
@@ -141,9 +140,7 @@ def evaluate(
 
 def _judged(found: Found) -> dict[str, str | None]:
     """Name and digest of what is judged, for `blr push`; no digest of what is no output of blr."""
-    manifest = found.folder / MANIFEST
-    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
-    return {"name": found.name, "manifest": digest}
+    return {"name": found.name, "digest": computing_digest(found.folder)}
 
 
 def _of_texts(paths: list[Path], found: list[dict[str, Any]]) -> dict[str, Any]:

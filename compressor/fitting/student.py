@@ -90,7 +90,8 @@ class Student:
         for name, twin in self.twins.items():
             module = self.module(name)
             job, weight = self.run.job(module), self.weight(module)
-            dtype, old = job.stored_dtype(weight), self.run.results[module][1]
+            dtype, old = job.stored_dtype(weight), dict(self.run.results[module][1])
+            old.pop("weighted_error", None)  # of the factors that these replace
             with layer_errors(job):
                 found = twin.stored(dtype, metrics.get(name))
                 stored, record = keep_factors(job, weight, found, old)

@@ -12,6 +12,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.heal.additions import is_addition
 from blr.compressor.heal.settings import KINDS
+from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
@@ -21,8 +22,9 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
     """Raise UsageError, from headers, when nothing of `checkpoint` is of the `kinds` to be trained."""
     if "factors" in kinds and checkpoint.specs:
         return
-    with quiet_transformers():
-        model = empty_model(open_source(checkpoint.source.folder))
+    source = open_source(checkpoint.source.folder)
+    with native_errors(source), quiet_transformers():
+        model = empty_model(source)
     _check_any(model, kinds, checkpoint.specs)
 
 

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.heal.embedding import LEAST, sentence_stream
+from blr.compressor.heal.embedding import BRIEF, sentence_stream
 from blr.compressor.heal.pair import EMBEDS, task_of
 from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
@@ -110,7 +110,7 @@ class Reading:
         if self.sentences is None:
             most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
             return text_stream(tokenize(documents, self.tokenizer, most), *place, options.varied)
-        lines, most = filter(str.strip, documents), LEAST if briefly else SET_SENTENCES
+        lines, most = filter(str.strip, documents), BRIEF if briefly else SET_SENTENCES
         first = islice(lines, most if long else None)
         return sentence_stream(first, self.tokenizer, self.sentences, *place)
 

@@ -18,6 +18,7 @@ from blr.kernels.distance.op import relative_errors
 WEIGHT = 1.0  # of the hidden states, where none is asked for
 HELD_BATCH = 32  # sentences at once
 LEAST = 20  # sentences of a text
+BRIEF = 100 * LEAST  # of a data set, which repeats some, that are read to see that it has as many
 PADDING = -1  # in rows of tokens, behind the end of a sentence
 
 

@@ -134,6 +134,7 @@ def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str,
             if product is not None:
                 ours = ours + (product[0] @ product[1]).to(ours)
             record = {**record, "error": relative_error(weight.double(), ours.double())}
+            record.pop("weighted_error", None)  # of the factors before
         found[stored] = record
     return found
 

@@ -127,11 +127,11 @@ class Job:
         from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
+        check_same_vocabulary(self.checkpoint, self.teacher)
         if self.options.lora:
             check_takes_additions(self.checkpoint, self.options.lora)
         else:
             check_has_kinds(self.checkpoint, self.options.train)
-        check_same_vocabulary(self.checkpoint, self.teacher)
         if line := strangeness(self.checkpoint, self.teacher):
             self.progress.notes([line])
         if self.options.lora:

@@ -19,7 +19,7 @@ OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
 class State:
     """Where a run is: `step` steps and `seconds` of training are done; `best` is the merit judged best
     and `best_step` when that was; `values` are the masters then. `worse` counts evaluations since.
-    `log` is what metrics.jsonl will say."""
+    `log` is what metrics.jsonl will say, `texts` what the texts are called, in their order."""
 
     step: int = 0
     seconds: float = 0.0
@@ -31,14 +31,18 @@ class State:
     worse: int = 0
     done: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     def rename(self, names: list[str]) -> None:
-        """Call the texts, which may have had other names in an earlier run, by these, in their order."""
+        """Call the texts by these `names`, in their order: earlier they may have had others."""
+        called = dict(zip(self.texts or names, names, strict=False))
         held = [line["held"] for line in self.log if "held" in line]
         for merits in (self.before, self.best_merits, *held):
-            values = list(merits.values())
-            merits.clear()
-            merits.update(zip(names, values, strict=False))
+            found = {new: merits[old] for old, new in called.items() if old in merits}
+            if len(found) == len(merits):  # else a state of an earlier version under other names
+                merits.clear()
+                merits.update(found)
+        self.texts = names
 
     def record(self) -> dict[str, Any]:
         """All but the tensors, JSON-ready."""
@@ -70,8 +74,8 @@ def load_state(
     """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
     if there is nothing."""
     found = journal.load(key)
-    if found is None:
-        return None
+    if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
+        return None  # or of an earlier version, which trained less
     tensors = journal.tensors(key)
     state = State(**found[1])
     state.values = pair.parted(_named(tensors, BEST)) or None

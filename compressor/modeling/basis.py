@@ -46,7 +46,7 @@ class Basis:
         self.places = list(map(_place, self.tensors))
         self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.own = [m.__dict__ for m in modules[1:]]  # not the model's, which would hold itself
-        self.adapters = [own for own in self.own if not ADAPTER.isdisjoint(own)]
+        self.adapters = [own for own in self.own if "merged_adapters" in own]
         self.settings = self._settings()
 
     def holds(self) -> bool:

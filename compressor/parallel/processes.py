@@ -64,6 +64,8 @@ class Processes:
             )
         with _lost():
             store = dist.FileStore(meeting, self.count) if meeting else None
+            if store is not None:
+                store.set_timeout(PATIENCE)
             method = None if store else "env://"
             size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
             dist.init_process_group(backend, init_method=method, store=store, **size)

@@ -67,7 +67,7 @@ class Cached:
             asked = layer.heads
         else:
             asked = max(width // JOINT, 1)
-        if layer.type in SHARED:
+        if layer.type in SHARED or layer.heads % 3:
             return nearest_grouping(asked, layer.heads, width)
         return 3 * nearest_grouping(max(asked // 3, 1), layer.heads // 3, width // 3)
 

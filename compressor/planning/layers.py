@@ -57,10 +57,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     Raises InputError when there are none, or all are stored as integers or in 8 bits.
     """
     family = _family(source, notes)
-    # a tied head is the embedding, whether or not a copy of it is stored
-    heads = bool(recipe.include) and not _ties(source)
-    found = (_layer(source, entry, family, heads) for entry in source.entries.values())
+    found = (_layer(source, entry, family, bool(recipe.include)) for entry in source.entries.values())
     layers = [layer for layer in found if layer is not None]
+    if any(layer.module == HEAD for layer in layers) and _ties(source):
+        # a tied head is the embedding, whether or not a copy of it is stored
+        layers = [layer for layer in layers if layer.module != HEAD]
     if not layers:
         raise InputError(
             f"{source.folder}: found no linear layer of a {source.model_type!r} model; "

@@ -89,7 +89,7 @@ def test_several_texts_are_a_row_each(tiny: Path, sample: Path, blr: Run, tmp_pa
     alone = result(blr("eval", tiny, *options, "--format", "json"))
     both = [*options, "--text", "harder.txt"]
     first, second = result(blr("eval", tiny, *both, "--format", "json"))["texts"]
-    assert alone.pop("checkpoint") == {"name": "tiny-llama", "manifest": None}
+    assert alone.pop("checkpoint") == {"name": "tiny-llama", "digest": None}
     assert first == alone and second["perplexity"] > alone["perplexity"]
     rows = blr("eval", tiny, *both).stdout.splitlines()
     assert rows[0].split() == ["text", "perplexity", "tokens"] and len(rows) == 3

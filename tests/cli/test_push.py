@@ -6,7 +6,6 @@ keep what they are given. Refusals come from its own client against a dead addre
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -23,7 +22,7 @@ from huggingface_hub import ModelCard
 from pico import save_pico
 from running import Run
 
-from blr.compressor.checkpoint.manifest import verify_manifest
+from blr.compressor.checkpoint.manifest import computing_digest, verify_manifest
 from blr.compressor.errors import HubError, InputError, UsageError, VerifyError
 from blr.compressor.push import prepare_push, send
 
@@ -99,9 +98,8 @@ def test_what_arrives_verifies_and_its_card_is_valid(
 
 
 def test_figures_of_another_model_are_refused(output: Path, blr: Run, tmp_path: Path) -> None:
-    own = hashlib.sha256((output / "blr_manifest.json").read_bytes()).hexdigest()
-    for manifest, code in ((own, 0), ("0" * 64, 4), (None, 4)):
-        judged = {"checkpoint": {"name": "dense", "manifest": manifest}, "perplexity": 2.0}
+    for digest, code in ((computing_digest(output), 0), ("0" * 64, 4), (None, 4)):
+        judged = {"checkpoint": {"name": "dense", "digest": digest}, "perplexity": 2.0}
         (tmp_path / "m.json").write_text(json.dumps(judged))
         done = blr("push", output, "me/small", "--dry-run", "--metrics", "m.json")
         assert done.returncode == code, done.stderr

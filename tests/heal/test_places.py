@@ -75,11 +75,14 @@ def test_dense_layers_in_few_bits_are_factors(kind: str, tmp_path: Path) -> None
 
 def test_a_text_under_another_name_goes_on() -> None:
     """A resumed run takes texts by what is in them."""
-    held = {"self": {"kl": 1.0}, "old.txt": {"kl": 2.0}}
-    state = State(before=dict(held), best_merits=dict(held), log=[{"held": dict(held)}, {"loss": 1.0}])
-    state.rename(["self", "new.txt"])
-    expected = {"self": {"kl": 1.0}, "new.txt": {"kl": 2.0}}
-    assert state.before == state.best_merits == state.log[0]["held"] == expected
+    held = {"self": {"kl": 1.0}, "text.txt": {"kl": 2.0}}  # sorted, as files keep it
+    for texts, names in ((["text.txt", "self"], ["new.txt", "self"]), ([], ["text.txt", "self"])):
+        log: list[Any] = [{"held": dict(held)}, {"loss": 1.0}]
+        state = State(before=dict(held), best_merits=dict(held), log=log, texts=texts)
+        state.rename(names)
+        expected = {names[0]: {"kl": 2.0}, "self": {"kl": 1.0}}
+        assert state.before == state.best_merits == state.log[0]["held"] == expected
+        assert list(state.before) == state.texts == names
 
 
 def test_names_that_are_no_text_are_told_as_such(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_bits_of_a_base_do_not_size_what_is_cached(tmp_path: Path) -> None:
     plan = make_plan(source, Recipe(method="svd", base="int3", bpw=6.0, kv_rank=8))
     cached = [p for p in plan.layers if p.layer.type in ("k_proj", "v_proj")]
     assert cached and {p.spec.plain.rank for p in cached} == {8}
+
+
+def test_projections_of_unknown_heads_are_planned(tmp_path: Path) -> None:
+    """As GPT-BigCode's, whose keys and values are one head of their own."""
+    folder = save_pico("gpt2", tmp_path / "gpt2")
+    config = json.loads((folder / "config.json").read_text())
+    source, _ = open_or_outline(folder)
+    single = replace(source, config={**config, "n_head": 5})  # which does not divide the width
+    plan = make_plan(single, Recipe(method="dense", kv_rank=2))
+    assert plan.layers and {p.spec.plain.groups for p in plan.layers} == {1}
 
 
 @pytest.mark.parametrize("heads", ["whole", "per-head", "grouped:4", "grouped:1"])

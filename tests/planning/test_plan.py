@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pico import save_pico
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.errors import UsageError
 from blr.compressor.planning.plan import Plan, make_plan
-from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.recipe.schema import Recipe, make_recipe
 
 pytestmark = pytest.mark.fast
 
@@ -78,3 +79,15 @@ def test_an_unknown_family_is_discovered_and_said(tmp_path: Path) -> None:
     found = plan(save_pico("electra", tmp_path))
     assert len(found.layers) == 12
     assert any("has no table in configs/" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("said", [None, True])
+def test_heads_that_are_no_embedding_are_layers(said: bool | None, tmp_path: Path) -> None:
+    """A family ties its `lm_head` alone: poolers and classifiers are weights of their own."""
+    source = open_source(save_pico("bert", tmp_path / "bert"))
+    config = {k: v for k, v in source.config.items() if k != "tie_word_embeddings"}
+    config |= {} if said is None else {"tie_word_embeddings": said}
+    plan = make_plan(
+        replace(source, config=config), Recipe(method="svd", cf=1.5, include=["*pooler.dense"])
+    )
+    assert [p.layer.module for p in plan.layers] == ["pooler.dense"]
