@@ -123,22 +123,19 @@ class Job:
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
+        from blr.compressor.heal.additions import growth
         from blr.compressor.heal.choice import check_has_kinds
         from blr.compressor.heal.kinship import strangeness
         from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
+        told = [strangeness(self.checkpoint, self.teacher)]
         if self.options.lora:
             check_takes_additions(self.checkpoint, self.options.lora)
+            told.append(growth(self.checkpoint.specs.values(), self.options.lora))
         else:
             check_has_kinds(self.checkpoint, self.options.train)
-        if line := strangeness(self.checkpoint, self.teacher):
-            self.progress.notes([line])
-        if self.options.lora:
-            from blr.compressor.heal.additions import growth
-
-            line = growth(self.checkpoint.specs.values(), self.options.lora)
-            self.progress.notes([line] if line else [])
+        self.progress.notes([line for line in told if line])
         fingerprint = self._fingerprint() if self.processes.first else {}
         self._reading()
         workspace, needed = self.workspace, self._estimate()

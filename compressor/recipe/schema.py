@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import Dtype
-from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS, matches
+from blr.compressor.recipe.fields import (
+    Bits,
+    CacheFactor,
+    Chain,
+    Factor,
+    Glob,
+    Globs,
+    Heads,
+    Natural,
+    Positive,
+    Share,
+)
+from blr.compressor.recipe.globs import MAX_GLOBS, matches
 from blr.compressor.recipe.wording import said_of
-from blr.compressor.structures.patterns import check_pattern
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
 
@@ -37,32 +47,6 @@ Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
 Couplings = Literal["int8", "none"]
 KvNumbers = Literal["int8", "int4", "none"]
-Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
-Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
-CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all of it, for --kv-quantize
-Positive = Annotated[int, Field(ge=1, le=2**31)]
-Natural = Annotated[int, Field(ge=0, le=2**31)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Glob = Annotated[str, Field(min_length=1, max_length=MAX_GLOB)]
-Globs = Annotated[list[Glob], Field(max_length=MAX_GLOBS)]
-
-
-def _checked_pattern(text: str) -> str:
-    try:
-        check_pattern(text)
-    except UsageError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
-def _checked_heads(text: str) -> str:
-    if not re.fullmatch(r"whole|per-head|auto|grouped:[1-9][0-9]{0,3}", text):
-        raise ValueError("expected whole, per-head, auto or grouped:G, as grouped:4")
-    return text
-
-
-Chain = Annotated[str, AfterValidator(_checked_pattern)]  # Kronecker-sparse, of some layer
-Heads = Annotated[str, AfterValidator(_checked_heads)]
 
 
 class _Settings(BaseModel):
