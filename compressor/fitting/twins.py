@@ -61,6 +61,13 @@ class Twin:
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found | {name: self.module.get_buffer(name) for name in self.spec.indices()}
 
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with `tensors` as `stored` gives them, of a layer that is not corrected."""
+        factors = factors_of(self.spec, tensors, torch.float32)
+        for name, part in self.parts.items():
+            part.parameter.copy_(factors[name])
+
     def latents(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""
         found = {name: part.full() for name, part in self.parts.items() if isinstance(part, Latent)}

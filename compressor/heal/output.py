@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.heal.additions import extended, product_of, raised
 from blr.compressor.heal.card import healed_card
 from blr.compressor.heal.pair import Pair, structured_layers
-from blr.compressor.heal.reading import metric_of
+from blr.compressor.heal.reading import metric_of, read_inputs
 from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
@@ -42,6 +43,23 @@ MAX_BYTES = 64 * 2**20
 
 
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
+
+
+def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
+    """`packed_layers`, behind all training; those in float8, which are rounded only now, compute with
+    what is stored from here on, as which `judge` judges them.
+
+    Args:
+        rows: of `read_inputs`.
+    """
+    inputs = read_inputs(pair, rows)
+    packed = packed_layers(pair, source, inputs)
+    for layer, name in module_names(pair.student, packed).items():
+        if name in inputs:
+            pair.twins[name].take(packed[layer])
+    if inputs:
+        judge()
+    return packed
 
 
 def packed_layers(pair: Pair, source: Source, inputs: dict[str, Tensor]) -> Packed:
@@ -150,18 +168,21 @@ def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor |
 
 def small_files(
     checkpoint: Checkpoint,
-    pair: Pair,
+    pair: Pair | None,
     packed: Packed,
     facts: dict[str, Any],
     log: list[dict[str, Any]],
 ) -> dict[str, bytes | Path]:
     """Everything but weights and manifest: name to contents, or file to carry over.
 
-    `packed` is of `packed_layers`, `facts` what the card says of the training (`card.py`).
+    Args:
+        pair: None where all tensors stay as they are. packed: of `packed_layers`.
+        facts: what the card says of the training (`card.py`).
     """
     folder = checkpoint.source.folder
-    specs = new_specs(pair, checkpoint)
-    records = new_errors(pair, _json(folder / LAYERS), packed)
+    specs = {} if pair is None else new_specs(pair, checkpoint)
+    records = _json(folder / LAYERS)
+    records = records if pair is None else new_errors(pair, records, packed)
     grown = {m: (s, s.parameters / checkpoint.specs[m].parameters) for m, s in specs.items()}
     records |= {m: _grown(records[m], *found) for m, found in grown.items() if m in records}
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blr.compressor.heal.data import Data, Reading
+    from blr.compressor.heal.output import Packed
     from blr.compressor.heal.pair import Pair
     from blr.compressor.heal.sharding import Sharding
     from blr.compressor.heal.state import State
@@ -118,6 +119,7 @@ class Job:
     workspace: Workspace
     progress: Progress
     state: State | None = None
+    packed: Packed = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, Any] | None = None
 
@@ -176,6 +178,7 @@ class Job:
         return bool(self.processes.agreed(done)[0])
 
     def _train(self, read: str) -> tuple[Pair, Data]:
+        from blr.compressor.heal.output import round_layers
         from blr.compressor.heal.pair import load_pair, load_teacher, task_of
         from blr.compressor.heal.trainer import Place, Trainer
 
@@ -193,6 +196,7 @@ class Job:
             place = Place(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state = trainer.run()
+        self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
         self.facts = self._facts(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
 
@@ -201,8 +205,7 @@ class Job:
         from blr.compressor.heal.data import batch_windows, reading_of
 
         reading = reading_of(self.teacher, self.options)
-        gpu = self.processes.device.type == "cuda"
-        batch_windows(self.options, reading, gpu, self.processes.count)
+        batch_windows(self.options, reading, self.processes.device.type == "cuda", self.processes.count)
         return reading
 
     def _whole(self, pair: Pair, how: Any) -> Pair:
@@ -214,8 +217,8 @@ class Job:
         values, dtype = pair.joined(pair.values()), str(pair.teacher.dtype).removeprefix("torch.")
         if not self.processes.first:
             return pair
-        cpu = torch.device("cpu")
-        teacher = load_teacher(self.teacher.source.folder, cpu, task_of(self.teacher), dtype)
+        place = self.teacher.source.folder, torch.device("cpu")
+        teacher = load_teacher(*place, task_of(self.teacher), dtype)
         found = load_pair(self.checkpoint.source.folder, teacher, *how)
         found.restore(values)
         return found
@@ -304,20 +307,17 @@ class Job:
     def _write(self, pair: Pair, data: Data, read: str, check: Check) -> None:
         from blr.compressor.checkpoint.shards import assign_shards
         from blr.compressor.heal import output
-        from blr.compressor.heal.reading import read_inputs
         from blr.compressor.output.produce import Contents, produce
 
-        workspace, source = self.workspace, self.checkpoint.source
-        key = layer_key(output=[read, data.digest])
-        inputs = {} if self.options.fsdp else read_inputs(pair, data.take(0))
-        packed = output.packed_layers(pair, source, inputs)
-        trained = output.store_trained(pair, self.checkpoint, workspace.journal, key, packed)
-        shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
+        workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
         assert self.state is not None
-        files = output.small_files(self.checkpoint, pair, packed, self.facts, self.state.log)
+        better = pair if self.state.best_step else None  # else all tensors stay as they are
+        place = workspace.journal, layer_key(output=[read, data.digest])
+        trained = output.store_trained(better, self.checkpoint, *place, packed) if better else {}
+        shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
+        files = output.small_files(self.checkpoint, better, packed, self.facts, self.state.log)
         contents = Contents(shards, workspace.journal.reader(source), files)
-        facts = {**self._origin(), "input_sha256": read}
-        produce(workspace, contents, check, lambda: facts, self.progress)
+        produce(workspace, contents, check, lambda: self._origin(read), self.progress)
         self.checked = check.facts
 
     def _facts(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Job:
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 
-    def _origin(self) -> dict[str, Any]:
+    def _origin(self, read: str) -> dict[str, Any]:
         """The manifest's account of where the output came from."""
         try:
             earlier = read_manifest(self.checkpoint.source.folder)
@@ -354,7 +354,7 @@ class Job:
             "fallbacks": earlier.get("fallbacks", []),
             "healed_from": healed,
             "teacher": {"name": self.options.teacher_name},
-            "run": self.workspace.fingerprint,
+            **{"run": self.workspace.fingerprint, "input_sha256": read},
         }
         return json.loads(canonical_json(facts))
 

@@ -186,6 +186,15 @@ class Trainer:
         else:
             self.state.worse += 1
 
+    def judge_written(self) -> None:
+        """Judge the pair as it has been rounded since; the start, where that is no better."""
+        merits, before = self._merits(), self.state.before
+        start = {name: type(merit)(**before[name]) for name, merit in merits.items()}
+        if self.state.best_step and self._judged(merits) < self._judged(start):
+            self.state.best_merits = _plain(merits)
+        else:
+            self.state.best_step, self.state.best_merits = 0, before
+
     def _flush(self) -> None:
         """Wait for the step in progress and check it."""
         self._check()
@@ -207,8 +216,11 @@ class Trainer:
         self.saved = monotonic()
 
     def _keep_best(self) -> None:
-        """Put the best masters back: those at the start, if nothing was better."""
+        """Put the best masters back: those at the start, if nothing was better. What only steps need
+        leaves memory."""
         assert self.state.values is not None
+        self.passes.graphs.clear()
+        self.optimizer.state.clear()
         self.pair.restore(self.state.values)
 
 

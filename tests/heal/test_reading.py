@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.twins import Twin
+from blr.compressor.heal import trainer
 from blr.compressor.heal.embedding import PADDING
+from blr.compressor.heal.objective import Objective
 from blr.compressor.heal.pair import load_pair, load_teacher
 from blr.compressor.heal.reading import metric_of, read_inputs
 from blr.compressor.heal.run import heal
@@ -71,3 +73,31 @@ def test_healed_layers_are_rounded_in_the_metric_of_their_inputs(
     assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
     model = load_model(tmp_path / "out", "AutoModelForCausalLM", dtype="float32", device="cpu")
     assert bool(model(torch.randint(128, (1, 12))).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("rate", [0.01, 1e-5, 0.9])
+def test_what_is_judged_is_what_is_written(
+    rate: float, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rounding takes back what little was trained, and where nothing was better."""
+    packed = compress_pico(dense, tmp_path / "packed", "svd", quantize="fp8")
+    made: list[trainer.Trainer] = []
+    plain = trainer.Trainer.run
+
+    def spy(self: trainer.Trainer) -> trainer.State:
+        made.append(self)
+        return plain(self)
+
+    monkeypatch.setattr(trainer.Trainer, "run", spy)
+    options = {"window": 16, "batch": 64, "steps": 20, "rate": rate, "device": "cpu", "mix": 0.0}
+    asked = HealOptions("packed", "dense", data=(str(text),), **options)
+    summary = heal(packed, dense, tmp_path / "out", asked, QUIET)
+    assert (summary.best_step == 0) == (rate == 0.9)
+    if not summary.best_step:
+        files = [(f / "model.safetensors").read_bytes() for f in (packed, tmp_path / "out")]
+        assert files[0] == files[1] and summary.after == summary.before
+    written = load_pair(tmp_path / "out", load_teacher(dense, CPU), ("factors",))
+    parts = made[0].data.parts
+    objective = Objective(written, asked, parts[0].stream.held[:1])
+    found = objective.merit(parts[0].stream.held[: trainer.HELD_ON_CPU])
+    assert summary.after["text.txt"]["kl"] == pytest.approx(found.kl, abs=1e-6)
