@@ -52,12 +52,12 @@ def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], N
     Args:
         rows: of `read_inputs`.
     """
-    inputs = read_inputs(pair, rows)
-    packed = packed_layers(pair, source, inputs)
-    for layer, name in module_names(pair.student, packed).items():
-        if name in inputs:
-            pair.twins[name].take(packed[layer])
-    if inputs:
+    packed = packed_layers(pair, source, read_inputs(pair, rows))
+    twins = {layer: pair.twins[name] for layer, name in module_names(pair.student, packed).items()}
+    late = [layer for layer, twin in twins.items() if getattr(twin.spec, "fp8", False)]
+    for layer in late:
+        twins[layer].take(packed[layer])
+    if late:
         judge()
     return packed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def test_tokens_are_read_and_padding_is_not(tmp_path: Path) -> None:
     assert found[f"{first}.query"].equal(found[f"{first}.value"])
     x = found[f"{first}.key"].double()
     torch.testing.assert_close(metric_of(found[f"{first}.key"], CPU).gram, x.mT @ x / len(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layer"),
+    [("opt", {}, "model.decoder.layers.0.fc1"), ("llama", {"include": ["*"]}, "lm_head")],
+)
+def test_rows_of_tokens_and_heads_are_read(
+    name: str, settings: dict[str, Any], layer: str, tmp_path: Path
+) -> None:
+    """Some layers are given tokens of all windows in a row; a head stands behind the base model."""
+    dense = save_pico(name, tmp_path / "dense")
+    packed = compress_pico(dense, tmp_path / "packed", "svd", quantize="fp8", **settings)
+    pair = load_pair(packed, load_teacher(dense, CPU), ("factors",))
+    ids = torch.cat([torch.randint(5, 90, (6, 5)), torch.full((6, 3), PADDING)], 1)
+    found = read_inputs(pair, ids)
+    assert found.keys() == pair.twins.keys() and layer in found
+    assert {len(x) for x in found.values()} == {30}
 
 
 @pytest.mark.parametrize(("kind", "group"), [("fp8", None), ("int8", 32)])
