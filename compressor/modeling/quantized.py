@@ -298,16 +298,21 @@ class QuantizedLinear(nn.Module):
 
 @contextmanager
 def kept_bytes(layer: nn.Module) -> Iterator[None]:
-    """Inside, buffers of float8 are bytes: moved like all others, and cast to no other dtype."""
-    names = [name for name, held in layer.named_buffers(recurse=False) if held.dtype == E4M3]
-    for name in names:
-        layer._buffers[name] = layer.get_buffer(name).view(torch.uint8)
+    """Inside, buffers of float8 are bytes, also those of numbered factors: moved like all others, and
+    cast to no other dtype."""
+    held = [(m, name) for m in layer.modules() for name, b in m._buffers.items() if _is_float8(b)]
+    for module, name in held:
+        module._buffers[name] = module.get_buffer(name).view(torch.uint8)
     try:
         yield
     finally:
-        for name in names:
-            layer._buffers[name] = layer.get_buffer(name).view(E4M3)
+        for module, name in held:
+            module._buffers[name] = module.get_buffer(name).view(E4M3)
         forget_scales(layer)
+
+
+def _is_float8(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.dtype == E4M3
 
 
 def rows_at_once(width: int) -> int:

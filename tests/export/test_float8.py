@@ -74,6 +74,20 @@ def test_casts_and_moves_leave_what_is_stored(stored: Path) -> None:
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
+def test_numbered_factors_are_as_stored(tiny: Path, tmp_path: Path) -> None:
+    stored = compress_to(tiny, tmp_path / "c", method="ks", cf=1.5, quantize="fp8")
+    exported = export_to(stored, tmp_path / "e")
+    tensors = load_file(stored / "model.safetensors")
+    for folder in (stored, exported):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().half().float()
+        packed = {n: b for n, b in model.named_buffers() if "factors_q." in n}
+        assert packed and all(
+            tensors[n].dtype == b.dtype == torch.float8_e4m3fn for n, b in packed.items()
+        )
+        assert all(tensors[n].view(torch.uint8).equal(b.view(torch.uint8)) for n, b in packed.items())
+        assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
+
+
 def test_a_twin_stores_what_it_was_made_of(stored: Path) -> None:
     """Rounding what is rounded already gives the same numbers, their scales within their precision."""
     tensors = load_file(stored / "model.safetensors")
