@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
@@ -29,6 +29,7 @@ from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import AUTO, Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
+from blr.compressor.text.windows import check_known
 
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 7  # raise it when the measured sensitivities change
@@ -124,7 +125,7 @@ def _epochs(plan: Plan, target: torch.device) -> int:
 def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     from blr.compressor.loading.load import load_tokenizer
 
-    recipe = work.recipe
+    recipe, source = work.recipe, work.source
     seq_len = min(recipe.seq_len, context_of(model.model.config.to_dict()))
     if seq_len < recipe.seq_len:
         work.progress.notes(
@@ -134,14 +135,15 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     if (own or recipe.mix) and not packed:
         remedy = "give --calibration a text" if own else "leave --mix out"
         raise CapabilityError(
-            f"{work.source.folder}: a model that generates no text has none of its own; {remedy}"
+            f"{source.folder}: a model that generates no text has none of its own; {remedy}"
         )
     start = read_start(Path(text)) if os.path.exists(text) else ""
-    tokenizer = load_tokenizer(work.source.folder, text=start)
+    tokenizer = load_tokenizer(source.folder, text=start)
     found = None
     if not own:
         sizes = {"samples": recipe.samples, "seq_len": seq_len}
         found = read_calibration(text, tokenizer, **sizes, packed=packed, offline=work.offline)
+        check_known(found.ids, of_text(source.config).get("vocab_size"), text)
     if found is not None and not recipe.mix:
         return found
     return with_own_text(work, tokenizer, seq_len, found)

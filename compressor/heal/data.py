@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
@@ -26,6 +26,7 @@ from blr.compressor.text.reading import calibration_digest, is_dataset, read_doc
 from blr.compressor.text.windows import (
     LEAST_WINDOWS,
     Stream,
+    check_known,
     digest,
     interleaved,
     text_stream,
@@ -85,23 +86,26 @@ class Data:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model reads: windows of at most `window` of the `context` tokens that it has, or, where
-    there are `sentences`, one of these a line."""
+    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` of the
+    `context` tokens that it has, or, where there are `sentences`, one of these a line."""
 
     tokenizer: Any
     window: int
     context: int
     sentences: Sentences | None = None
+    vocabulary: int | None = None
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
         """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
         of these no more than shows that they will do.
 
-        Raises InputError, HubError for one that is missing, malformed or too short.
+        Raises InputError, HubError for one that is missing, malformed, too short, or of tokens that
+        the model does not have.
         """
         found: dict[str, Stream] = {}
         for name in options.files:
-            found[_label(name, found)] = self._stream(name, options, briefly)
+            found[_label(name, found)] = stream = self._stream(name, options, briefly)
+            check_known((stream.rows, stream.held), self.vocabulary, name)
         return found
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
@@ -130,12 +134,12 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
     if encodes:
         _check_encoder(options)
     tokenizer = load_tokenizer(source.folder)
-    context = context_of(source.config)
+    context, vocabulary = context_of(source.config), of_text(source.config).get("vocab_size")
     if not encodes:
-        return Reading(tokenizer, min(options.window, context), context)
+        return Reading(tokenizer, min(options.window, context), context, None, vocabulary)
     sentences = read_sentences(source.folder)
     context = min(context, sentences.length or context)
-    return Reading(tokenizer, min(options.window, context), context, sentences)
+    return Reading(tokenizer, min(options.window, context), context, sentences, vocabulary)
 
 
 def _check_encoder(options: HealOptions) -> None:

@@ -118,6 +118,17 @@ def text_stream(tokens: Tensor, window: int, seed: int, name: str, vary: float =
     return Stream(tokens[None], window, seed, vary)
 
 
+def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> None:
+    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have: they
+    would end a run where they come up in a batch."""
+    largest = max((int(part.max()) for part in tokens if part.numel()), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise InputError(
+            f"{name}: the tokenizer makes token {largest} of it, and the model has {vocabulary} tokens; "
+            "take the model's own tokenizer, or leave that out of the text"
+        )
+
+
 def interleaved(parts: list[Tensor]) -> Tensor:
     """The rows of all `parts`, so that the beginning has some of each in proportion."""
     places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])

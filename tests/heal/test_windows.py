@@ -140,6 +140,19 @@ def test_any_seed_of_64_bits_gives_windows(seed: int) -> None:
     assert stream.take(0, count).shape == (count, WINDOW)
 
 
+def test_tokens_that_the_model_has_not_are_refused(dense: Path, tmp_path: Path) -> None:
+    """Also one, where only a late batch would meet it."""
+    text, tokenizer = tmp_path / "text.txt", load_tokenizer(dense)
+    options = HealOptions("dense", data=(str(text),), window=WINDOW)
+    for place in (0, 50, 99):
+        text.write_text("a" * place + "~" + "a" * (99 - place))
+        with pytest.raises(
+            InputError, match="makes token 126 of it, and the model has 126 tokens; take"
+        ):
+            Reading(tokenizer, WINDOW, 64, vocabulary=126).texts(options)
+        assert Reading(tokenizer, WINDOW, 64, vocabulary=127).texts(options)
+
+
 class Endless:
     """The package `datasets`, with a set that has no end."""
 
