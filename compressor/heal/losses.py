@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.heal.compose import blocks_of
 from blr.compressor.heal.settings import CHUNK
+from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.masks import unpacked
 from blr.kernels.distance.op import relative_errors
 from blr.kernels.divergence.op import divergence_sum
@@ -97,7 +98,10 @@ class Answers:
         if not self.plain:
             return Head(None)
         module = self.model.get_output_embeddings()
-        return Head(module.weight, getattr(module, "bias", None))
+        weight = module.weight
+        if isinstance(weight, DenseWeight):  # itself no function of the factors that are trained
+            weight = module.composed()
+        return Head(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one

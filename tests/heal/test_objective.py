@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from heal_models import save_dense
+from heal_models import compress_pico, save_dense
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.heal.objective import Objective
+from blr.compressor.heal.pair import load_pair, load_teacher
 from blr.compressor.heal.settings import HIDDEN, HealOptions
 
 PROBE = torch.arange(2, 10)[None]
@@ -84,3 +86,26 @@ def test_blocks_that_see_some_of_the_tokens_do_not_count() -> None:
 
     model = Routed()
     assert objective(model, model).weight == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "svd"}, {"method": "svd", "quantize": "fp8"}, {"method": "monarch", "blocks": 4}],
+    ids=str,
+)
+def test_a_structured_head_is_trained(settings: dict[str, Any], tmp_path: Path) -> None:
+    """As it would be through whole logits."""
+    dense = save_dense(tmp_path / "dense", "llama")
+    packed = compress_pico(dense, tmp_path / "packed", **settings, include=["*"])
+    pair = load_pair(packed, load_teacher(dense, torch.device("cpu")), ("factors",))
+    windows, found = torch.randint(128, (2, 12)), []
+    for plain in (True, False):
+        asked = objective(pair.student, pair.teacher)
+        assert asked.student.plain and asked.teacher.plain
+        asked.student.plain = asked.teacher.plain = plain
+        pair.forget()
+        asked(windows).backward()
+        gradients = [pair.student.get_parameter(f"lm_head.{name}").grad for name in "UV"]
+        found.append([gradient.clone() for gradient in gradients])
+    for mine, whole in zip(*found, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-3, atol=1e-4)
