@@ -192,13 +192,8 @@ def test_a_run_that_only_gets_worse_keeps_the_start(
     summary = run(compressed, dense, tmp_path / "out", rate=0.9, steps=20, patience=3)
     assert summary.best_step == 0 and summary.after == summary.before
     assert summary.steps < 20, "three evaluations without a new best end a run"
-    before, after = (
-        load_model(f, "AutoModelForCausalLM", dtype="float32", device="cpu")
-        for f in (compressed, tmp_path / "out")
-    )
-    ids = torch.randint(128, (1, 12))
-    with torch.no_grad():  # the same model in balanced factors
-        torch.testing.assert_close(before(ids).logits, after(ids).logits, rtol=1e-3, atol=1e-3)
+    files = [(f / "model.safetensors").read_bytes() for f in (compressed, tmp_path / "out")]
+    assert files[0] == files[1]
 
 
 def test_nan_ends_the_run_and_keeps_the_state_before(
