@@ -12,7 +12,7 @@ class Found:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
     `speed` in tokens a second, predicted, None where that cannot be; `commands` make it, one
     for each seed. Of several seeds `losses` are the mean, `spread` how far the largest is from the
-    least."""
+    least, None where one alone could be made."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ def over_seeds(found: Sequence[Found], setting: str) -> Found:
         found[0],
         name=setting,
         losses=tuple(sum(losses) / len(losses) for losses in by_text),
-        spread=tuple(max(losses) - min(losses) for losses in by_text),
+        spread=tuple(max(losses) - min(losses) for losses in by_text) if len(found) > 1 else None,
         commands=tuple(line for point in found for line in point.commands),
         seconds=sum(point.seconds for point in found),
     )
