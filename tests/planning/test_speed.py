@@ -76,3 +76,11 @@ def test_a_setting_of_none_is_none(tiny: Path) -> None:
     asked = Recipe(method="svd", tokens_per_second=500.0, rules=[{"match": "*o_proj", "pivot": True}])
     with pytest.raises(UsageError, match=r"pivot belongs to method svd.*leave out what a rule says"):
         paced(source, asked, False)
+
+
+def test_what_cannot_be_planned_at_all_is_told_as_it_is(tiny: Path) -> None:
+    """Not as a speed of 0, for which a faster GPU would be the remedy."""
+    source = open_source(tiny)
+    asked = Recipe(method="svd", tokens_per_second=500.0, include=["no_such_layer"])
+    with pytest.raises(UsageError, match="'no_such_layer' matches no"):
+        paced(source, asked, False)
