@@ -23,7 +23,7 @@ from blr.compressor.heal.forecast import kept_bytes
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
-from blr.compressor.output.records import by_type, read_records, tensor_bytes
+from blr.compressor.output.records import as_recorded, by_type, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.speed import paced
@@ -333,7 +333,7 @@ class Job:
 
     def summary(self, records: dict[str, Any], seconds: float) -> Summary:
         """Of this run."""
-        source, plan, output = self.source, self.plan, self.workspace.output
+        source, plan, output = self.source, as_recorded(self.plan, records), self.workspace.output
         before = sum(entry.parameters for entry in source.entries.values())
         bytes_before = sum(entry.nbytes for entry in source.entries.values())
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))

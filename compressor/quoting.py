@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def quote(text: object, limit: int = 80) -> str:
     """`text` as one short printable line: escaped, and cut in the middle beyond `limit`."""
@@ -16,6 +18,15 @@ def printable(text: str) -> str:
     """`text` as it is but for what a terminal, a log or a Markdown header might obey: line ends,
     control characters and bytes of a file name that are no UTF-8 are escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printable_all(value: Any) -> Any:
+    """A result of plain data with every text in it printable."""
+    if isinstance(value, dict):
+        return {printable_all(key): printable_all(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_all(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def is_text(text: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.quoting import printable
+from blr.compressor.quoting import printable_all
 
 WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
 
@@ -239,13 +239,4 @@ def healed_text(summary: dict[str, Any]) -> list[str]:
 
 def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
     """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
-    print(json.dumps(result) if format is Format.json else text(_printable(result)))
-
-
-def _printable(value: Any) -> Any:
-    """A result of plain data with every text in it printable."""
-    if isinstance(value, dict):
-        return {_printable(key): _printable(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
+    print(json.dumps(result) if format is Format.json else text(printable_all(result)))

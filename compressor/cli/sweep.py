@@ -132,15 +132,15 @@ def sweep(
     }
     lines = () if plain == NONE else listed("--plain", plain)
     sizes = (
-        *(listed("--cf", cf, float), listed("--quantize", quantize)),
+        *(listed("--cf", cf, float), listed("--quantize", quantize, least=1)),
         *(listed("--base", base), listed("--rank", rank, int)),
     )
     seeds = listed("--seed", seed, int)
     if len(seeds) == 1:
         given["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
-    named = listed("--methods", usual if methods is None else methods)
-    heals = listed("--heal", heal, float)
+    named = listed("--methods", usual if methods is None else methods, least=bool(usual))
+    heals = listed("--heal", heal, float, least=1)
     for minutes in filter(None, heals):
         checked_minutes(minutes)
     grid = Grid(named, *sizes, lines, heals, seeds)

@@ -71,6 +71,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         calibration = _read(work, text, model)
     model.load_rest()
     batches = model.start(calibration, work.processes)
+    finish = finish_epochs(recipe.finish, 0, model, batches)  # refused before anything is measured
     key = layer_key(
         weights=weights,
         calibration=calibration.digest,
@@ -90,7 +91,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
-    finish = finish_epochs(recipe.finish, usual, model, batches)
+    finish = finish or finish_epochs(recipe.finish, usual, model, batches)
     run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
     if not any(student.trained for student in run.students):  # all that is fitted lies outside of blocks

@@ -117,7 +117,9 @@ def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: lis
         return 0
     if not model.model.can_generate():
         if asked:
-            raise CapabilityError(f"{model.source.folder}: --finish needs a model that predicts tokens")
+            raise CapabilityError(
+                f"{model.source.folder}: --finish is for a model that predicts tokens; leave it out"
+            )
         return 0
     needed, room = _bytes(model, batches), _room(model.device)
     if needed > room and asked:

@@ -144,7 +144,10 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
 
 def _check_encoder(options: HealOptions) -> None:
     if not options.files:
-        raise UsageError("an encoder writes no text of its own; add --data FILE, a sentence a line")
+        raise UsageError(
+            "an encoder writes no text of its own; add --data FILE, a sentence a line "
+            "(of compress --calibration FILE)"
+        )
     if options.loss != "kl" or options.top_k is not None:
         raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
     if options.own_tokens is not None:

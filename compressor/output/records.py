@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import read_header
+from blr.compressor.planning.plan import Plan
+from blr.compressor.structures.specs import spec_from_dict
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What compression recorded for every layer of an output: spec, type and relative error."""
     config = json.loads((folder / "config.json").read_bytes())
     return json.loads((folder / LAYERS).read_bytes()) if "blr" in config else {}
+
+
+def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
+    """`plan` with its layers as an output has them: a run that found it whole has measured nothing, and
+    its own plan is that of headers alone."""
+    made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
+    layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
+    return replace(plan, layers=layers)
 
 
 def tensor_bytes(path: Path) -> int:

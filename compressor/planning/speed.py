@@ -33,9 +33,14 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
     """Of one sequence: products with weights as fast as exports have made them, attention and norms left
     out. None where the recipe cannot be planned."""
     try:
-        plan = make_plan(source, recipe, calibrated=calibrated)
+        return _predicted(source, recipe, gpu, calibrated)
     except BlrError:
         return None
+
+
+def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
+    """The same. Raises UsageError where the recipe cannot be planned."""
+    plan = make_plan(source, recipe, calibrated=calibrated)
     times = [_decoded(planned.spec, gpu) for planned in plan.layers]
     times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
     return 1e6 / (sum(times) + _head(source, gpu))
@@ -70,29 +75,40 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU, and
     a line about them: int8, int4, then bases corrected by its method, svd or blast, and plain ones.
 
-    Raises UsageError: nothing is as fast.
+    Raises UsageError: nothing is as fast, or can be planned.
     """
     wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
         return recipe, ""
-    unfit: UsageError | None = None
+    refused: UsageError | None = None
     for settings in _storages(recipe):
         try:
-            tried = make_recipe(**_without(recipe, settings["method"]), **settings)
-        except UsageError as error:  # of a rule that such a storage has no use for
-            unfit = error
+            tried = _stored(recipe, settings)
+            speed = _predicted(source, tried, gpu, calibrated)
+        except UsageError as error:  # of a rule, or a model: globs that match nothing
+            refused = refused or error
             continue
-        speed = tokens_per_second(source, tried, gpu, calibrated) or 0.0
         what = " ".join(f"{name} {value}" for name, value in settings.items())
         if speed >= wanted:
             return tried, f"{wanted:g} tokens/s: {what}, predicted {speed:,.0f} on {gpu.name}"
         fastest = max(fastest, (speed, what))
-    if unfit is not None and not fastest[1]:
-        raise UsageError(f"--tokens-per-second {wanted:g}: {unfit}; leave out what a rule says of that")
+    if refused is not None and not fastest[1]:
+        raise refused
     raise UsageError(
         f"--tokens-per-second {wanted:g}: fastest on {gpu.name} is {fastest[1]}, predicted "
         f"{fastest[0]:,.0f}; ask for less, or take a faster --gpu"
     )
+
+
+def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """`recipe` with one of `_storages`. Raises UsageError where a rule has no use for such a one."""
+    try:
+        return make_recipe(**_without(recipe, settings["method"]), **settings)
+    except UsageError as error:
+        wanted = recipe.tokens_per_second
+        raise UsageError(
+            f"--tokens-per-second {wanted:g}: {error}; leave out what a rule says of that"
+        ) from None
 
 
 def _without(recipe: Recipe, method: str) -> dict[str, Any]:

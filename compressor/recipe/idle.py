@@ -41,6 +41,8 @@ def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, 
             found[name] = whose
     if recipe.allocation != "uniform" and not calibrated:
         found["allocation"] = "--calibration"
+    if recipe.kv_cf is None and not any(map(_shares, layers)):
+        found["allocation"] = "layers that --cf or --kv-cf sizes"
     if recipe.caches_ranks:
         found.pop("heads", None)
     if recipe.kv_cf == 1 and recipe.kv_quantize is None:
@@ -59,6 +61,12 @@ def refuse(name: str, value: object, whose: str) -> NoReturn:
 def _fits(layer: LayerSettings, uses: Use) -> bool:
     structure = STRUCTURES.get(layer.method)
     return layer.method == AUTO or bool(structure and uses(structure))
+
+
+def _shares(layer: LayerSettings) -> bool:
+    """Whether its size is a share of a budget."""
+    sized = layer.rank or layer.pattern or layer.stored.base
+    return layer.method != DENSE and not sized
 
 
 def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:

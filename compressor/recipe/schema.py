@@ -34,7 +34,7 @@ KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to b
 PIVOTED = "pivoted"  # what low rank becomes with `pivot`
 CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
 # what a speed takes the place of
-PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "pivot")
+PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize", "pivot")
 CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
 if TYPE_CHECKING:
     Method: TypeAlias = str

@@ -11,8 +11,9 @@ from itertools import pairwise
 class Found:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
     `speed` in tokens a second, predicted, None where that cannot be; `commands` make it, one
-    for each seed. Of several seeds `losses` are the mean, `spread` how far the largest is from the
-    least."""
+    for each seed. Of several seeds all figures are the mean (calibrated ranks, and so bits, go with the
+    seed) but `seconds`, which are the sum, `spread` how far the largest is from the
+    least, None where one alone could be made."""
 
     name: str
     kind: str
@@ -35,8 +36,10 @@ def over_seeds(found: Sequence[Found], setting: str) -> Found:
     return replace(
         found[0],
         name=setting,
+        bits=round(sum(point.bits for point in found) / len(found), 6),
+        bytes=round(sum(point.bytes for point in found) / len(found)),
         losses=tuple(sum(losses) / len(losses) for losses in by_text),
-        spread=tuple(max(losses) - min(losses) for losses in by_text),
+        spread=tuple(max(losses) - min(losses) for losses in by_text) if len(found) > 1 else None,
         commands=tuple(line for point in found for line in point.commands),
         seconds=sum(point.seconds for point in found),
     )

@@ -102,6 +102,16 @@ def _refuse_halves(grid: Grid) -> None:
         raise UsageError("--methods make points with --cf, or --base and --rank; give one of these")
     if grid.quantize != (NONE,) and not grid.cfs:
         raise UsageError("--quantize is of the factors of --cf; give that, or leave it out")
+    pivoted = [method for method in grid.methods if method.endswith(PIVOT)]
+    if pivoted and not grid.cfs:
+        raise UsageError(
+            f"--methods {','.join(pivoted)}: pivots correct no base, they make points with --cf alone; "
+            "give that, or leave them out"
+        )
+    if grid.bases and len(pivoted) == len(grid.methods):
+        raise UsageError(
+            "--base is for methods without pivots to correct; name one, as svd, or leave it out"
+        )
 
 
 def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: bool) -> None:
@@ -159,9 +169,12 @@ def _seeded(point: Point, seed: int | None) -> Point:
     return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
 
 
-def listed(option: str, text: str, kind: type = str) -> tuple[Any, ...]:
-    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list."""
+def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list, or one
+    of fewer than `least`, whose points would be left out in silence."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) < least:
+        raise UsageError(f"{option} is empty: expected a list; check the variable it came from")
     try:
         return tuple(kind(part) for part in parts)
     except ValueError:

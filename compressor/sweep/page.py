@@ -9,14 +9,16 @@ from typing import Any
 
 from blr.compressor.output.report import PAGE, STYLE
 from blr.compressor.output.svg import Series, chart, legend
+from blr.compressor.quoting import printable_all
 from blr.compressor.tables import aligned
 
 CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
 def page(result: dict[str, Any]) -> str:
-    """Well-formed XHTML: a chart of losses against bits for every text, losses against predicted speed,
-    and the commands, of the frontier first."""
+    """Well-formed XHTML, whatever files are called: a chart of losses against bits for every text,
+    losses against predicted speed, and the commands, of the frontier first."""
+    result = printable_all(result)
     kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
     parts = [legend(list(colours.items()))] if kinds else []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.checkpoint.destination import check_apart
+from blr.compressor.checkpoint.destination import check_apart, check_outside
 from blr.compressor.checkpoint.fingerprint import headers_digest
 from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
@@ -71,6 +71,7 @@ def sweep(
         as it is known: the dense model cannot be evaluated, so that nothing can be judged.
     """
     check_apart(output, folder)
+    check_outside(output)
     source, gpu = open_checked(folder), find_gpu(settings.gpu)
     place = Folder(output, _common(source, settings, progress))
     with place.held(settings.restart):

@@ -6,6 +6,7 @@ moment. BLR_KILLS=all also tries the boundaries of the layers in the middle, whi
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -214,6 +215,22 @@ def test_calibrated_run_killed(killer: Killer, tmp_path: Path) -> None:
         assert second.code == 0, second.stderr
         assert case.files() == uninterrupted.files() and case.names() == ["out"]
         assert first.events.count("store") + second.events.count("store") <= len(steps) + 1
+
+
+def test_a_run_that_finds_all_written_says_what_it_is(killer: Killer, tmp_path: Path) -> None:
+    """Killed behind the last of its work: ranks that sensitivities gave, not those of headers alone."""
+    source, words = save_dense(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    text = ("--calibration", words, "--samples", "4", "--seq-len", "64")
+    options = (*text, "--method", "svd", "--cf", "1.5", "--format", "json")
+    uninterrupted = Case(killer, source, tmp_path / "whole", *options).run()
+    commit = len(uninterrupted.events) - 1 - uninterrupted.events[::-1].index("rename")
+    case = Case(killer, source, tmp_path / "case", *options)
+    assert case.run(die_at=commit).code == KILLED
+    second = case.run()
+    assert second.code == 0 and second.fits == 0
+    made, found = (json.loads(outcome.stdout) for outcome in (uninterrupted, second))
+    for name in ("cf", "bits", "became", "parameters_after", "bytes_after", "output_errors"):
+        assert found[name] == made[name], name
 
 
 def test_a_run_after_a_kill_says_what_changed(killer: Killer, dense: Path, tmp_path: Path) -> None:

@@ -253,6 +253,15 @@ def test_a_folder_of_something_else_is_left_alone(
     refused(dense, 2, "the line of --plain")
 
 
+def test_it_is_in_no_output(limited: Limited, arguments: list[str], tmp_path: Path) -> None:
+    """Which would not verify any more."""
+    few = ("--method", "dense", "--quantize", "int4", "--group", "32", "--device", "cpu")
+    assert limited.run("compress", arguments[1], "-o", "out", *few, cwd=tmp_path).code == 0
+    inside = ["out/inside" if part == "out" else part for part in arguments]
+    refused(limited.run(*inside, cwd=tmp_path, patch=FORKED), 5, "an output of blr, which")
+    assert limited.run("verify", "out", cwd=tmp_path).code == 0
+
+
 def test_a_second_sweep_leaves_alone_what_the_first_one_has(tmp_path: Path) -> None:
     place, other = Folder(tmp_path / "out", {"model": "m"}), Folder(tmp_path / "out", {"model": "n"})
     with place.held(restart=False):

@@ -94,7 +94,9 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
         *("--samples 9", "--seq-len 9", "--mix 0.5", "--refit 2", "--finish 2", "--group 64"),
         *("--gpu h100", "--method blast --couplings int8", "--quantize int4 --couplings none"),
         *("--method dense --quantize int4 --base int2", "--method ks --tokens-per-second 9"),
-        *("--calibration self --mix 0.5", "--allocation sensitivity"),
+        *("--calibration self --mix 0.5", "--allocation sensitivity", "--rank 8 --allocation uniform"),
+        *("--method dense --quantize int4 --allocation uniform",),
+        *("--calibration X --base int2 --rank 8 --allocation sensitivity",),
     ],
     "plan X": ["--method svd --blocks 4", "--group 64"],
     "sweep X -o out --eval X": [

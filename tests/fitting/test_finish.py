@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibrating import block_model, calibration, run
+from heal_models import save_characters
 from pico import save_pico
+from running import Invoke
 
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting import finish
@@ -67,3 +70,17 @@ def test_who_has_no_logits_or_no_room(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(CapabilityError, match=message):
             finish.finish_epochs(3, 4, model, batches)
         monkeypatch.undo()
+
+
+def test_it_is_refused_before_anything_is_measured(tmp_path: Path, invoke: Invoke) -> None:
+    """What is kept of a run that cannot be is in the way of one that can."""
+    save_characters(save_pico("bert", tmp_path / "model"))
+    settings = tmp_path / "model/tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "a"}))
+    (tmp_path / "text.txt").write_text("".join(f"{'abc' * n}\n" for n in range(1, 9)))
+    text = ("--calibration", tmp_path / "text.txt", "--device", "cpu")
+    out = tmp_path / "out"
+    code, _, said = invoke("compress", tmp_path / "model", "-o", out, *text, "--finish", 1)
+    assert code == 9, said
+    assert "--finish is for a model that predicts tokens; leave it out" in said
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -14,7 +14,7 @@ from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import paced, tokens_per_second
-from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.schema import Recipe, make_recipe
 from configs import LARGE
 
 L4, H200 = find_gpu("l4"), find_gpu("h200")
@@ -75,4 +75,18 @@ def test_a_setting_of_none_is_none(tiny: Path) -> None:
     assert paced(source, asked, False)[0].quantize == "int8"
     asked = Recipe(method="svd", tokens_per_second=500.0, rules=[{"match": "*o_proj", "pivot": True}])
     with pytest.raises(UsageError, match=r"pivot belongs to method svd.*leave out what a rule says"):
+        paced(source, asked, False)
+
+
+def test_a_cache_of_ranks_is_not_beside_a_speed() -> None:
+    """It would need a size, which a speed refuses."""
+    with pytest.raises(UsageError, match="chooses what is stored; leave out kv_quantize"):
+        make_recipe(tokens_per_second=500.0, kv_quantize="int8")
+
+
+def test_what_cannot_be_planned_at_all_is_told_as_it_is(tiny: Path) -> None:
+    """Not as a speed of 0, for which a faster GPU would be the remedy."""
+    source = open_source(tiny)
+    asked = Recipe(method="svd", tokens_per_second=500.0, include=["no_such_layer"])
+    with pytest.raises(UsageError, match="'no_such_layer' matches no"):
         paced(source, asked, False)
