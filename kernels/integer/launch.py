@@ -36,7 +36,8 @@ PACKED = 8  # quads of inputs of a program that makes them
 class Launch:
     """Stages of the same inputs, and the first stages of their corrections that are made beside those.
 
-    gain, eps: of the norm of the inputs, if there is one. pdl: see `launch_options`.
+    gain, eps: of the norm of the inputs, if there is one. activation: of a pair, whose gated product is
+    the second's result. pdl: see `launch_options`.
     """
 
     segments: Sequence[QuantizedSegment]
@@ -44,6 +45,7 @@ class Launch:
     inputs: Inputs
     gain: Tensor | None
     eps: float
+    activation: str
     pdl: bool
 
 
@@ -53,10 +55,11 @@ def make_launch(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    activation: str = "",
     pdl: bool = False,
 ) -> Launch:
     """With room for the inputs, which `form.taken` says are the same."""
-    return Launch(segments, firsts, make_inputs(segments[0]), gain, eps, pdl)
+    return Launch(segments, firsts, make_inputs(segments[0]), gain, eps, activation, pdl)
 
 
 def takes_first(s: QuantizedSegment) -> bool:
@@ -90,22 +93,36 @@ def fill(launch: Launch) -> None:
 
 
 def multiply(launch: Launch, add: bool = False) -> None:
-    """Rows times the inputs that are there, plus U z, stored or added to what the results hold."""
-    from blr.kernels.integer.rows import rows_kernel
+    """Rows times the inputs that are there, plus U z, stored or added to what the results hold; of a
+    pair the gated product."""
+    from blr.kernels.integer.rows import gated_kernel, rows_kernel
 
     segments = launch.segments
-    stages, tiles = [stage(s) for s in segments], [_tile(s, segments) for s in segments]
-    low, high = table()
+    stages = [stage(s) for s in segments]
+    tiles = [_tile(s, segments, bool(launch.activation)) for s in segments]
+    if launch.activation:
+        run_kernel(
+            gated_kernel,
+            (ends_of(stages[:1], tiles[:1])[-1],),
+            *(*stages, *launch.inputs, lanes(segments[0])),
+            **{"T0": tiles[0], "T1": tiles[1], "ACT": launch.activation},
+            **_options(launch),
+        )
+        return
     run_kernel(
         rows_kernel,
         (ends_of(stages, tiles)[-1],),
         *(*three(stages, stages[0]), ends_of(stages, tiles), *launch.inputs, lanes(segments[0])),
-        **{"COUNT": len(stages), "LOW": low, "HIGH": high, "ADD": add},
+        **{"COUNT": len(stages), "ADD": add},
         **dict(zip(("T0", "T1", "T2"), three(tiles, tiles[0]), strict=True)),
-        ASM=not interpreted(),
-        num_warps=row_warps(segments[0]),
-        **launch_options(launch.pdl),
+        **_options(launch),
     )
+
+
+def _options(launch: Launch) -> dict[str, Any]:
+    low, high = table()
+    fixed = {"LOW": low, "HIGH": high, "ASM": not interpreted()}
+    return {**fixed, "num_warps": row_warps(launch.segments[0]), **launch_options(launch.pdl)}
 
 
 def run(launch: Launch, add: bool = False) -> None:
@@ -122,18 +139,21 @@ def table() -> tuple[int, int]:
     return low, high
 
 
-def shape_of(s: QuantizedSegment, total: int) -> dict[str, int]:
-    """Rows BR, quads BQ, rows T side by side of a program in a launch of `total` rows."""
+def shape_of(s: QuantizedSegment, total: int, paired: bool = False) -> dict[str, int]:
+    """Rows BR, quads BQ, rows T side by side of a program in a launch of `total` rows; of a pair each
+    has half as many."""
     quads, warps = lanes(s), row_warps(s)
     beside = 32 * warps // quads
-    deep = min(power_of_two(max(total // (PROGRAMS * beside), 1) + 1) // 2, DEEPEST)
+    deep = min(power_of_two(max(total // (PROGRAMS * beside), 1) + 1) // 2, DEEPEST) // (1 + paired)
     rows = min(max(deep, 1) * beside, max(power_of_two(s.packed.shape[1]), beside))
     return complete({"BR": rows, "BQ": quads}, warps, 1)
 
 
-def _tile(s: QuantizedSegment, segments: Sequence[QuantizedSegment] = ()) -> QuantizedTile:
+def _tile(
+    s: QuantizedSegment, segments: Sequence[QuantizedSegment] = (), paired: bool = False
+) -> QuantizedTile:
     total = sum(other.packed.shape[1] for other in segments or (s,))
-    return quantized_tile(s, shape_of(s, total), None)
+    return quantized_tile(s, shape_of(s, total, paired), None)
 
 
 def _warps(v: QuantizedSegment) -> int:

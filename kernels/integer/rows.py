@@ -9,7 +9,7 @@ try:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.gemv.triton import bias_of, store_rows
+    from blr.kernels.gemv.triton import activate, bias_of, store_rows
     from blr.kernels.integer.levels import apart, byte_products
     from blr.kernels.quantized.correction import correction
     from blr.kernels.quantized.triton import row_sums, stage_start
@@ -37,23 +37,51 @@ def all_inputs(words, quads, T: tl.constexpr):
 
 
 @triton.jit
+def tile_inputs(words, sums, quads, T: tl.constexpr):
+    """What the lanes of a tile multiply with, and, a number a lane, what products of integers are
+    multiplied with and what is taken from them before."""
+    lane = tl.arange(0, T.T * T.BQ) % T.BQ
+    return (
+        all_inputs(words, quads, T),
+        tl.load(sums + lane)[None, :],
+        tl.load(sums + quads + lane)[None, :],
+    )
+
+
+@triton.jit
+def tile_sums(
+    started, inputs, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr
+):
+    """[BR] products of a tile that `stage_start` started."""
+    words, scale, total = inputs
+    chunk, factor = started[0]
+    products = byte_products(chunk, words, LOW, HIGH, T, ASM)
+    products = (products - total) * (tl.reshape(factor, products.shape) * scale)
+    return row_sums(tl.reshape(products, factor.shape), T.BQ)
+
+
+@triton.jit
+def added(started, s, T: tl.constexpr, ADD: tl.constexpr):
+    """[BR] that products are added to: the correction, the bias, what the result holds if ADD. Loaded
+    before the products, for which it would else wait once more."""
+    out, ok, narrow = started[4], started[5], started[6]
+    found = correction(s, narrow, 0, T) + bias_of(s, out, ok, T.BIAS)
+    if ADD:
+        found += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
 def tile_rows(tile, s, words, sums, quads, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
               ADD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One tile of a stage, stored, or added to what its result holds."""
     started = stage_start(tile, s, T)
     if PDL:
         gdc_wait()
-    chunk, factor = started[0]
-    LANES: tl.constexpr = T.T * T.BQ
-    lane = tl.arange(0, LANES) % T.BQ
-    products = byte_products(chunk, all_inputs(words, quads, T), LOW, HIGH, T, ASM)
-    scale = tl.load(sums + lane)[None, :]
-    total = tl.load(sums + quads + lane)[None, :]
-    products = (products - total) * (tl.reshape(factor, products.shape) * scale)
-    out, ok, narrow = started[4], started[5], started[6]
-    found = row_sums(tl.reshape(products, factor.shape), T.BQ)
-    found += correction(s, narrow, 0, T) + bias_of(s, out, ok, T.BIAS)
-    store_rows(s, s.y, 0, found, found, out, ok, 1, 1, ADD)
+    inputs = tile_inputs(words, sums, quads, T)
+    more = added(started, s, T, ADD)
+    found = tile_sums(started, inputs, LOW, HIGH, T, ASM) + more
+    store_rows(s, s.y, 0, found, found, started[4], started[5], 1, 1, False)
 
 
 @triton.jit
@@ -74,3 +102,22 @@ def rows_kernel(
     if COUNT > 2:  # noqa: SIM102
         if program >= ends[1]:
             tile_rows(program - ends[1], s2, words, sums, quads, LOW, HIGH, T2, ADD, ASM, PDL)
+
+
+@triton.jit
+def gated_kernel(
+    gate, up, words, sums, quads, LOW: tl.constexpr, HIGH: tl.constexpr, T0: tl.constexpr,
+    T1: tl.constexpr, ACT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same tiles of two stages of one input, and ``act(gate) ⊙ up`` into the second's result."""
+    if PDL:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    gates, ups = stage_start(tile, gate, T0), stage_start(tile, up, T1)
+    if PDL:
+        gdc_wait()
+    inputs = tile_inputs(words, sums, quads, T0)
+    one, two = added(gates, gate, T0, False), added(ups, up, T1, False)
+    found = activate(tile_sums(gates, inputs, LOW, HIGH, T0, ASM) + one, ACT)
+    found *= tile_sums(ups, inputs, LOW, HIGH, T1, ASM) + two
+    store_rows(up, up.y, 0, found, found, ups[4], ups[5], 1, 1, False)

@@ -46,7 +46,7 @@ def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any)
 def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
     """The function that runs `dual`, and the corrections of both as `stages` does."""
     words = _in_words((gate, up))
-    if words and words[0].bits == 4:
+    if words:
         return _bytewise(words, options, activation=activation)
     if whole := _in_one((gate, up)):
         from blr.kernels.quantized.corrected import corrected_dual
@@ -66,7 +66,7 @@ def _apart(gate: AnySegment, up: AnySegment) -> bool:
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
     packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
     long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
-    return (len(gate.x) <= 2 and long) or bool(_in_words((gate, up)))
+    return len(gate.x) <= 2 and long
 
 
 def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
@@ -158,19 +158,25 @@ def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
     return packed if taken(packed) and pays(packed) else []
 
 
-def _bytewise(segments: Sequence[QuantizedSegment], options: dict[str, Any], **how: Any) -> Run:
-    """how: whether the results are added, or of four bits the activation of a pair."""
+def _bytewise(
+    segments: Sequence[QuantizedSegment],
+    options: dict[str, Any],
+    add: bool = False,
+    activation: str = "",
+) -> Run:
+    """add: to what the results hold. activation: of a pair."""
     if segments[0].bits == 4:
         from blr.kernels.integer.looped import Loop, run_loop
 
-        return partial(run_loop, Loop(segments, **options), **how)
+        return partial(run_loop, Loop(segments, **options), add=add, activation=activation)
     from blr.kernels.integer.launch import make_launch, run, takes_first
 
     firsts = _corrections(segments)
     beside = [s for s in firsts if isinstance(s, QuantizedSegment) and takes_first(s)]
     beside = beside if len(beside) == len(firsts) else []
     before = [] if beside else _firsts(segments, options)
-    return partial(_in_turn, *before, partial(run, make_launch(segments, beside, **options), **how))
+    launch = make_launch(segments, beside, activation=activation, **options)
+    return partial(_in_turn, *before, partial(run, launch, add))
 
 
 def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:

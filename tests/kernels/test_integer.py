@@ -149,3 +149,20 @@ def test_other_stages_are_not_taken() -> None:
     assert not taken([corrected(x, 8, 5, (4, 128))])
     assert not taken([replace(s, scale=s.scale.float())])
     assert not taken([quantized(torch.randn(1, 1 << 16), 1, (2, 128))])
+
+
+@pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
+@pytest.mark.parametrize("rows", [5, 260])
+def test_pairs_of_few_bits_leave_their_gated_product(rows: int, form: tuple[int, int]) -> None:
+    """With corrections made beside the inputs, in no more than two launches."""
+    from blr.kernels.common.launching import noting
+    from blr.kernels.quantized import either
+
+    torch.manual_seed(0)
+    x, options = torch.randn(1, 512), {"gain": torch.rand(512), "eps": 1e-5}
+    gate, up = (corrected(x, rows, 16, form) for _ in range(2))
+    expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
+    with noting() as launches:
+        either._bytewise([gate, up], options, activation="silu")()
+    assert len(launches) == 2
+    assert near(up.y, expected, 3)

@@ -51,19 +51,24 @@ def compiled(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("bits", [2, 3])
-def test_rows_of_inputs_made_before(bits: int, capability: int) -> None:
+@pytest.mark.parametrize("pair", [False, True], ids=["rows", "pair"])
+def test_rows_of_inputs_made_before(pair: bool, bits: int, capability: int) -> None:
+    """Two stages of half as many rows a thread take no more registers than one."""
     from blr.kernels.integer.launch import DEEPEST, table
 
-    tile, warps = tile_of(bits, DEEPEST, RANKS)
+    tile, warps = tile_of(bits, DEEPEST // (1 + pair), RANKS)
     low, high = table()
-    signature = {"s0": STAGE, "s1": STAGE, "s2": STAGE, "ends": ENDS, "words": "*i32", "sums": "*fp32"}
-    constants = {"COUNT": 1, "LOW": low, "HIGH": high, "ADD": False} | dict.fromkeys(
-        ("T0", "T1", "T2"), tile
-    )
-    module = "blr.kernels.integer.rows"
-    made = compiled(module, "rows_kernel", {**signature, "quads": "i32"}, constants, capability, warps)
-    weights = DEEPEST * 4 * tile.FIELDS
-    assert made["asm"]["ptx"].count("dp4a.") == weights // 2
+    signature: dict[str, Any] = {"words": "*i32", "sums": "*fp32", "quads": "i32"}
+    constants: dict[str, Any] = {"LOW": low, "HIGH": high, "T0": tile, "T1": tile}
+    if pair:
+        signature |= {"gate": STAGE, "up": STAGE}
+        constants |= {"ACT": "silu"}
+    else:
+        signature |= {"s0": STAGE, "s1": STAGE, "s2": STAGE, "ends": ENDS}
+        constants |= {"T2": tile, "COUNT": 1, "ADD": False}
+    module, kernel = "blr.kernels.integer.rows", "gated_kernel" if pair else "rows_kernel"
+    made = compiled(module, kernel, signature, constants, capability, warps)
+    assert made["asm"]["ptx"].count("dp4a.") == DEEPEST * 4 * tile.FIELDS // 2
     assert made["spills"] == 0 and made["regs"] <= 128
 
 
