@@ -10,9 +10,11 @@ profiles launches), and every release of Triton but those of `RAN`, takes the us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from blr.kernels.common.placing import is_elsewhere, on_gpu
 
 RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/LOG.md)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
+LINE = 512  # bytes, at whose multiples torch's allocator begins
 Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start
 
 
@@ -77,9 +80,13 @@ class Launch:
 
 @dataclass
 class Replay:
-    """What one call allocated and launched: `made` are shape, dtype and device of the allocations.
-    `result`: which of the arguments and, behind them, the allocations it gave, or several. strides: of
-    the input, None of one without gaps, in whatever shape. layouts: of the arguments behind it."""
+    """What one call allocated and launched: `made` are shape, dtype and device of the allocations, all
+    on one device. `result`: which of the arguments and, behind them, the allocations it gave, or
+    several. strides: of the input, None of one without gaps, in whatever shape. layouts: of the
+    arguments behind it.
+
+    Allocations that are no results share one: each allocation costs as much as a launch.
+    """
 
     strides: tuple[int, ...] | None
     layouts: tuple[Any, ...]
@@ -87,6 +94,19 @@ class Replay:
     result: int | tuple[int, ...]
     launches: list[Launch]
     device: int
+    kept: list[int] = field(init=False)  # allocations that are results
+    offsets: list[int] = field(init=False)  # of the others, in the one that they share
+    size: int = field(init=False)  # of that one, in bytes
+    order: list[int] = field(init=False)  # where every allocation is among those kept and the others
+
+    def __post_init__(self) -> None:
+        results = self.result if isinstance(self.result, tuple) else (self.result,)
+        first, numbers = 1 + len(self.layouts), range(len(self.made))
+        self.kept = [n for n in numbers if n + first in results]
+        others = [n for n in numbers if n not in self.kept]
+        self.order = [[*self.kept, *others].index(n) for n in numbers]
+        sizes = [math.prod(self.made[n][0]) * self.made[n][1].itemsize for n in others]
+        *self.offsets, self.size = accumulate((-(-size // LINE) * LINE for size in sizes), initial=0)
 
     def __call__(self, x: Tensor, *rest: Tensor | None) -> Any:
         """The same with other tensors of the same shapes; None where it is to be done the usual way."""
@@ -100,15 +120,24 @@ class Replay:
             return None
         if torch._C._cuda_getDevice() != self.device or _is_profiled():
             return None
-        made = [torch.empty(size, dtype=dtype, device=on) for size, dtype, on in self.made]
-        addresses += [t.data_ptr() for t in made]
-        tensors = (*given, *made)
+        made = [_empty(*self.made[n]) for n in self.kept]
+        places = [t.data_ptr() for t in made]
+        if self.size:
+            shared = _empty(self.size, torch.uint8, x.device)  # held until all is launched
+            start = shared.data_ptr()
+            places += [start + offset for offset in self.offsets]
+        addresses += [places[n] for n in self.order]
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
         if isinstance(self.result, int):
-            return tensors[self.result]
-        return tuple([tensors[number] for number in self.result])
+            return self._given(self.result, given, made)
+        return tuple([self._given(number, given, made) for number in self.result])
+
+    def _given(self, number: int, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> Any:
+        """The argument or the allocation of this number."""
+        behind = number - len(given)
+        return given[number] if behind < 0 else made[self.order[behind]]
 
     def giving(self, size: tuple[int, ...]) -> Replay:
         """The same with input and result, one tensor, of as many numbers in other shapes, no gaps."""
@@ -231,7 +260,7 @@ def _replay(
     result = _numbers(given, memory.made, y)
     if memory.foreign or not seen or result is None or not _is_known() or _is_profiled():
         return None
-    if torch._C._cuda_getDevice() != x.device.index:
+    if torch._C._cuda_getDevice() != x.device.index or any(t.device != x.device for t in memory.made):
         return None
     if any(t.data_ptr() & ALIGNED for t in tensors if t is not None):
         return None
@@ -243,6 +272,10 @@ def _replay(
             shapes[number - len(given)] = tuple(tensor.shape)
     made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
     return Replay(x.stride(), _layouts(rest), made, result, launches, x.device.index)
+
+
+def _empty(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> Any:
@@ -271,8 +304,18 @@ def _launch(
                 arguments[at] = None  # or what was given would live as long as this
     places = _addresses(spans, arguments)
     head = (*grid, *(1,) * (3 - len(grid)))
-    function = (compiled.function, compiled.packed_metadata, None, None, None)
-    return Launch(compiled.run, head, function, arguments, places, inside, described)
+    launcher, flags = _driver(compiled.run)
+    function = (compiled.function, *flags, compiled.packed_metadata, None, None, None)
+    return Launch(launcher, head, function, arguments, places, inside, described)
+
+
+def _driver(launcher: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What hands a kernel to the driver, and what it takes behind the function: of a kernel without
+    scratch memory the launch inside Triton's, which asks for that memory first."""
+    scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if any(size != 0 for size in scratch):
+        return launcher, ()
+    return launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
 
 
 def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Place]:

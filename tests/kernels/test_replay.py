@@ -92,6 +92,49 @@ def test_launches_are_done_again_at_other_addresses(compiled: Compiled) -> None:
     assert found.giving((2, 2, 4))(x, w, None).shape == (2, 2, 4)
 
 
+def test_kernels_without_scratch_memory_go_to_the_driver_at_once(compiled: Compiled) -> None:
+    """Past the part of Triton's launcher that asks for that memory; with it, as Triton does."""
+
+    class Launcher:
+        launch_cooperative_grid, launch_pdl = False, True
+        global_scratch_size = profile_scratch_size = 0
+
+        def __init__(self) -> None:
+            self.launch = compiled.run  # type: ignore[method-assign]
+
+        def __call__(self, *arguments: Any) -> None:
+            compiled.ran.append(("Triton", *arguments))
+
+    made = SimpleNamespace(run=Launcher(), function="function", packed_metadata="metadata")
+    run = variant(Kernel(made))  # type: ignore[arg-type]
+    _, found = replay.recorded(run, *given(), None)
+    assert found is not None and found(*given(), None) is not None
+    assert compiled.ran[0][:6] == (3, 1, 1, 77, "function", False)
+    assert compiled.ran[0][6:13] == (True, None, None, "metadata", None, None, None)
+    made.run.global_scratch_size = 64
+    _, found = replay.recorded(run, *given(), None)
+    assert found is not None and found(*given(), None) is not None
+    assert compiled.ran[-1][:9] == ("Triton", 2, 4, 1, 77, "function", "metadata", None, None)
+
+
+def test_intermediates_share_one_allocation(compiled: Compiled) -> None:
+    """They do not overlap, and begin where torch's own allocations may."""
+    kernel = Kernel(compiled)
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        z, y, v = torch.empty(len(x), 4), torch.empty(len(x), 8), torch.empty(300)
+        run_kernel(kernel, (3,), x, v, z, 7, BLOCK=16)
+        run_kernel(kernel, (2,), z, v, y, 8, BLOCK=32)
+        return y
+
+    _, found = replay.recorded(run, *given(), None)
+    assert found is not None
+    y = found(*given(), None)
+    (*_, v, z, _, _), (*_, z_again, v_again, last, _, _) = compiled.ran
+    assert (z, v, last) == (z_again, v_again, y.data_ptr())
+    assert v - z == 512 and v % 16 == 0
+
+
 def test_descriptors_are_told_of_other_addresses(compiled: Compiled) -> None:
     """Of a `Bound`, in its first call and in its second; results are several."""
 
