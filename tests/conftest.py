@@ -36,7 +36,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("blr")
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests/data"
+TREE, LEFT = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
 DEFAULTS: dict[int, Any] = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 
@@ -55,6 +57,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="A decoder's folder to check beside the bundled checkpoint and its compressed copies.",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What lies in the repository before the tests, in the process that starts all others."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[TREE] = repository()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The tests leave the repository as they found it: what they write goes to a temporary folder."""
+    if TREE in session.config.stash:
+        session.config.stash[LEFT] = left = sorted(repository() ^ session.config.stash[TREE])
+        if left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def repository() -> set[str]:
+    """Every file of the repository but those that Python, pytest and the linters keep."""
+    found = set[str]()
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        found |= {os.path.relpath(os.path.join(folder, name), ROOT) for name in files}
+    return found
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -138,7 +164,10 @@ def has_gpu() -> bool:
 def pytest_terminal_summary(
     terminalreporter: Any, exitstatus: pytest.ExitCode, config: pytest.Config
 ) -> None:
-    """A line a group of the comparisons that tests on a GPU made, wherever they ran."""
+    """What tests left behind; a line a group of the comparisons that tests on a GPU made."""
+    if left := config.stash.get(LEFT, []):
+        names = ", ".join(left[:5])
+        terminalreporter.write_line(f"FAILED: the tests changed the repository: {names}", red=True)
     if not asks_for_gpu(config):
         if any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args):
             terminalreporter.write_line("tests/gpu: deselected without -m gpu, which takes a CUDA GPU")

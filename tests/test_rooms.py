@@ -121,6 +121,16 @@ def test_a_command_lies_where_its_name_says() -> None:
             assert named.get(command, command) in {name.partition(".")[0] for name in modules()}
 
 
+def test_the_top_level_holds_what_it_may_and_no_more() -> None:
+    """What tests or builds leave there has no place in the repository."""
+    may = "pyproject.toml LICENSE README.md compressor kernels configs recipes tests scripts".split()
+    built = ("build", "dist")  # .gitignore leaves these out
+    found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    strange = [n for n in found if n not in (*may, *built) and not n.endswith(".egg-info")]
+    assert [name for name in strange if not name.startswith("tiny-llama-")] == []  # of the README
+    assert set(may) <= found
+
+
 def test_every_folder_of_modules_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = {name for name in settings["tool"]["setuptools"]["packages"] if name != "blr"}
