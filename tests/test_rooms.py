@@ -123,7 +123,17 @@ def test_a_command_lies_where_its_name_says() -> None:
 
 def test_the_top_level_holds_what_it_may_and_no_more() -> None:
     """What tests or builds leave there has no place in the repository."""
-    may = "pyproject.toml LICENSE README.md compressor kernels configs recipes tests scripts".split()
+    may = [
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "compressor",
+        "kernels",
+        "configs",
+        "recipes",
+        "tests",
+        "scripts",
+    ]
     built = ("build", "dist")  # .gitignore leaves these out
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
     strange = [n for n in found if n not in (*may, *built) and not n.endswith(".egg-info")]
