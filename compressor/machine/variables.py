@@ -1,0 +1,78 @@
+"""Variables of the environment that libraries read, and end with a bare ValueError where they cannot."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from pathlib import Path
+from types import CodeType
+
+from blr.compressor.errors import UsageError
+from blr.compressor.quoting import quote
+
+# What the hub's client takes as whole numbers of seconds when it is imported, as most commands do
+SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+_NAMED = re.compile(r"""["']([A-Z][A-Z0-9_]+)["']""")
+_READING = re.compile(r"env", re.IGNORECASE)
+_OURS = os.path.realpath(Path(__file__).parents[1])
+INNERMOST = 3  # calls between where a variable is read and where its value is refused
+
+
+def check_variables() -> None:
+    """Raise UsageError for what the hub's client would refuse whatever the command."""
+    for name in SECONDS:
+        text = os.environ.get(name)
+        if text is not None and re.fullmatch(r"[0-9]{1,9}", text) is None:
+            raise UsageError(
+                f"{name} is {quote(text, 60)}: expected a whole number of seconds; correct or unset it"
+            )
+
+
+def wrong_variable(error: BaseException | None) -> str | None:
+    """The variable that a library was reading when it raised `error`, or what that came from; None where
+    it read none that is set."""
+    while error is not None:
+        for code, instruction in reversed(_places(error)[-INNERMOST:]):
+            if not os.path.realpath(code.co_filename).startswith(_OURS):
+                if found := _read_at(code, instruction, str(error)):
+                    return found[0]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def said_of_variable(name: str, error: BaseException) -> str:
+    """A line on a variable that `wrong_variable` found."""
+    value = quote(os.environ.get(name, ""), 60)
+    reason = quote(error, 120)[1:-1]
+    return f"{name} is {value}, which a library does not take ({reason}); correct or unset it"
+
+
+def _read_at(code: CodeType, instruction: int, said: str) -> list[str]:
+    """Variables that are set and that the expression of an instruction reads; or the function around it,
+    where the error has `said` their value."""
+    text = _expression(code, instruction)
+    found = [name for name in _NAMED.findall(text) if name in os.environ]
+    if found and _READING.search(text):
+        return found
+    if "<" in code.co_name or not {"environ", "getenv"} & set(code.co_names):
+        return []
+    values = {name: os.environ.get(name) for name in code.co_consts if isinstance(name, str)}
+    return [name for name, value in values.items() if value and value in said]
+
+
+def _places(error: BaseException) -> list[tuple[CodeType, int]]:
+    """The code of every frame of a traceback and the instruction that it was at."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append((trace.tb_frame.f_code, trace.tb_lasti))
+        trace = trace.tb_next
+    return found
+
+
+def _expression(code: CodeType, instruction: int) -> str:
+    """The lines of source that an instruction was made of."""
+    positions = list(code.co_positions())
+    first, last, *_ = positions[instruction // 2]
+    lines = range(first or 0, (last or first or 0) + 1)
+    return "".join(linecache.getline(code.co_filename, number) for number in lines)
