@@ -29,7 +29,13 @@ WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of hea
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32
-TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # what it tells, apart from lists
+TABLES = (
+    "run",
+    "source",
+    "healed_from",
+    "teacher",
+    "compressed_from",
+)  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
 _HUBS_OWN = re.compile(

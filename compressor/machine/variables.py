@@ -34,11 +34,25 @@ def wrong_variable(error: BaseException | None) -> str | None:
     it read none that is set."""
     while error is not None:
         for code, instruction in reversed(_places(error)[-INNERMOST:]):
-            if not os.path.realpath(code.co_filename).startswith(_OURS):
-                if found := _read_at(code, instruction, str(error)):
-                    return found[0]
+            ours = os.path.realpath(code.co_filename).startswith(_OURS)
+            if not ours and (found := _read_at(code, instruction, str(error))):
+                return found[0]
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def told_variable(error: Exception) -> str | None:
+    """The variable that an error which nobody foresaw names, or whose whole value it quotes."""
+    said = str(error)
+    words, quoted = (
+        set(re.findall(r"\w+", said)),
+        set(re.findall(r"['\"]([^'\"]{2,})['\"]", said.lower())),
+    )
+    named = [name for name in os.environ if "_" in name and name in words]
+    held = [
+        n for n, value in os.environ.items() if value.lower() in quoted and isinstance(error, ValueError)
+    ]
+    return next(iter(named or held), None) if named or len(held) == 1 else None
 
 
 def said_of_variable(name: str, error: BaseException) -> str:

@@ -127,7 +127,7 @@ class PointChain:
     def _record(self, found: Judgement) -> dict[str, Any]:
         """Raises InputError for what the commands have not written so."""
         if not found.perplexities:
-            raise InputError(f"{self._out}: found no perplexity; expected what `blr eval` prints; {ANEW}")
+            raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
         record: dict[str, Any] = {"perplexities": found.perplexities}
         if self.compress is not None:
             output = self.folder.output(self.name)

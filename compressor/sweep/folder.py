@@ -88,9 +88,9 @@ class Folder:
         for part in (*NOTES, OUTPUTS):
             if os.path.lexists(self.path / part):
                 ownership.check_folder(self.path / part)
+        self._check_page()
         if restart:
             self._clear(earlier)
-        self._check_page()
         known = {} if restart else earlier.made
         for name, digest in self.points.items():
             self._check_free(name, name in known, digest)
@@ -209,7 +209,7 @@ class Folder:
         self.write(f"logs/{name}.spent.json", {"seconds": seconds})
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write ``sweep.json``: whose the folder is, and the `result` of the sweep where there is one."""
+        """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
         self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
 
     def write(self, name: str, content: dict[str, Any] | str) -> None:

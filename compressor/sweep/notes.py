@@ -26,7 +26,7 @@ class Sweep(Told):
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
-    made: dict[Annotated[str, Field(pattern=r"^\w[\w.+-]*$")], str] = {}
+    made: dict[Annotated[str, Field(pattern=r"^\w[\w.+-]*$")], str] = Field(default_factory=dict)
 
 
 class Record(Kept):
@@ -57,7 +57,7 @@ class Judgement(Told):
 
     error: str | None = None
     perplexity: Figure | None = None
-    texts: list[Judged] = []
+    texts: list[Judged] = Field(default_factory=list)
 
     @property
     def perplexities(self) -> list[float]:

@@ -87,7 +87,9 @@ def sweep(
 
 def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
     """Of every point by its name, and of the model itself, which nothing is made of."""
-    made = {point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()}
+    made = {
+        point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()
+    }
     return {DENSE: "", **made}
 
 

@@ -3,8 +3,8 @@
 A batch lies in the user's cache folder under the digest of all that it depends on. Nothing rests on the
 shelf: where it cannot be read, written or locked, a run writes its text itself.
 
-The folder may hold files of the user's. What is ours is listed in a file that we wrote, before it is made:
-nothing else is ever removed or replaced, and no link is followed.
+The folder may hold files of the user's. What is ours is listed in a file that we wrote, before it is
+made: nothing else is ever removed or replaced, and no link is followed.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _is_listed(folder: Path, name: str) -> bool:
-    """Whether `name` is listed as ours, by now: not where the user has a file of that name, or one in the
-    place of the list."""
+    """Whether `name` is listed as ours, by now: not where the user has a file of that name, or one in
+    the place of the list."""
     listed = _listed(folder)
     if name in listed:
         return True
