@@ -133,7 +133,7 @@ def load_state(
     if state is None or not _fit(pair, tensors):
         return None
     state.values = pair.parted(_named(tensors, BEST)) or None
-    moments: dict[str, Moments] = Field(default_factory=dict)
+    moments: dict[str, Moments] = {}
     for label, tensor in _named(tensors, OPTIMIZER).items():
         part, _, name = label.partition(".")
         own = pair.parted({name: tensor})[name] if tensor.dim() else tensor

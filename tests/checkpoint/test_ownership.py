@@ -403,10 +403,10 @@ def test_a_lock_removed_by_others_is_not_removed_again(tmp_path: Path) -> None:
 
 LOCKS = {
     "brackets": "[" * 3000,
-    "pid of 400 digits": '"pid":' + "9" * 400,
+    "pid of 400 digits": '"host":"h","pid":' + "9" * 400,
     "pid below zero": '"host":"h","moving":false,"pid":-1',
     "pid as text": '"host":"h","moving":false,"pid":"1"',
-    "moving as text": '"host":"h","moving":"yes","pid":1',
+    "moving as text": '"host":"h","moving":"yes","pid":2147483646',
     "host as list": '"host":["h"],"moving":false,"pid":1',
 }
 

@@ -1,4 +1,4 @@
-"""Variables of the environment that libraries cannot read: a line that names them, never a bug of ours."""
+"""Variables of the environment that libraries cannot read: a line names them, never a bug of ours."""
 
 from __future__ import annotations
 

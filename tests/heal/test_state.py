@@ -1,4 +1,4 @@
-"""The state of a training run is read again as what anybody could have written: it fits or is not there."""
+"""The state of a training run may be anybody's when it is read again: it fits, or there is none."""
 
 from __future__ import annotations
 
