@@ -77,7 +77,7 @@ def _put(path: Path, data: bytes) -> None:
 
     Raises OutputError where something else is: a commit's files never change.
     """
-    with suppress(FileExistsError), storage_errors(path.parent):
+    with storage_errors(path.parent), suppress(FileExistsError):
         write_stream(path, [data], new=True)
     found = b"" if os.path.islink(path) else bytes(read_whole(path, max(len(data), 1)))
     if found != data:
