@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
@@ -14,6 +15,7 @@ from blr.compressor.quoting import quote
 # What the hub's client takes as whole numbers of seconds when it is imported, as most commands do
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 _NAMED = re.compile(r"""["']([A-Z][A-Z0-9_]+)["']""")
+_QUOTED = re.compile(r"""["']([^"']{2,})["']""")
 _READING = re.compile(r"env", re.IGNORECASE)
 _OURS = os.path.realpath(Path(__file__).parents[1])
 INNERMOST = 3  # calls between where a variable is read and where its value is refused
@@ -29,37 +31,44 @@ def check_variables() -> None:
             )
 
 
-def wrong_variable(error: BaseException | None) -> str | None:
-    """The variable that a library was reading when it raised `error`, or what that came from; None where
-    it read none that is set."""
-    while error is not None:
-        for code, instruction in reversed(_places(error)[-INNERMOST:]):
-            ours = os.path.realpath(code.co_filename).startswith(_OURS)
-            if not ours and (found := _read_at(code, instruction, str(error))):
-                return found[0]
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+def wrong_variable(error: BaseException, foreseen: bool) -> str | None:
+    """A line on the variable that a library was reading when it raised `error`, or what that came from;
+    None where it read none that is set.
+
+    Args:
+        foreseen: an error of ours; any other is also taken at its word.
+    """
+    for cause in _causes(error):
+        name = _read_by(cause) or (None if foreseen else _told_by(cause))
+        if name is not None:
+            value, reason = quote(os.environ.get(name, ""), 60), quote(cause, 120)[1:-1]
+            return f"{name} is {value}, which a library does not take ({reason}); correct or unset it"
     return None
 
 
-def told_variable(error: Exception) -> str | None:
-    """The variable that an error which nobody foresaw names, or whose whole value it quotes."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _read_by(error: BaseException) -> str | None:
+    """The variable that the innermost calls of a traceback read."""
+    for code, instruction in reversed(_places(error)[-INNERMOST:]):
+        ours = os.path.realpath(code.co_filename).startswith(_OURS)
+        if not ours and (found := _read_at(code, instruction, str(error))):
+            return found[0]
+    return None
+
+
+def _told_by(error: BaseException) -> str | None:
+    """The variable that an error names, or the only one whose whole value it quotes."""
     said = str(error)
-    words, quoted = (
-        set(re.findall(r"\w+", said)),
-        set(re.findall(r"['\"]([^'\"]{2,})['\"]", said.lower())),
-    )
+    words, quoted = set(re.findall(r"\w+", said)), set(_QUOTED.findall(said.lower()))
     named = [name for name in os.environ if "_" in name and name in words]
-    held = [
-        n for n, value in os.environ.items() if value.lower() in quoted and isinstance(error, ValueError)
-    ]
-    return next(iter(named or held), None) if named or len(held) == 1 else None
-
-
-def said_of_variable(name: str, error: BaseException) -> str:
-    """A line on a variable that `wrong_variable` found."""
-    value = quote(os.environ.get(name, ""), 60)
-    reason = quote(error, 120)[1:-1]
-    return f"{name} is {value}, which a library does not take ({reason}); correct or unset it"
+    refused = quoted if isinstance(error, ValueError) else set[str]()
+    held = [name for name, value in os.environ.items() if value.lower() in refused]
+    return named[0] if named else held[0] if len(held) == 1 else None
 
 
 def _read_at(code: CodeType, instruction: int, said: str) -> list[str]:

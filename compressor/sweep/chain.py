@@ -110,10 +110,12 @@ class PointChain:
         return Command(arguments, self._out, self.folder.log(self.name))
 
     def _keep(self, found: Judgement) -> None:
-        """Write the record of the point, or note why there can be none."""
+        """Write the record of the point, or note why there can be none, which ends the dense model."""
         try:
             self.folder.write(f"points/{self.name}.json", self._record(found))
         except BlrError as error:
+            if self.compress is None:
+                raise
             self.code, self.failure = error.exit_code, str(error)
         else:
             self.tidy()
@@ -132,8 +134,9 @@ class PointChain:
         if self.compress is not None:
             output = self.folder.output(self.name)
             report = read_kept(output / REPORT, Report, ANEW, InputError)
-            bits = None if report is None else report.totals.bits
-            record |= {"bits": bits, "bytes": _bytes(output)}
+            if report is None:
+                raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
+            record |= {"bits": report.totals.bits, "bytes": _bytes(output)}
         spent = {"seconds": round(self.spent, 1), "kept": self.keep}
         return record | spent | {"digest": self.folder.made.get(self.name, "")}
 

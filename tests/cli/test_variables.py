@@ -9,7 +9,7 @@ import pytest
 from limited import Limited, refused
 from running import Run
 
-from blr.compressor.machine.variables import told_variable, wrong_variable
+from blr.compressor.machine.variables import wrong_variable
 
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 
@@ -63,5 +63,10 @@ def test_errors_of_something_else_name_no_variable(monkeypatch: pytest.MonkeyPat
         try:
             raise error
         except Exception as raised:
-            assert wrong_variable(raised) is None and told_variable(raised) is None
-    assert told_variable(ValueError("invalid literal for int() with base 10: 'Mine'")) == "MINE"
+            assert wrong_variable(raised, foreseen=False) is None
+    refused_value = ValueError("invalid literal for int() with base 10: 'Mine'")
+    for error in (refused_value, ImportError("cannot be imported")):
+        error.__cause__ = refused_value if error is not refused_value else None
+        said = wrong_variable(error, foreseen=False)
+        assert said is not None and said.startswith("MINE is 'mine', which a library does not take (inv")
+        assert wrong_variable(error, foreseen=True) is None
