@@ -170,7 +170,8 @@ def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Sentence pairs and scores of a CSV file; a first row without a number is its header.
+    """Sentence pairs and scores of a CSV file; a first row whose last cell is no number, nor
+    inf or nan, is its header.
 
     Raises InputError for a file that is missing or has other rows.
     """
@@ -179,7 +180,7 @@ def read_pairs(path: Path) -> list[Pair]:
         rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
     except csv.Error as error:
         raise InputError(f"{path}: not a readable CSV file ({error})") from None
-    if rows and not _is_number(rows[0][-1]):
+    if rows and not _is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
         if len(row) < 3 or not _is_number(row[-1]):
@@ -226,7 +227,13 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _is_number(text: str) -> bool:
+    return _is_numeral(text) and math.isfinite(float(text))
+
+
+def _is_numeral(text: str) -> bool:
+    """Whether it reads as a number, finite or not."""
     try:
-        return math.isfinite(float(text))
+        float(text)
     except ValueError:
         return False
+    return True

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from blr.compressor.checkpoint.extras import CARD
+from blr.compressor.checkpoint.kept import Told, fitted
 from blr.compressor.checkpoint.manifest import (
     MANIFEST,
     computing_digest,
@@ -20,7 +23,14 @@ from blr.compressor.checkpoint.manifest import (
     verify_manifest,
     with_file,
 )
-from blr.compressor.checkpoint.regular import check_is_folder, inside, parse_json, read_text, read_whole
+from blr.compressor.checkpoint.regular import (
+    check_is_folder,
+    inside,
+    parse_json,
+    read_text,
+    read_whole,
+    refuse,
+)
 from blr.compressor.errors import HubError, InputError, UsageError
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.front import read_front, write_front
@@ -28,7 +38,9 @@ from blr.compressor.quoting import named_line, quote
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
-MEASURED = "expected what `blr eval --format json` prints"
+MEASURED, MEASURE = "what `blr eval --format json` prints", "run it on this output"
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f`]*$", max_length=4096)]
+Version = Annotated[str, Field(pattern=r"^[\w.+-]{1,100}$")]
 WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
@@ -69,7 +81,7 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     if metrics is not None:
         front["model-index"] = _index(repository, metrics, folder)
-    card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest)}".encode()
+    card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest, folder / MANIFEST)}".encode()
     files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
     files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
     return Push(folder, repository, files, front, tuple(_lacks(front)))
@@ -151,26 +163,56 @@ def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[
     return sorted(others & listed)
 
 
-def _made(manifest: dict[str, Any]) -> str:
-    """The command that makes the folder again, and with what; of exports and healed ones the latter."""
-    run, source = manifest.get("run") or {}, manifest.get("source") or {}
-    lines = "\n".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
-    command = f"blr compress {_arguments(run, source)}\n" if "recipe" in run else ""
-    read = f"\nInput: SHA-256 {manifest['input_sha256']}.\n" if "input_sha256" in manifest else ""
+class Source(Told):
+    """What a manifest says of where an output came from."""
+
+    name: Line = "MODEL"
+    revision: Line | None = None
+
+
+class Run(Told):
+    """What it says of the command that made it; of exports and healed ones, of the libraries."""
+
+    recipe: dict[str, Any] | None = None
+    calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    heal: float | None = None
+    max_shard_size: int | None = None
+    threads: int | None = None
+    device: Line | None = None
+    versions: dict[Version, Version] = Field(default_factory=dict)
+
+    def options(self) -> list[str]:
+        """Of `blr compress`, beside model and recipe."""
+        words = [] if self.calibration is None else ["--calibration", f"TEXT-{self.calibration[:16]}"]
+        for option in ("heal", "max_shard_size", "threads", "device"):
+            if getattr(self, option) not in (None, "auto"):
+                words += [f"--{option.replace('_', '-')}", str(getattr(self, option))]
+        return words
+
+
+class Account(Told):
+    """What `push` reads of a manifest."""
+
+    run: Run = Run()
+    source: Source = Source()
+    input_sha256: str | None = None
+
+
+def _made(manifest: dict[str, Any], path: Path) -> str:
+    """The command that makes the folder again, and with what; of exports and healed ones the latter.
+
+    Raises InputError for an account that no `blr` has written.
+    """
+    told = {name: value for name, value in manifest.items() if value is not None}
+    account = fitted(told, Account, path, "compress it again")
+    run, source = account.run, account.source
+    lines = "\n".join(f"{name} {version}" for name, version in run.versions.items())
+    revision = ["--revision", source.revision] if source.revision else []
+    words = ["blr", "compress", source.name, "--recipe", "recipe.yaml", *revision, *run.options()]
+    command = f"{join(words)}\n" if run.recipe is not None else ""
+    read = f"\nInput: SHA-256 {account.input_sha256}.\n" if account.input_sha256 else ""
     where = "`recipe.yaml` is that of this folder.\n" if command else ""
     return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
-
-
-def _arguments(run: dict[str, Any], source: dict[str, Any]) -> str:
-    words = [str(source.get("name")), "--recipe", "recipe.yaml"]
-    if source.get("revision"):
-        words += ["--revision", str(source["revision"])]
-    if run.get("calibration"):
-        words += ["--calibration", f"TEXT-{str(run['calibration'])[:16]}"]
-    for option in ("heal", "max_shard_size", "threads", "device"):
-        if run.get(option) not in (None, "auto"):
-            words += [f"--{option.replace('_', '-')}", str(run[option])]
-    return join(words)
 
 
 def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
@@ -178,14 +220,11 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    found = parse_json(read_whole(path, MAX_BYTES), path)
+    found = fitted(parse_json(read_whole(path, MAX_BYTES), path), Metrics, path, MEASURE, MEASURED)
     _check_judged(found, path, folder)
-    try:
-        rows = [(kind, data, metric, _number(value)) for kind, data, metric, value in _measured(found)]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        rows = []
+    rows = list(_measured(found))
     if not rows:
-        raise InputError(f"{path}: no metrics; {MEASURED}")
+        refuse(path, "no metrics", MEASURED, MEASURE)
     results = [
         EvalResult(
             task_type=kind,
@@ -199,31 +238,49 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 
-def _check_judged(found: dict[str, Any], path: Path, folder: Path) -> None:
+class Figure(Told):
+    """Of one text."""
+
+    text: str
+    perplexity: float
+
+
+class Judged(Told):
+    """What was judged."""
+
+    name: str | None = None
+    digest: str | None
+
+
+class Metrics(Told):
+    """What `blr eval --format json` prints."""
+
+    checkpoint: Judged | None = None
+    text: str = "text"
+    perplexity: float | None = None
+    texts: list[Figure] = Field(default_factory=list)
+    tasks: dict[str, dict[str, float]] = Field(default_factory=dict)
+    spearman: float | None = None
+
+
+def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
     """Raise InputError for figures of another model, where they say of which they are."""
-    judged = found.get("checkpoint")
-    if isinstance(judged, dict) and judged.get("digest") != computing_digest(folder):
-        name = quote(str(judged.get("name")), 120)
+    judged = found.checkpoint
+    if judged is not None and judged.digest != computing_digest(folder):
+        name = quote(str(judged.name), 120)
         raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 
 
-def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+def _measured(found: Metrics) -> Iterator[tuple[str, str, str, float]]:
     """Task, data, metric and value of everything in a result of `blr eval`."""
-    texts = found.get("texts") or ([{"text": "text", **found}] if "perplexity" in found else [])
-    for row in texts:
-        yield "text-generation", Path(row["text"]).name, "perplexity", row["perplexity"]
-    for task, metrics in (found.get("tasks") or {}).items():
+    alone = [] if found.perplexity is None else [Figure(text=found.text, perplexity=found.perplexity)]
+    for row in found.texts or alone:
+        yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
+    for task, metrics in found.tasks.items():
         for metric, value in metrics.items():
             yield "text-generation", task, metric, value
-    if "spearman" in found:
-        yield "sentence-similarity", "sts", "spearman", found["spearman"]
-
-
-def _number(value: Any) -> float:
-    """`value`, which must be a number."""
-    if type(value) not in (int, float):
-        raise ValueError(f"{quote(repr(value), 40)} is no number")
-    return value
+    if found.spearman is not None:
+        yield "sentence-similarity", "sts", "spearman", found.spearman
 
 
 def _lacks(front: dict[str, Any]) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Journal:
             found = {name: self._described(entry) for name, entry in header.entries.items()}
             if kept["sha256"] == _seal(key, found, kept["record"]):
                 return header.entries, kept["record"]
-        except (InputError, OSError, ValueError, KeyError, TypeError):
+        except (InputError, OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return None  # absent, damaged by the disk or another layer's: compute the layer again
 

@@ -8,7 +8,6 @@ that text: a lock whose process is gone is taken over.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import stat
@@ -21,11 +20,13 @@ from typing import Any
 from blr.compressor.checkpoint.disk import flush
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.ownership import in_the_way
-from blr.compressor.errors import OutputError
+from blr.compressor.checkpoint.regular import parse_json
+from blr.compressor.errors import InputError, OutputError
 
 ABOUT = "lock of a blr run"
 MARK = canonical_json({"about": ABOUT})[:-1]
 MAX_BYTES = 4096
+MAX_PROCESS = 2**31
 CLOSED = -1  # no descriptor
 TRIES, PAUSE = 20, 0.01  # seconds; for a file that another run is just making or removing
 UNSUPPORTED = (
@@ -143,7 +144,7 @@ class Lock:
                 f"{self.path}: a blr run on {host} holds the output, and this file system has no locks "
                 "that would tell whether it still runs; if it does not, remove this file"
             )
-        if type(process) is not int or process == os.getpid():
+        if type(process) is not int or not 0 < process < MAX_PROCESS or process == os.getpid():
             return self.path in HELD_LOCKS
         try:
             os.kill(process, 0)
@@ -156,8 +157,8 @@ class Lock:
         data = os.pread(self._descriptor, MAX_BYTES, 0)
         if not data.startswith(MARK):
             return None
-        with suppress(ValueError):
-            return json.loads(data)
+        with suppress(InputError):
+            return parse_json(data, self.path)
         return {}
 
     def _write(self) -> None:

@@ -13,8 +13,10 @@ import os
 import re
 import stat
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.disk import sha256_file
 from blr.compressor.checkpoint.header import header_bytes
 from blr.compressor.checkpoint.regular import parse_json, read_whole
@@ -26,9 +28,19 @@ FORMAT = 2
 WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
+MAX_DEPTH = 32
+TABLES = (
+    "run",
+    "source",
+    "healed_from",
+    "teacher",
+    "compressed_from",
+)  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
-HUBS_OWN = (".gitattributes", f".cache{os.sep}huggingface{os.sep}")
+_HUBS_OWN = re.compile(
+    r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
+)
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
@@ -82,6 +94,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if damage:
         raise OutputError(f"{folder / MANIFEST}: {damage}; the folder is not as blr wrote it")
     return manifest
+
+
+def is_output(folder: Path) -> bool:
+    """Whether `folder` has a manifest of ours, damaged or not, as a plain file."""
+    try:
+        _read(folder)
+    except OutputError:
+        return False
+    return not (folder / MANIFEST).is_symlink()
 
 
 def computing_digest(folder: Path) -> str | None:
@@ -154,7 +175,21 @@ def _is_ours(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files")
     if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
+    if depth(manifest) > MAX_DEPTH or not _is_account(manifest):
+        return False
     return all(_is_inside(name) and _is_listing(found) for name, found in files.items())
+
+
+def _is_account(manifest: dict[str, Any]) -> bool:
+    """Whether what a manifest says of its run and source has the types that commands write."""
+    tables = [manifest.get(name) for name in TABLES]
+    source = manifest.get("source") or {}
+    read = manifest.get("input_sha256")
+    return (
+        all(table is None or type(table) is dict for table in tables)
+        and all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
+        and (read is None or _is_digest(read))
+    )
 
 
 def _is_inside(name: str) -> bool:
@@ -180,9 +215,15 @@ def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What differs between the folder and its manifest, one line a file; empty when nothing."""
     present, unread = _walk(folder)
     extra = sorted(present - set(manifest["files"]) - {MANIFEST})
-    extra = [name for name in extra if not name.startswith(HUBS_OWN)]
+    extra = [name for name in extra if not _is_hubs_own(folder, name)]
     unlisted = [f"{quote(name)[1:-1]}: not listed in the manifest" for name in extra]
     return verify_listed(folder, manifest) + unlisted + unread
+
+
+def _is_hubs_own(folder: Path, name: str) -> bool:
+    """Whether a file is one that the hub or its client puts beside others."""
+    named = _HUBS_OWN.fullmatch(name) is not None
+    return named and stat.S_ISREG(os.lstat(folder / name).st_mode)
 
 
 def verify_listed(folder: Path, manifest: dict[str, Any]) -> list[str]:

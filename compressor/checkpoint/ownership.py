@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.disk import SCRATCH, fsync_folder, write_stream
 from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_listed
+from blr.compressor.checkpoint.manifest import MANIFEST, MAX_DEPTH, read_manifest, verify_listed
 from blr.compressor.checkpoint.mistaken import JOURNAL
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.errors import InputError, OutputError
@@ -74,7 +75,7 @@ def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
         if stat.S_ISDIR(status.st_mode):
             ours = name in parents
         else:
-            ours = stat.S_ISREG(status.st_mode) and _is_named(name, names)
+            ours = stat.S_ISREG(status.st_mode) and is_named(name, names)
         if not ours:
             in_the_way(folder / name, "not written by blr")
     return found
@@ -85,7 +86,8 @@ def is_scratch(name: str) -> bool:
     return _SCRATCH.fullmatch(name) is not None or PurePosixPath(name).name.startswith(".tmp")
 
 
-def _is_named(name: str, names: set[str]) -> bool:
+def is_named(name: str, names: set[str]) -> bool:
+    """Whether a path is one of `names`, what is written to become one, or what any run may keep."""
     if name in names or _OWN_FOLDERS.fullmatch(name):
         return True
     scratch = _SCRATCH.fullmatch(name)
@@ -173,7 +175,10 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
     except InputError:
         in_the_way(path, "damaged")
     files = marker.get("files")
-    if marker.keys() != {"about", "files", "run"} or not _are_names(files):
+    told = marker.get("run") is None or type(marker["run"]) is dict
+    if marker.keys() != {"about", "files", "run"} or not (told and _are_names(files)):
+        in_the_way(path, "damaged")
+    if depth(marker) > MAX_DEPTH:
         in_the_way(path, "damaged")
     return marker
 

@@ -137,6 +137,14 @@ def read_start(path: Path, count: int = 1 << 15, strict: bool = False) -> str:
         _refuse_encoding(path, error)
 
 
+def read_end(path: Path, count: int) -> str:
+    """The last `count` bytes of a text file, what is no UTF-8 replaced. Raises InputError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = read_exactly(file, path, max(size - count, 0), min(size, count))
+    return data.decode("utf-8", "replace")
+
+
 def read_text(path: Path, limit: int) -> str:
     """`read_whole` as text, its line ends as "\\n". Raises InputError, also for what is no UTF-8."""
     data = read_whole(path, limit)

@@ -39,6 +39,7 @@ from blr.compressor.cli.failure import report
 from blr.compressor.cli.optional import OptionalValues
 from blr.compressor.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
+from blr.compressor.machine.variables import check_variables, wrong_variable
 from blr.compressor.parallel import environment
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
@@ -85,6 +86,7 @@ def _root(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
+    check_variables()
     _check_kernels()
     _check_surroundings()
 
@@ -151,6 +153,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except BlrError as error:
+        _fail_of_variable(error)
         _fail(error, error.exit_code)
     except _UsageException as error:
         if error.ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
@@ -181,8 +184,15 @@ def _fail_unforeseen(error: Exception) -> NoReturn:
         _fail(error, lack.exit_code, str(lack))
     if isinstance(error, OSError) and (found := unforeseen(error)):
         _fail(error, found.exit_code, str(found))
+    _fail_of_variable(error)
     message = f"{type(error).__name__}: {error}; this is a bug in blr, BLR_DEBUG=1 shows where"
     _fail(error, 1, message)
+
+
+def _fail_of_variable(error: BaseException) -> None:
+    """Report a variable of the environment that a library could not read, if it was one."""
+    if said := wrong_variable(error, isinstance(error, BlrError)):
+        _fail(error, UsageError.exit_code, said)
 
 
 def _wait_for_first() -> None:

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.journal import Journal
-from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole
+from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.errors import NumericsError
@@ -32,6 +32,7 @@ from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import carried_files
 from blr.compressor.output.report import report_html
+from blr.compressor.quoting import named_line, quote
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import WIDTHS
@@ -40,6 +41,8 @@ from blr.kernels.fp8.reference import is_number
 
 KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
+# What JSON of another kind makes code raise that knows its own
+UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 
 
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
@@ -166,6 +169,26 @@ def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor |
     return None if layer is None else dense_weight(layer)
 
 
+def check_told(checkpoint: Checkpoint) -> None:
+    """Make card, records and report as they will be made after the training, of what is there.
+
+    Raises InputError where they are not as `blr` writes them.
+    """
+    folder, specs = checkpoint.source.folder, checkpoint.specs
+    if (folder / CARD).is_file():
+        read_text(folder / CARD, MAX_BYTES)
+    for name in (LAYERS, REPORT):
+        try:
+            records = _json(folder / LAYERS)
+            records |= {m: _grown(records[m], spec, 1.0) for m, spec in specs.items() if m in records}
+            if name == REPORT and (data := _json(folder / REPORT)):
+                _update(data, records, specs)
+                _rendered(data)
+        except UNLIKE as error:
+            found = f"what cannot be gone on from ({quote(named_line(error), 120)[1:-1]})"
+            refuse(folder / name, found, "what blr writes there", "compress the model again")
+
+
 def small_files(
     checkpoint: Checkpoint,
     pair: Pair | None,
@@ -249,6 +272,18 @@ def _report(
     data = _json(folder / REPORT)
     if not data:
         return {}
+    _update(data, records, specs)
+    data["healing"] = {"facts": facts, "log": log}
+    return _rendered(data)
+
+
+def _rendered(data: dict[str, Any]) -> dict[str, bytes]:
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
+
+
+def _update(data: dict[str, Any], records: dict[str, Any], specs: dict[str, Spec]) -> None:
+    """Give a report the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
         layer["error"] = records.get(layer["module"], layer)["error"]
         if spec := specs.get(layer["module"]):
@@ -256,6 +291,3 @@ def _report(
     for kind in data["types"]:
         chosen = [layer["error"] for layer in data["layers"] if layer["type"] == kind["type"]]
         kind["error"] = sum(chosen) / len(chosen)
-    data["healing"] = {"facts": facts, "log": log}
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}

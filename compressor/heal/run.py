@@ -128,9 +128,11 @@ class Job:
         from blr.compressor.heal.additions import growth
         from blr.compressor.heal.choice import check_has_kinds
         from blr.compressor.heal.kinship import strangeness
+        from blr.compressor.heal.output import check_told
         from blr.compressor.heal.pair import check_same_vocabulary
 
         check_same_vocabulary(self.checkpoint, self.teacher)
+        check_told(self.checkpoint)
         told = [strangeness(self.checkpoint, self.teacher)]
         if self.options.lora:
             check_takes_additions(self.checkpoint, self.options.lora)

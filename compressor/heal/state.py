@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, ValidationError
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.checkpoint.kept import Kept, Told
 from blr.compressor.heal.optimizer import Moments, moments_of
 from blr.compressor.heal.pair import Pair
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class _OfText(Kept):
+    """`objective.Merit`."""
+
+    kl: float
+    student: float
+    teacher: float
+
+
+class _OfSentences(Kept):
+    """`embedding.Nearness`."""
+
+    distance: float
+    states: float
+
+
+Merits = dict[str, _OfText | _OfSentences]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _Line(Told):
+    """A line of metrics.jsonl."""
+
+    step: Natural
+    tokens: Natural
+    seconds: float
+    held: Merits = Field(default_factory=dict)
+    loss: float = 0.0
+
+
+class _Record(Kept):
+    """A `State` without its tensors, as it is read again."""
+
+    step: Natural = 0
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    before: Merits = Field(default_factory=dict)
+    best: Annotated[float, Field(allow_inf_nan=True)] = float("inf")
+    best_step: Natural = 0
+    best_merits: Merits = Field(default_factory=dict)
+    worse: Natural = 0
+    done: bool = False
+    log: list[_Line] = Field(default_factory=list)
+    texts: list[str] = Field(default_factory=list)
 
 
 @dataclass
@@ -36,13 +83,18 @@ class State:
     def rename(self, names: list[str]) -> None:
         """Call the texts by these `names`, in their order: earlier they may have had others."""
         called = dict(zip(self.texts or names, names, strict=False))
-        held = [line["held"] for line in self.log if "held" in line]
+        held = [line["held"] for line in self.log if isinstance(line.get("held"), dict)]
         for merits in (self.before, self.best_merits, *held):
             found = {new: merits[old] for old, new in called.items() if old in merits}
             if len(found) == len(merits):  # else a state of an earlier version under other names
                 merits.clear()
                 merits.update(found)
         self.texts = names
+
+    def judged(self, names: list[str]) -> bool:
+        """Whether it was judged by texts of these `names`, if at all: every saved one was."""
+        merits = self.before, self.best_merits
+        return all(found.keys() == set(names) for found in merits) and bool(self.log and self.values)
 
     def record(self) -> dict[str, Any]:
         """All but the tensors, JSON-ready."""
@@ -77,7 +129,9 @@ def load_state(
     if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
         return None  # or of an earlier version, which trained less
     tensors = journal.tensors(key)
-    state = State(**found[1])
+    state = _read_state(found[1])
+    if state is None or not _fit(pair, tensors):
+        return None
     state.values = pair.parted(_named(tensors, BEST)) or None
     moments: dict[str, Moments] = {}
     for label, tensor in _named(tensors, OPTIMIZER).items():
@@ -85,6 +139,31 @@ def load_state(
         own = pair.parted({name: tensor})[name] if tensor.dim() else tensor
         moments.setdefault(name, {})[part] = own
     return state, pair.parted(_named(tensors, MASTER)), moments
+
+
+def _read_state(record: Any) -> State | None:
+    """A record as a state, None for one that this version has not written."""
+    try:
+        _Record.model_validate(record)
+    except ValidationError:
+        return None
+    return State(**record)
+
+
+def _fit(pair: Pair, tensors: dict[str, Tensor]) -> bool:
+    """Whether kept masters and moments are those of what is trained, by name and shape."""
+    whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
+    for label, tensor in tensors.items():
+        kind, _, name = label.partition(".")
+        part, _, moment_of = name.partition(".")
+        if f"{kind}." == OPTIMIZER:
+            if part not in MOMENTS or moment_of not in pair.masters:
+                return False
+            name = moment_of
+        scalar = part == "step" and tensor.dim() == 0
+        if name in whole and tensor.shape != whole[name] and not scalar:
+            return False
+    return True
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

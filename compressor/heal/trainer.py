@@ -98,11 +98,12 @@ class Trainer:
     def _resume(self) -> None:
         found = load_state(self.place.journal, self.place.key, self.pair)
         names = [part.name for part in self.data.parts]
-        if found is None:
+        if found is not None:
+            found[0].rename(names)
+        if found is None or not found[0].judged(names):
             self.state.texts = names
             return
         self.state, masters, moments = found
-        self.state.rename(names)
         self.pair.restore(masters)
         load_moments(self.optimizer, self.pair.masters, moments)
 

@@ -16,13 +16,14 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import OutputError
+from blr.compressor.loading.defaults import GENERATION, check_defaults
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
 from blr.compressor.machine.scratch import scratch_folder
 from blr.compressor.quoting import first_line, quote
 
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer_config.json"
 # Any of which makes a tokenizer, but for those of bytes
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -58,6 +59,7 @@ def _check_modules(source: Source) -> None:
 
 def check_generation(folder: Path) -> None:
     """Refuse defaults for generation that no model can be loaded with. Raises InputError."""
+    check_defaults(folder)
     path = folder / GENERATION
     if not os.path.exists(path):
         return

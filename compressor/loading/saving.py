@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.checkpoint.manifest import MANIFEST, is_output
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.registry import auto_map
 from blr.compressor.modeling.settings import export_settings
@@ -15,14 +15,15 @@ from blr.compressor.structures.specs import spec_from_dict
 def write_code(config: Any, folder: Path) -> None:
     """Make `folder`, where `config` is about to be saved, one that loads without `blr`.
 
-    A manifest of what stood there before goes: it would describe other files.
+    A manifest of an output that stood there before goes: it would describe other files.
     """
     classes = auto_map(config.model_type.removeprefix(f"{PREFIX.lower()}_"), config.architectures)
     config.auto_map, files = _code(config, classes)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    if is_output(folder):
+        (folder / MANIFEST).unlink()
 
 
 def _code(config: Any, classes: dict[str, str]) -> tuple[dict[str, str], dict[str, bytes]]:

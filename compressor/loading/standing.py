@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.header import MAX_HEADER_BYTES
+from blr.compressor.checkpoint.regular import read_whole
+from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.remote import STANDING_IN, RemoteShard
 from blr.compressor.checkpoint.source import read_index
-from blr.compressor.errors import HubError
+from blr.compressor.errors import HubError, OutputError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ".safetensors", ".bin"
@@ -69,8 +73,12 @@ def _header(shard: RemoteShard) -> bytes:
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Write a file whole: other processes of the run may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    """Write a file whole, unless it is there: other processes of the run may read it.
+
+    Raises OutputError where something else is: a commit's files never change.
+    """
+    with storage_errors(path.parent), suppress(FileExistsError):
+        write_stream(path, [data], new=True)
+    found = b"" if os.path.islink(path) else bytes(read_whole(path, max(len(data), 1)))
+    if found != data:
+        raise OutputError(f"{path}: in the way, not written by blr; move it away")

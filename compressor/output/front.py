@@ -6,6 +6,8 @@ to be said.
 
 from __future__ import annotations
 
+import math
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from blr.compressor.errors import BlrError
 from blr.compressor.recipe.yaml_file import parse_mapping
 
 FENCE = "---\n"
+_HEAD = re.compile(r"\s*---[ \t]*\n(?P<head>.*?)(?:(?<=\n)---[ \t]*(?:\n|\Z))", re.DOTALL)
+# Plain scalars that YAML 1.1, by which the hub reads cards, takes for text as YAML 1.2 does
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./+ -]*(?<! )", re.ASCII)
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 KEPT = (
     *("license", "license_name", "license_link", "base_model", "language", "pipeline_tag"),
     *("library_name", "tags"),
@@ -54,10 +60,11 @@ def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
 
     Raises RecipeError for a head that is no plain YAML; `path` names it.
     """
-    head, fence, body = text.removeprefix(FENCE).partition(f"\n{FENCE}")
-    if not (fence and text.startswith(FENCE)):
+    found = _HEAD.match(text)
+    if found is None:
         return {}, text
-    return parse_mapping(path, head), body
+    head = found["head"]
+    return (parse_mapping(path, head) if head.strip() else {}), text[found.end() :]
 
 
 def source_front(folder: Path) -> dict[str, Any]:
@@ -82,10 +89,31 @@ def _texts(value: Any) -> list[str]:
 
 def _yaml(value: dict[str, Any]) -> str:
     from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
 
+    class Representer(SafeRepresenter):
+        """For readers of YAML 1.1 and 1.2 alike."""
+
+    Representer.add_representer(str, _text_node)
+    Representer.add_representer(float, _float_node)
     out = StringIO()
-    yaml: Any = YAML(typ="safe")
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.dump(value, out)
     return out.getvalue()
+
+
+def _text_node(representer: Any, text: str) -> Any:
+    plain = _PLAIN.fullmatch(text) is not None and text.lower() not in _WORDS
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+def _float_node(representer: Any, number: float) -> Any:
+    """A float with a point, without which YAML 1.1 takes one with an exponent for text."""
+    mantissa, e, exponent = repr(number).partition("e")
+    shown = mantissa + ".0" * bool(e and "." not in mantissa) + e + exponent
+    words = {math.inf: ".inf", -math.inf: "-.inf"}
+    shown = words.get(number, ".nan" if math.isnan(number) else shown)
+    return representer.represent_scalar("tag:yaml.org,2002:float", shown)

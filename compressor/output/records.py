@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.extras import LAYERS
+from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES
 from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.regular import parse_json, read_whole
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What compression recorded for every layer of an output: spec, type and relative error."""
-    config = json.loads((folder / "config.json").read_bytes())
-    return json.loads((folder / LAYERS).read_bytes()) if "blr" in config else {}
+    return _read(folder / LAYERS) if "blr" in _read(folder / "config.json") else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_json(read_whole(path, MAX_BYTES), path, constants=True)
 
 
 def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:

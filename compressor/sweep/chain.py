@@ -11,12 +11,15 @@ from typing import Any
 
 from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.checkpoint.manifest import MANIFEST
-from blr.compressor.errors import kind_of_error
-from blr.compressor.sweep.folder import Folder, read_json
+from blr.compressor.checkpoint.kept import read_kept
+from blr.compressor.checkpoint.regular import read_end
+from blr.compressor.errors import BlrError, InputError, kind_of_error
+from blr.compressor.sweep.folder import Folder
 from blr.compressor.sweep.launch import Command
+from blr.compressor.sweep.notes import ANEW, Judgement, Report, read_judgement
 
 SAID = "blr: error: "
+SAID_WITHIN = 1 << 16  # bytes at the end of a log
 
 
 @dataclass
@@ -51,7 +54,7 @@ class PointChain:
             self.begun(self.name)
             self.spent = self.folder.spent(self.name)
             output = self.folder.output(self.name)
-            if self.compress is not None and not self._is_written():
+            if self.compress is not None and not self.folder.is_written(self.name):
                 arguments = (
                     "compress",
                     self.model,
@@ -73,14 +76,13 @@ class PointChain:
         """
         self.stopped()
         self.done += 1
-        found = read_json(self._out)
+        found = read_judgement(self._out)
         if code:
-            self.code, self.failure = code, str(found.get("error") or self._last_words(code))
+            self.code, self.failure = code, found.error or self._last_words(code)
             if self.compress is None:
                 raise kind_of_error(code)(f"the dense model cannot be judged: {self.failure}")
         elif self.done == 2:
-            self.folder.write(f"points/{self.name}.json", self._record(found))
-            self.tidy()
+            self._keep(found)
 
     def stopped(self) -> None:
         """Note what the command took, which another run of the sweep may not take again."""
@@ -89,17 +91,15 @@ class PointChain:
 
     def tidy(self) -> None:
         """Remove the checkpoint of a point that is done, unless it was made to be kept."""
-        if self.compress is not None and not (self.folder.record(self.name) or {}).get("kept"):
+        record = self.folder.record(self.name)
+        if self.compress is not None and record is not None and not record.kept:
             self.folder.tidy(self.name)
 
     def missing(self) -> bool:
         """Whether it is to be made: it has no record, or not the checkpoint that is to be kept."""
         if self.folder.record(self.name) is None:
             return True
-        return self.keep and self.compress is not None and not self._is_written()
-
-    def _is_written(self) -> bool:
-        return (self.folder.output(self.name) / MANIFEST).exists()
+        return self.keep and self.compress is not None and not self.folder.is_written(self.name)
 
     @property
     def _out(self) -> Path:
@@ -109,19 +109,36 @@ class PointChain:
         self.began = time.monotonic()
         return Command(arguments, self._out, self.folder.log(self.name))
 
+    def _keep(self, found: Judgement) -> None:
+        """Write the record of the point, or note why there can be none, which ends the dense model."""
+        try:
+            self.folder.write(f"points/{self.name}.json", self._record(found))
+        except BlrError as error:
+            if self.compress is None:
+                raise
+            self.code, self.failure = error.exit_code, str(error)
+        else:
+            self.tidy()
+
     def _last_words(self, code: int) -> str:
-        lines = self.folder.log(self.name).read_text(errors="replace").splitlines()
+        lines = read_end(self.folder.log(self.name), SAID_WITHIN).splitlines()
         said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
         ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
         return f"{said[-1] if said else 'it said nothing'} ({ended})"
 
-    def _record(self, found: dict[str, Any]) -> dict[str, Any]:
-        texts = found.get("texts") or [found]
-        record: dict[str, Any] = {"perplexities": [text["perplexity"] for text in texts]}
+    def _record(self, found: Judgement) -> dict[str, Any]:
+        """Raises InputError for what the commands have not written so."""
+        if not found.perplexities:
+            raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
+        record: dict[str, Any] = {"perplexities": found.perplexities}
         if self.compress is not None:
             output = self.folder.output(self.name)
-            record |= {"bits": read_json(output / REPORT)["totals"]["bits"], "bytes": _bytes(output)}
-        return record | {"seconds": round(self.spent, 1), "kept": self.keep}
+            report = read_kept(output / REPORT, Report, ANEW, InputError)
+            if report is None:
+                raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
+            record |= {"bits": report.totals.bits, "bytes": _bytes(output)}
+        spent = {"seconds": round(self.spent, 1), "kept": self.keep}
+        return record | spent | {"digest": self.folder.made.get(self.name, "")}
 
 
 def _bytes(folder: Path) -> int:

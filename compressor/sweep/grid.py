@@ -58,14 +58,19 @@ class Point:
     def options(self) -> list[str]:
         """Of `blr compress`."""
         found = [part for setting in self.settings for part in _option(*setting)]
-        return found + ([f"--heal={self.heal:g}"] if self.heal else [])
+        return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
 
 
 def _option(name: str, value: Any) -> list[str]:
     """A setting as it is typed."""
     if value is True:
         return [f"--{name}"]
-    return [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
+
+
+def _shown(number: float) -> str:
+    """As short as it reads back the same."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
 def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from blr.compressor.parallel import environment
 
@@ -40,7 +40,7 @@ class Command:
 
 def start(command: Command, environ: dict[str, str], alive: int) -> Running:
     """Start a command, which ends when the other end of the pipe `alive` does."""
-    with open(command.out, "wb") as out, open(command.log, "ab") as log:
+    with _own(command.out, os.O_TRUNC) as out, _own(command.log, os.O_APPEND) as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "blr.compressor", *command.arguments],
             env={**os.environ, **environ, environment.PARENT: str(alive)},
@@ -49,6 +49,12 @@ def start(command: Command, environ: dict[str, str], alive: int) -> Running:
             stdout=out,
             stderr=log,
         )
+
+
+def _own(path: Path, how: int) -> BinaryIO:
+    """A file of ours, opened to be written: no link is followed and no FIFO waited for."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 @contextmanager

@@ -21,16 +21,16 @@ from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep.chain import PointChain, command_line
-from blr.compressor.sweep.folder import ABOUT, RESULT, Folder
+from blr.compressor.sweep.folder import PAGE, Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Point, common_options
 from blr.compressor.sweep.launch import Pool, slots
+from blr.compressor.sweep.notes import point_digest
 from blr.compressor.sweep.page import page
 from blr.compressor.text.reading import calibration_digest
 
 DENSE = "dense"  # the record of the model itself
 MAX_TEXT = 2 * 2**30  # bytes
-PAGE = "sweep.html"
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,24 @@ def sweep(
     check_apart(output, folder)
     check_outside(output)
     source, gpu = open_checked(folder), find_gpu(settings.gpu)
-    place = Folder(output, _common(source, settings, progress))
+    place = Folder(output, _common(source, settings, progress), _digests_of(recipes))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
         _run(chains, settings, progress)
         calibrated = settings.calibration is not None
         speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
         result = _result(place, chains, speeds, settings)
-        place.write(RESULT, {"about": ABOUT, "common": place.common, **result})
+        place.finish(result)
         place.write(PAGE, page(result))
     return result
+
+
+def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
+    """Of every point by its name, and of the model itself, which nothing is made of."""
+    made = {
+        point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()
+    }
+    return {DENSE: "", **made}
 
 
 def _common(source: Source, settings: Settings, progress: Progress) -> dict[str, Any]:
@@ -167,7 +175,9 @@ def _result(
     speeds: dict[Point, float | None],
     settings: Settings,
 ) -> dict[str, Any]:
-    base = (place.record(DENSE) or {})["perplexities"]
+    dense = place.record(DENSE)
+    assert dense is not None  # else the sweep has ended
+    base = dense.perplexities
     made, failed = dict[str, list[Found]](), []
     for point, speed in speeds.items():
         record = place.record(point.name)
@@ -177,9 +187,9 @@ def _result(
             why = {"why": lost.failure, "code": lost.code}
             failed.append({"name": point.name, **why, "command": line})
             continue
-        losses = [math.log(p / d) for p, d in zip(record["perplexities"], base, strict=True)]
-        facts = (point.name, point.kind, point.plain, point.heal, record["bits"], tuple(losses))
-        one = Found(*facts, speed, (line,), record["bytes"], record["seconds"])
+        losses = [math.log(p / d) for p, d in zip(record.perplexities, base, strict=True)]
+        facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
+        one = Found(*facts, speed, (line,), record.bytes, record.seconds)
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))

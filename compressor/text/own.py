@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,9 @@ def write_own_text(
     openings = _openings(tokenizer)
     count = -(-samples // size)
     keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
-    mine = [n for n in range(count) if n % share[1] == share[0] and journal.load(keys[n]) is None]
+    fits = partial(_fits, model, (size, wanted.length))
+    share_of = [n for n in range(count) if n % share[1] == share[0]]
+    mine = [n for n in share_of if not _is_kept(journal, keys[n], fits)]
     reading = _reading(model, wanted)
 
     def written(n: int) -> Tensor:
@@ -78,7 +81,7 @@ def write_own_text(
 
     if mine:
         progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
-        shelf, under = Shelf(shelf_folder()), _surroundings(model, tokenizer)
+        shelf, under = Shelf(shelf_folder(), fits), _surroundings(model, tokenizer)
         with reading, progress.layers(len(mine), "writing own text") as advance:
             named = {n: layer_key(text=keys[n], **under) for n in mine}
             for n, ids in shelf.batches(named, written, lambda: advance(""), progress.say):
@@ -89,6 +92,19 @@ def write_own_text(
     journal.await_all(keys)
     rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
     return rows[:samples]
+
+
+def _is_kept(journal: Journal, key: str, fits: Callable[[Tensor], bool]) -> bool:
+    """Whether `journal` holds a batch under `key`."""
+    found = journal.load(key)
+    return found is not None and "ids" in found[0] and fits(journal.tensors(key)["ids"])
+
+
+def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
+    """Whether `ids` could be a batch that `model` wrote."""
+    if ids.dtype != torch.int32 or tuple(ids.shape) != shape:
+        return False
+    return int(ids.min()) >= 0 and int(ids.max()) < model.get_input_embeddings().weight.shape[0]
 
 
 def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:

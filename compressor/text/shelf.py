@@ -2,11 +2,16 @@
 
 A batch lies in the user's cache folder under the digest of all that it depends on. Nothing rests on the
 shelf: where it cannot be read, written or locked, a run writes its text itself.
+
+The folder may hold files of the user's. What is ours is listed in a file that we wrote, before it is
+made: nothing else is ever removed or replaced, and no link is followed.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,14 +21,19 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from blr.compressor.checkpoint.disk import SCRATCH
 from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.checkpoint.ownership import Entries, is_named, is_scratch
+from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import BlrError
 
 MOST = 1 << 30  # bytes kept; beyond them what was read longest ago goes
+LIST = "blr-own-text.list"  # names of the files that are ours, a line each, behind the first one
+MARK = "own text kept by blr: files that it may remove\n"
+MAX_LIST = 64 * 2**20  # bytes
 STALE = 3600.0  # seconds after which a file that was not finished is nobody's
 OFF = "off"  # of BLR_TEXT_DIR
 UNLOCKED = -1
+_OURS = re.compile(r"[0-9a-f]{64}\.safetensors\n")
 FAILURES = (BlrError, OSError, SafetensorError)
 
 
@@ -38,24 +48,31 @@ def shelf_folder() -> Path | None:
 
 class Shelf:
     """Batches of own text [n, length] (int32) under `folder`; None keeps nothing. `read` counts those
-    that `batches` found."""
+    that `batches` found.
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.read = folder, 0
+    Args:
+        fits: whether a tensor that was found could be such a batch.
+    """
+
+    def __init__(self, folder: Path | None, fits: Callable[[Tensor], bool] = lambda ids: True) -> None:
+        self.folder, self.fits, self.read = folder, fits, 0
 
     def load(self, key: str) -> Tensor | None:
         """What lies under `key`, if it is whole."""
         with suppress(*FAILURES, KeyError):
-            if self.folder is not None and (journal := Journal(self.folder)).load(key) is not None:
+            if self.folder is None or os.path.islink(self.folder / f"{key}.safetensors"):
+                return None
+            if (journal := Journal(self.folder)).load(key) is not None:
                 ids: Tensor = journal.tensors(key)["ids"]
-                os.utime(self.folder / f"{key}.safetensors")
-                return ids
+                if self.fits(ids):
+                    os.utime(self.folder / f"{key}.safetensors")
+                    return ids
         return None
 
     def store(self, key: str, ids: Tensor) -> None:
         """Keep a batch, for which others go where there are too many."""
         with suppress(*FAILURES):
-            if self.folder is not None:
+            if self.folder is not None and _is_listed(self.folder, f"{key}.safetensors"):
                 Journal(self.folder).store(key, {"ids": ids}, {})
                 _trim(self.folder)
 
@@ -103,7 +120,8 @@ def _locked(folder: Path, key: str, wait: bool) -> int | None:
         import fcntl
 
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(folder / ".lock", flags, 0o666)
     except (ImportError, OSError):
         return UNLOCKED
     try:
@@ -117,17 +135,62 @@ def _locked(folder: Path, key: str, wait: bool) -> int | None:
         raise
 
 
+def _listed(folder: Path) -> set[str]:
+    """Names of the files in `folder` that are ours. Raises InputError for a list that cannot be read."""
+    path = folder / LIST
+    if not os.path.lexists(path) or not stat.S_ISREG(os.lstat(path).st_mode):
+        return set()
+    mark, *names = read_text(path, MAX_LIST).splitlines(keepends=True)
+    return {name[:-1] for name in names if _OURS.fullmatch(name)} if mark == MARK else set()
+
+
+def _is_listed(folder: Path, name: str) -> bool:
+    """Whether `name` is listed as ours, by now: not where the user has a file of that name, or one in
+    the place of the list."""
+    listed = _listed(folder)
+    if name in listed:
+        return True
+    path, mine = folder / LIST, not os.path.lexists(folder / name)
+    if not mine or (os.path.lexists(path) and not _is_marked(path)):
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        new = os.fstat(descriptor).st_size == 0
+        os.write(descriptor, f"{MARK if new else ''}{name}\n".encode())
+    finally:
+        os.close(descriptor)
+    return name in _listed(folder)
+
+
+def _is_marked(path: Path) -> bool:
+    """Whether the file at `path` is a list of ours."""
+    return stat.S_ISREG(os.lstat(path).st_mode) and read_text(path, MAX_LIST).startswith(MARK)
+
+
 def _trim(folder: Path) -> None:
-    """Remove what was read longest ago beyond MOST bytes, and what killed processes have left."""
-    left = MOST
-    for path in sorted(folder.glob("*.safetensors"), key=_read_at, reverse=True):
-        left -= path.stat().st_size
+    """Remove what was read longest ago beyond MOST bytes, and what killed processes have left; of our
+    own files alone."""
+    left, listed = MOST, _listed(folder)
+    found = _own_files(folder, listed)
+    whole = [name for name in found if not is_scratch(name)]
+    for name in sorted(whole, key=lambda name: _read_at(folder / name), reverse=True):
+        left -= found[name].st_size
         if left < 0:
-            path.unlink(missing_ok=True)
-    for path in folder.glob(f"*{SCRATCH}"):
-        if _read_at(path) < time.time() - STALE:
-            path.unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
+    for name in found.keys() - set(whole):
+        if _read_at(folder / name) < time.time() - STALE:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _own_files(folder: Path, listed: set[str]) -> Entries:
+    """Plain files in `folder` that are `listed`, or were to become one of these."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if is_named(entry.name, listed)]
+    found = {name: os.lstat(folder / name) for name in names}
+    return {name: status for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
 
 def _read_at(path: Path) -> float:
-    return path.stat().st_mtime
+    return os.lstat(path).st_mtime

@@ -20,8 +20,10 @@ from producing import FILES, is_whole, produce, snapshot, stop_before_commit, st
 
 from blr.compressor.checkpoint import destination
 from blr.compressor.checkpoint.destination import KINDS, check_apart, check_output, is_mount
+from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.lock import ABOUT, Lock
 from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.checkpoint.ownership import ABOUT as ABOUT_RUN
 from blr.compressor.errors import BlrError, OutputError
 
 MINE = b"the user's"
@@ -90,6 +92,13 @@ def linked(make: Callable[[Path], None], name: str) -> Callable[[Path], None]:
     return made
 
 
+def marked(marker: dict[str, Any], levels: int = 0) -> Make:
+    """What a killed run left, with another marker, its run nested in so many more lists."""
+    for _ in range(levels):
+        marker = {**marker, "run": {"a": [marker["run"]]}}
+    return damaged(partial, "run.json", canonical_json(marker))
+
+
 FOREIGN: dict[str, Callable[[Path], None]] = {
     "file": user_file,
     "empty file": lambda path: path.touch(),
@@ -114,6 +123,9 @@ FOREIGN: dict[str, Callable[[Path], None]] = {
     "partial, file in journal": damaged(partial, "journal/notes.safetensors"),
     "partial, file beside": damaged(partial, "additional/notes.txt"),
     "partial, mark linked": linked(partial, "run.json"),
+    "partial, run as list": marked({"about": ABOUT_RUN, "files": [], "run": [1]}),
+    "partial, run as text": marked({"about": ABOUT_RUN, "files": [], "run": "x"}),
+    "partial, nested": marked({"about": ABOUT_RUN, "files": [], "run": {}}, 40),
     "partial, mark damaged": damaged(partial, "run.json", b'{"about":'),
     "manifest linked": linked(whole, MANIFEST),
 }
@@ -387,3 +399,33 @@ def test_a_lock_removed_by_others_is_not_removed_again(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(MINE)
     lock.release()
     assert (tmp_path / "lock").read_bytes() == MINE
+
+
+LOCKS = {
+    "brackets": "[" * 3000,
+    "pid of 400 digits": '"host":"h","pid":' + "9" * 400,
+    "pid below zero": '"host":"h","moving":false,"pid":-1',
+    "pid as text": '"host":"h","moving":false,"pid":"1"',
+    "moving as text": '"host":"h","moving":"yes","pid":2147483646',
+    "host as list": '"host":["h"],"moving":false,"pid":1',
+}
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("case", LOCKS)
+def test_what_a_lock_says_is_not_believed(
+    case: str, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file system has no locks, and its text alone tells whether its process runs."""
+    if not locks:
+        monkeypatch.setattr("blr.compressor.checkpoint.lock._flock", lambda descriptor: None)
+        monkeypatch.setattr("socket.gethostname", lambda: "h")
+    (tmp_path / "lock").write_text(OUR_LOCK.partition(',"host"')[0] + "," + LOCKS[case] + "}")
+    lock = Lock(tmp_path / "lock", tmp_path / "out")
+    if case == "host as list" and not locks:
+        with pytest.raises(OutputError, match="a blr run on"):
+            lock.acquire()
+    else:
+        lock.acquire()
+        assert not lock.moving
+        lock.release()

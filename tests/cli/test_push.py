@@ -21,8 +21,14 @@ from exporting import compress_to
 from huggingface_hub import ModelCard
 from pico import save_pico
 from running import Run
+from state_files import NO_OBJECTS
 
-from blr.compressor.checkpoint.manifest import computing_digest, verify_manifest
+from blr.compressor.checkpoint.manifest import (
+    build_manifest,
+    computing_digest,
+    read_manifest,
+    verify_manifest,
+)
 from blr.compressor.errors import HubError, InputError, UsageError, VerifyError
 from blr.compressor.push import prepare_push, send
 
@@ -146,13 +152,62 @@ def test_a_dry_run_sends_nothing_and_a_changed_folder_is_refused(
         {"tasks": {"arc": {"acc": "high"}}},
         {"perplexity": None},
         {"spearman": True},
+        {"spearman": 10**400},
+        {"perplexity": "2.0"},
+        {"perplexity": [2.0]},
+        {"texts": [[1]]},
+        {"texts": {"a": 1}},
+        {"tasks": {"arc": 3}},
+        {"tasks": {"arc": {"acc": None}}},
+        {"checkpoint": "dense", "perplexity": 2.0},
+        {"checkpoint": {"name": 3, "digest": None}, "perplexity": 2.0},
+        {"checkpoint": {"digest": ["x"]}, "perplexity": 2.0},
         {},
     ],
 )
 def test_metrics_that_are_none_are_named(metrics: dict[str, Any], output: Path, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps(metrics))
-    with pytest.raises(InputError, match=r"m\.json: no metrics; expected what `blr eval"):
+    with pytest.raises(InputError, match=r"m\.json: found .*; expected what `blr eval"):
         prepare_push(output, "me/small", tmp_path / "m.json")
+
+
+@pytest.mark.parametrize("kind", NO_OBJECTS)
+def test_metrics_that_are_no_file_of_ours(kind: str, output: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "m.json").write_text(json.dumps({"perplexity": 2.0}))
+    NO_OBJECTS[kind](tmp_path / "in" / "m.json")
+    if kind == "linked":  # one that a user names may be
+        assert prepare_push(output, "me/small", tmp_path / "in" / "m.json").front["model-index"]
+        return
+    with pytest.raises(InputError, match=r"m\.json: found"):
+        prepare_push(output, "me/small", tmp_path / "in" / "m.json")
+
+
+ACCOUNTS: dict[str, dict[str, Any]] = {
+    "device as number": {"device": 3},
+    "device of two lines": {"device": "cpu\n```\n# Mine"},
+    "threads as text": {"threads": "4"},
+    "heal as list": {"heal": [1]},
+    "calibration that is no digest": {"calibration": "/home/me/secret.txt"},
+    "versions as list": {"versions": ["torch"]},
+    "versions of two lines": {"versions": {"torch": "2.0\n```\n# Mine"}},
+    "versions as numbers": {"versions": {"torch": 2}},
+    "recipe as text": {"recipe": "svd"},
+}
+
+
+@pytest.mark.parametrize("case", ACCOUNTS)
+def test_an_account_that_no_blr_has_written_is_a_line(case: str, output: Path, tmp_path: Path) -> None:
+    """The manifest's own digest is no secret: whoever wrote the folder can make it fit."""
+    forged, manifest = shutil.copytree(output, tmp_path / "forged"), read_manifest(output)
+    files = {n: (found["size"], found["sha256"]) for n, found in manifest["files"].items()}
+    facts = {n: manifest[n] for n in manifest if n not in ("format", "files", "manifest_sha256")}
+    facts["run"] = {**facts["run"], **ACCOUNTS[case]}
+    (forged / "blr_manifest.json").write_bytes(build_manifest(forged, files, **facts))
+    verify_manifest(forged)
+    with pytest.raises(InputError, match=r"blr_manifest\.json: found") as error:
+        prepare_push(forged, "me/small")
+    assert "\n" not in str(error.value)
 
 
 def test_names_that_no_repository_has_are_refused(output: Path) -> None:

@@ -12,54 +12,18 @@ from xml.etree import ElementTree
 import pytest
 from limited import Limited, refused
 from safetensors.torch import load_file, save_file
+from sweeping import FORKED
 
 from blr.compressor.cli.options import Format, print_result
 from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep import chain, launch
-from blr.compressor.sweep.folder import Folder, read_json
+from blr.compressor.sweep.folder import Folder
 from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.sweep.grid import Grid, listed, points_of
 from blr.compressor.sweep.launch import Command, Pool
 from blr.compressor.sweep.page import table
 
-# The sweep's own processes as forks of the warm one
-FORKED = """
-import os, sys
-from blr.compressor.__main__ import main
-from blr.compressor.parallel import environment
-from blr.compressor.sweep import folder, launch
-
-class Forked:
-    def __init__(self, pid):
-        self.pid, self.code = pid, None
-    def poll(self):
-        if self.code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if ended else None
-        return self.code
-    def kill(self):
-        os.kill(self.pid, 9)
-
-def start(command, environ, alive):
-    pid = os.fork()
-    if pid:
-        return Forked(pid)
-    code = 99
-    try:
-        os.dup2(os.open(command.out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        os.environ.update(environ, **{environment.PARENT: str(alive)})
-        sys.argv = ["blr", *command.arguments]
-        main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-        sys.stdout.flush()
-    finally:
-        os._exit(code)
-
-launch.start = start
-"""
 DYING = """
 import signal
 kept = folder.Folder.write
@@ -232,7 +196,7 @@ def test_seconds_of_a_point_are_those_of_all_runs(
     """The second run finds what the first has compressed: its own time would flatter the point."""
     times = iter((0.0, 5.0, 100.0, 107.0))
     monkeypatch.setattr(chain.time, "monotonic", lambda: next(times))
-    place = Folder(tmp_path / "out", {"model": "m"})
+    place = Folder(tmp_path / "out", {"model": "m"}, {"svd": "1"})
     with place.held(restart=False):
         for spent in (5.0, 12.0):
             run = chain.PointChain(place, "svd", "m", ("--method", "svd"), ())
@@ -263,7 +227,7 @@ def test_it_is_in_no_output(limited: Limited, arguments: list[str], tmp_path: Pa
 
 
 def test_a_second_sweep_leaves_alone_what_the_first_one_has(tmp_path: Path) -> None:
-    place, other = Folder(tmp_path / "out", {"model": "m"}), Folder(tmp_path / "out", {"model": "n"})
+    place, other = (Folder(tmp_path / "out", {"model": name}, {"svd": "1"}) for name in "mn")
     with place.held(restart=False):
         place.write("points/svd.json", "{}")
         for second in (place, other):
@@ -284,7 +248,7 @@ def test_a_sweep_that_made_nothing_is_in_no_ones_way(tmp_path: Path) -> None:
     """One whose text was too short, say: the next has another."""
     for common in ({"model": "m"}, {"model": "n"}):
         with Folder(tmp_path / "out", common).held(restart=False):
-            assert read_json(tmp_path / "out/sweep.json")["common"] == common
+            assert json.loads((tmp_path / "out/sweep.json").read_bytes())["common"] == common
 
 
 def test_the_grid_combines_what_belongs_together() -> None:

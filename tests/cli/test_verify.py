@@ -90,6 +90,29 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: (out / "1_Pooling" / "x").write_text(""),
         "1_Pooling/x: not listed",
     ),
+    "extra after a hub's name": (
+        lambda out: (out / ".gitattributes.evil.py").write_text(""),
+        ".gitattributes.evil.py: not listed",
+    ),
+    "folder of a hub's name": (
+        lambda out: ((out / ".gitattributes").mkdir(), (out / ".gitattributes" / "x.py").touch()),
+        ".gitattributes/x.py: not listed",
+    ),
+    "link of a hub's name": (
+        lambda out: (out / ".gitattributes").symlink_to("/etc/hostname"),
+        ".gitattributes: not listed",
+    ),
+    "code in the hub's folder": (
+        lambda out: (
+            (out / ".cache/huggingface/download").mkdir(parents=True),
+            (out / ".cache/huggingface/download/evil.py").touch(),
+        ),
+        ".cache/huggingface/download/evil.py: not listed",
+    ),
+    "beside the hub's folder": (
+        lambda out: ((out / ".cache").mkdir(), (out / ".cache" / "huggingface.py").touch()),
+        ".cache/huggingface.py: not listed",
+    ),
     "extra link": (lambda out: (out / "link").symlink_to("/etc"), "link: not listed"),
     "extra FIFO": (lambda out: os.mkfifo(out / "fifo"), "fifo: not listed"),
     "extra odd name": (lambda out: (out / "a\nb\x1b[31m").write_text(""), "a\\nb\\x1b[31m: not listed"),
@@ -105,6 +128,15 @@ def test_whole_output(output: Path, invoke: Invoke) -> None:
     assert (code, err) == (0, "") and "files match" in out
     code, out, _ = invoke("verify", output, "--format", "json")
     assert code == 0 and json.loads(out)["ok"] is True
+
+
+def test_what_the_hub_puts_beside_files_is_no_damage(output: Path, invoke: Invoke) -> None:
+    names = (".gitignore", "CACHEDIR.TAG", "download/config.json.metadata", "download/config.json.lock")
+    for name in (".gitattributes", *(f".cache/huggingface/{name}" for name in names)):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).touch()
+    code, _, err = invoke("verify", output)
+    assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -137,6 +169,13 @@ MANIFESTS: dict[str, Any] = {
     "no files": {"format": 1, "files": {}},
     "header digest as number": {"format": 1, "files": {"a": {**_GOOD, "header_sha256": 3}}},
     "no format": {"files": {"a": _GOOD}},
+    "run as list": {"format": 1, "files": {"a": _GOOD}, "run": [1]},
+    "run as text": {"format": 1, "files": {"a": _GOOD}, "run": "x"},
+    "source as list": {"format": 1, "files": {"a": _GOOD}, "source": ["x"]},
+    "source's name as number": {"format": 1, "files": {"a": _GOOD}, "source": {"name": 3}},
+    "revision as list": {"format": 1, "files": {"a": _GOOD}, "source": {"name": "x", "revision": []}},
+    "input as number": {"format": 1, "files": {"a": _GOOD}, "input_sha256": 3},
+    "nested": {"format": 1, "files": {"a": _GOOD}, "run": {"a": json.loads("[" * 50 + "]" * 50)}},
     "list": [],
     "text": "x",
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
+import pytest
 from heal_models import QUIET
 from killer import Killer, Outcome
 
@@ -97,4 +101,30 @@ def test_what_is_no_compressed_checkpoint(
         (compressed, compressed, 4, "compressed by blr; expected the dense checkpoint"),
     ):
         one_line(heal(killer, student, teacher, tmp_path), code, said)
+    assert not list(tmp_path.glob("out*"))
+
+
+TOLD: dict[str, tuple[str, Any]] = {
+    "report without layers": ("report.json", {"a": 1}),
+    "layers as number": ("report.json", {"layers": 3, "types": [], "totals": {}}),
+    "layers as texts": ("report.json", {"layers": ["x"], "types": [], "totals": {}}),
+    "records as texts": ("blr_layers.json", "x"),
+    "bits as text": ("blr_layers.json", {"bits": "x"}),
+    "error as list": ("blr_layers.json", {"error": [1]}),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_reports_that_no_blr_wrote_are_refused_before_the_training(
+    case: str, compressed: Path, dense: Path, killer: Killer, tmp_path: Path
+) -> None:
+    """Without its manifest a folder may have been changed since."""
+    name, value = TOLD[case]
+    model = Path(shutil.copytree(compressed, tmp_path / "model"))
+    (model / "blr_manifest.json").unlink()
+    told = json.loads((model / name).read_text())
+    if name == "blr_layers.json":
+        value = {m: {**told[m], **value} if isinstance(value, dict) else value for m in told}
+    (model / name).write_text(json.dumps(value))
+    one_line(heal(killer, "model", dense, tmp_path), 4, "found what cannot be gone on from")
     assert not list(tmp_path.glob("out*"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from exporting import compress_to, export_to
 from pico import save_pico
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from blr.compressor.checkpoint.manifest import read_manifest, verify_files
 from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import InputError
-from blr.compressor.output.front import card_front, source_front
+from blr.compressor.output.front import card_front, read_front, source_front, write_front
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
@@ -114,3 +115,49 @@ def test_the_front_of_a_card_is_plain(kind: str, tmp_path: Path) -> None:
     assert set(lines) <= set(front.splitlines()) and "python" not in front
     assert front.count("\n---\n") == 1 and "base_model" not in front
     assert "base_model:\n- owner/name\n" in card_front(tmp_path, "owner/name", ("mine",))
+
+
+# What YAML 1.1, by which the hub reads cards, takes for booleans, numbers, dates, nothing or worse
+WORDS = (
+    *("no", "No", "on", "OFF", "y", "N", "yes", "true", "null", "~", "", "12:30", "1:2:3.5", "012"),
+    *("0x1f", "0b11", "1_000", "+1", "-.inf", ".5", ".nan", "1e3", "1.5e3", "2024-01-01", "<<", "="),
+    *("- x", "a: b", "a #b", " a", "a ", "x\ny", "\u00e9", "!x", "&a", "*b", "%d", "@x", "`x`", "[a]"),
+)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_a_card_stay_words_for_the_hub(word: str, tmp_path: Path) -> None:
+    front = {"language": word, "tags": ["en", word], word or "key": {"deep": [word]}}
+    text = write_front(front)
+    assert yaml.safe_load(text.split("---\n")[1]) == front
+    assert read_front(text, tmp_path) == (front, "")
+
+
+@pytest.mark.parametrize(
+    "number", [1e-5, 1e22, -2.5e-7, 0.5, 3, float("inf"), -float("inf"), True, None]
+)
+def test_figures_of_a_card_stay_figures_for_the_hub(number: object, tmp_path: Path) -> None:
+    text = write_front({"value": number})
+    assert yaml.safe_load(text.split("---\n")[1]) == {"value": number}
+    assert read_front(text, tmp_path)[0] == {"value": number}
+
+
+HEADS = {
+    "---\nlicense: mit\n---": ("mit", ""),
+    "---\nlicense: mit\n---\n": ("mit", ""),
+    "---\nlicense: mit\n---\n# A model": ("mit", "# A model"),
+    "---\nlicense: mit\n--- \n# A model": ("mit", "# A model"),
+    "\n\n---\nlicense: mit\n---\nx": ("mit", "x"),
+    "---\nlicense: mit\n": (None, "---\nlicense: mit\n"),
+    "---\nlicense: mit\n----\n": (None, "---\nlicense: mit\n----\n"),
+    "---\n---\nx": (None, "x"),
+    "# A model\n---\nlicense: mit\n---\n": (None, "# A model\n---\nlicense: mit\n---\n"),
+}
+
+
+@pytest.mark.parametrize("text", HEADS)
+def test_where_the_head_of_a_card_ends(text: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(text)
+    found, body = read_front(text, tmp_path)
+    assert (found.get("license"), body) == HEADS[text]
+    assert source_front(tmp_path).get("license") == HEADS[text][0]

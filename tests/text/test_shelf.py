@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,86 @@ def test_what_was_read_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytes
             order[KEYS[2]] = next(ages)  # read again
         shelf.store(KEYS[n], ids)
     assert [n for n in KEYS if shelf.load(KEYS[n]) is not None] == [2, 7]
+
+
+def theirs(folder: Path) -> dict[str, bytes]:
+    """Files that a user has in a folder that is then named as the shelf, all of them old."""
+    found = {
+        "model.safetensors": bytes(5000),
+        f"{'a' * 64}.safetensors": bytes(5000),
+        "notes.tmp": b"mine",
+        f"{'b' * 64}.safetensors.0123456789ab.tmp": b"mine",
+        "deep/notes.tmp": b"mine",
+    }
+    for name, data in found.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+        os.utime(folder / name, (0, 0))
+    return found
+
+
+@pytest.mark.parametrize("most", [0, 100, 10**6])
+def test_files_of_the_user_stay_whatever_their_names(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST", most)
+    kept = theirs(tmp_path)
+    taken(Shelf(tmp_path), Writer())
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    ours = {path.name for path in tmp_path.glob("*.safetensors")} - set(kept)
+    assert len(ours) == (3 if most > 1000 else 0)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing", "FIFO", "folder"])
+def test_what_has_the_name_of_a_batch_or_of_the_list_is_neither_replaced_nor_removed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST", 0)
+    (tmp_path / "elsewhere").write_bytes(b"mine")
+    make: dict[str, Callable[[Path], object]] = {
+        "file": lambda path: path.write_bytes(b"mine"),
+        "link": lambda path: path.symlink_to(tmp_path / "elsewhere"),
+        "link to nothing": lambda path: path.symlink_to(tmp_path / "nowhere"),
+        "FIFO": os.mkfifo,
+        "folder": os.mkdir,
+    }
+    for n, name in enumerate((f"{KEYS[5]}.safetensors", module.LIST, ".lock")):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        make[kind](folder / name)
+        before = os.lstat(folder / name)
+        taken(Shelf(folder), Writer())
+        after = os.lstat(folder / name)
+        assert (after.st_ino, after.st_size, after.st_mode) == (
+            before.st_ino,
+            before.st_size,
+            before.st_mode,
+        )
+    assert (tmp_path / "elsewhere").read_bytes() == b"mine" and not (tmp_path / "nowhere").exists()
+
+
+def test_a_link_to_a_listed_batch_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user moved the batch away and put a link there: the link may go, what it leads to stays."""
+    shelf, name = Shelf(tmp_path / "shelf"), f"{KEYS[2]}.safetensors"
+    taken(shelf, Writer())
+    (tmp_path / "shelf" / name).rename(tmp_path / name)
+    (tmp_path / "shelf" / name).symlink_to(tmp_path / name)
+    os.utime(tmp_path / name, (0, 0))
+    monkeypatch.setattr(module, "MOST", 0)
+    taken(Shelf(tmp_path / "shelf"), Writer())
+    assert (tmp_path / name).stat().st_mtime == 0
+
+
+def test_a_batch_of_another_shape_is_written_again(tmp_path: Path) -> None:
+    """Whoever can write there can make one that is whole."""
+    shelf = Shelf(tmp_path, lambda ids: ids.shape == (2, 3))
+    taken(shelf, Writer())
+    Shelf(tmp_path).store(KEYS[5], torch.zeros(1, 3, dtype=torch.int32))
+    writer = Writer()
+    taken(shelf, writer)
+    assert writer.wrote == [5]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from blr.compressor import evaluate
+from blr.compressor.errors import InputError
 from blr.compressor.progress import Progress
 
 pytestmark = pytest.mark.fast
+
+ROWS = "a,b,3.0\nc,d,2.0\n"
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "Infinity", "nan", " NaN", "1e999"])
+def test_a_first_row_whose_score_is_no_finite_number_is_no_header(score: str, tmp_path: Path) -> None:
+    """It would be left out without a word."""
+    (tmp_path / "sts.csv").write_text(f"x,y,{score}\n{ROWS}")
+    with pytest.raises(InputError, match=r"row 1 is .*expected sentence, sentence, score"):
+        evaluate.read_pairs(tmp_path / "sts.csv")
+
+
+@pytest.mark.parametrize("header", ["", "first,second,score\n"])
+def test_a_header_is_left_out(header: str, tmp_path: Path) -> None:
+    (tmp_path / "sts.csv").write_text(header + ROWS)
+    assert evaluate.read_pairs(tmp_path / "sts.csv") == [("a", "b", 3.0), ("c", "d", 2.0)]
 
 
 def test_no_gradients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
