@@ -71,7 +71,9 @@ class Extras:
             return []
         more = f" and {len(self.left) - SHOWN} more" if len(self.left) > SHOWN else ""
         names = ", ".join(quote(name)[1:-1] for name in self.left[:SHOWN])
-        return [f"left behind, as adapters, other weights, programs, damaged or huge files: {names}{more}"]
+        return [
+            f"left behind, as adapters, other weights, programs, damaged or huge files: {names}{more}"
+        ]
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:

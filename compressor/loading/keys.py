@@ -29,9 +29,7 @@ class Keys:
 
     def key(self, name: str) -> str:
         """The name in the model of the stored tensor `name`, or of the one that it becomes a part of."""
-        found = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self.known
-        )[0]
+        found = rename_source_key(name, self._renamings, self._converters, self._prefix, self.known)[0]
         if found in self.known:
             return found
         return rename_source_key(name, [], [], self._prefix, self.known)[0]

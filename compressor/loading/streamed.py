@@ -57,9 +57,9 @@ def whole_model(source: Source) -> Any:
 def empty_model(source: Source) -> Any:
     """The model in `source`, dense or ours, all of it on the meta device."""
     cls, config = _made_of(source)
-    return load_empty(
-        cls, None, config=config, state_dict=meta_tensors(source.entries.values())
-    )[0].eval()
+    return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))[
+        0
+    ].eval()
 
 
 def load_written(folder: Path) -> Any:

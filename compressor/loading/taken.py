@@ -161,9 +161,7 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
     return all(first == second for first, second in pieces)
 
 
-def _untied(
-    source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]
-) -> Source:
+def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
     """`source` whose config.json ties nothing, where tensors that it ties have values of their `own`.
 
     An encoder-decoder keeps its configuration: there the word also says how outputs are scaled, and

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from limited import Limited, refused
-from odd import ODD, save_odd
+from odd import ODDITIES, save_odd
 from pico import save_pico
 from safetensors.torch import load_file, save_file
-from spoiling import spoil, words_tokenizer
+from spoiling import give_words, spoil
 from transformers import AutoModelForCausalLM, DistilBertConfig, DistilBertModel
 
 import blr.compressor.modeling  # noqa: F401
@@ -120,7 +120,7 @@ CALIBRATED = ("--calibration", "t.txt", "--samples", "2", "--seq-len", "16")
 def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The odd checkpoint of the test's name, with a tokenizer, beside a text."""
     folder = save_odd(request.node.callspec.params["name"], tmp_path / "model")
-    words_tokenizer().save(str(folder / "tokenizer.json"))
+    give_words(folder)
     (tmp_path / "t.txt").write_text(TEXT)
     return folder
 
@@ -140,7 +140,7 @@ def test_every_command_takes_what_transformers_loads(name: str, limited: Limited
     ):
         ended = limited.run(*command, cwd=odd.parent)
         assert ended.code == 0, ended.err
-        assert ended.err.count(ODD[name].told or "blr: note: ") == bool(ODD[name].told)
+        assert ODDITIES[name].told in ended.err
     for folder in ("full", "calibrated", "exported", "dense"):
         torch.testing.assert_close(_logits(odd.parent / folder), expected, rtol=1e-3, atol=1e-3)
 
@@ -148,7 +148,7 @@ def test_every_command_takes_what_transformers_loads(name: str, limited: Limited
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["head-llama", "own-gpt2", "unnamed-gpt2", "values-llama"])
 def test_it_teaches(name: str, limited: Limited, odd: Path) -> None:
-    steps = ("--steps", "1", "--seq-len", "16", "--batch-tokens", "32", "--no-check")
+    steps = ("--steps", "1", "--window", "16", "--batch", "32")
     for command in (
         ("compress", "model", "--rank", "16", "-o", "out"),
         ("heal", "out", "--teacher", "model", "--data", "t.txt", *steps, "-o", "healed"),
@@ -183,7 +183,7 @@ def test_what_transformers_would_draw_at_random_is_refused(
 def test_types_of_tokens_are_left_out_of_a_prompt(kind: str, limited: Limited, tmp_path: Path) -> None:
     """A decoder computes as in `eval` and calibration, whatever else its tokenizer returns."""
     folder = save_pico(kind, tmp_path / "model")
-    words_tokenizer().save(str(folder / "tokenizer.json"))
+    give_words(folder)
     command = ("generate", "model", "the protocol", "--max-new-tokens", "4", "--format", "json")
     names = ["input_ids", "attention_mask"]
     texts = []
@@ -201,7 +201,7 @@ def test_types_of_tokens_are_left_out_for_encoders_without_them(
     torch.manual_seed(0)
     config = DistilBertConfig(vocab_size=128, dim=32, hidden_dim=64, n_layers=1, n_heads=4)
     DistilBertModel(config).save_pretrained(tmp_path / "model")
-    words_tokenizer().save(str(tmp_path / "model" / "tokenizer.json"))
+    give_words(tmp_path / "model")
     names = ["input_ids", "token_type_ids", "attention_mask"]
     spoil(tmp_path / "model", "tokenizer_config.json", model_input_names=names, pad_token="[UNK]")
     rows = ("the,protocol,1", "is,a,2", "the,a,3")
@@ -235,6 +235,7 @@ def test_reason_for_a_tied_head_that_is_stored(limited: Limited, model: Path) ->
 
 def test_reason_for_an_integer_layer(limited: Limited, model: Path) -> None:
     import torch
+
     name = "model.layers.0.mlp.up_proj"
     tensors = load_file(model / "model.safetensors")
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.int8)

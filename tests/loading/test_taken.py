@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from odd import ODD, class_of, save_odd
+from odd import ODDITIES, class_of, save_odd
 from pico import MODELS, save_pico
 from safetensors.torch import load_file, save_file
 
@@ -24,14 +24,16 @@ from blr.compressor.loading.usual import is_usual
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODDITIES)
 def test_what_transformers_loads_is_read_as_it_does(name: str, tmp_path: Path) -> None:
     folder = save_odd(name, tmp_path)
     native = getattr(transformers, class_of(name)).from_pretrained(folder, dtype=torch.float32).eval()
     trial, source = first_trial(native, folder), open_checked(folder)
     assert trial.distance(streamed_model(source), folder) < 1e-5
     assert trial.distance(whole_model(source), folder) < 1e-5
-    assert ODD[name].told in " ".join(source.notes()) and bool(source.notes()) == bool(ODD[name].told)
+    assert ODDITIES[name].told in " ".join(source.notes()) and bool(source.notes()) == bool(
+        ODDITIES[name].told
+    )
     _assert_whole(source)
 
 

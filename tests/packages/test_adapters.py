@@ -12,6 +12,7 @@ import pytest
 import torch
 from pico import save_pico
 from running import Invoke
+from spoiling import give_words
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
@@ -40,23 +41,24 @@ def _beside(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_model_beside_an_adapter(kind: str, invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+def test_a_whole_model_beside_an_adapter(kind: str, invoke: Invoke, tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / name, model)
+    give_words(model)
     _beside(kind, model)
-    (tmp_path / "t.txt").write_text("the protocol " * 40)
+    (tmp_path / "t.txt").write_text("the protocol is " * 100)
     alone = tmp_path / "alone"
     shutil.copytree(model, alone, ignore=shutil.ignore_patterns("adapter_*"))
     expected = _logits(alone)
     full = ("--method", "svd", "--rank", 64)
     for command in (
         ("plan", model),
+        ("eval", model, "--text", tmp_path / "t.txt", "--window", 16),
+        ("generate", model, "the", "--max-new-tokens", 2),
         ("compress", model, *full, "-o", tmp_path / "out"),
         ("export", model, "-o", tmp_path / "exported"),
         ("export", tmp_path / "out", "--as", "dense", "-o", tmp_path / "dense"),
         ("heal", tmp_path / "out", "--teacher", model, "--data", tmp_path / "t.txt", "--steps", 1)
-        + ("--seq-len", 16, "--batch-tokens", 32, "-o", tmp_path / "healed"),
+        + ("--window", 16, "--batch", 32, "-o", tmp_path / "healed"),
     ):
         code, _, err = invoke(*command)
         assert code == 0, err

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers loads though they are not what it saves: ODD maps an id to one."""
+"""Checkpoints that transformers loads though they are not what it saves: ODDITIES maps an id to one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ BERT_TABLE, BERT_HEAD = "bert.embeddings.word_embeddings.weight", "cls.predictio
 
 class Odd(NamedTuple):
     """The pico model that is saved, what is done to its tensors and to config.json (None removes a
-    key), what is told of it, and settings of the model."""
+    key), and what is told of it."""
 
     base: str
     edit: Callable[[Tensors], Any]
     config: dict[str, Any]
     told: str = ""
-    settings: dict[str, Any] = {}
 
 
 def under(new: str, old: str) -> Callable[[Tensors], Any]:
@@ -91,7 +90,7 @@ def _nothing(tensors: Tensors) -> None:
     pass
 
 
-ODD = {
+ODDITIES = {
     # tied weights that are stored under the head's name alone
     "head-llama": Odd("llama-tied", under("lm_head.weight", LLAMA_TABLE), {}),
     "head-gpt2": Odd("gpt2", under("lm_head.weight", GPT2_TABLE), {}),
@@ -119,7 +118,7 @@ ODD = {
     # layers that predict further tokens
     "further-qwen3.5": Odd("qwen3_5", _as_block("mtp.layers.0."), {}, _LEFT),
     "further-glm4-moe": Odd("glm4_moe", _as_block("model.layers.46."), {}, _LEFT),
-    "further-olmo-hybrid": Odd("qwen3_5", beside("mtp.norm.weight", shape=(32,)), {}, _LEFT),
+    "further-norm": Odd("qwen3_5", beside("mtp.norm.weight", shape=(32,)), {}, _LEFT),
     # no class named
     "unnamed-llama": Odd("llama", _nothing, _ANY, _NAMED + "LlamaForCausalLM"),
     "unnamed-gpt2": Odd("gpt2", _nothing, _ANY, _NAMED + "GPT2LMHeadModel"),
@@ -157,7 +156,7 @@ _MORE = {
 
 def save_odd(name: str, folder: Path) -> Path:
     """Save the odd checkpoint `name` into `folder`."""
-    odd = ODD[name]
+    odd = ODDITIES[name]
     save_model(*{**MODELS, **MORE, **_MORE}[odd.base], folder)
     tensors = load_file(folder / "model.safetensors")
     odd.edit(tensors)
@@ -171,4 +170,4 @@ def save_odd(name: str, folder: Path) -> Path:
 
 def class_of(name: str) -> str:
     """The class that an odd checkpoint is of."""
-    return {**MODELS, **MORE, **_MORE}[ODD[name].base][2]
+    return {**MODELS, **MORE, **_MORE}[ODDITIES[name].base][2]
