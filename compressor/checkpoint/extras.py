@@ -1,7 +1,8 @@
 """What a checkpoint's folder holds besides config and weights, and what of it an output takes along.
 
 Everything is: tokenizers, templates, licences, images of the card, modules of sentence-transformers
-with their weights, and whatever nobody has thought of. Left behind are weights in other formats,
+with their weights, and whatever nobody has thought of. Left behind are weights in other formats and
+what says that a folder is an adapter of another model,
 whatever can be executed, what no loader may meet in a folder of ours (links out of it, FIFOs, JSON that
 does not parse) and files of over 64 MiB.
 """
@@ -71,9 +72,8 @@ class Extras:
             return []
         more = f" and {len(self.left) - SHOWN} more" if len(self.left) > SHOWN else ""
         names = ", ".join(quote(name)[1:-1] for name in self.left[:SHOWN])
-        return [
-            f"left behind, as adapters, other weights, programs, damaged or huge files: {names}{more}"
-        ]
+        kinds = "adapters, other weights, programs, damaged or huge files"
+        return [f"left behind, as {kinds}: {names}{more}"]
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:

@@ -82,9 +82,9 @@ def is_small(source: Source) -> bool:
 
 
 def _made_of(source: Source) -> tuple[Any, Any]:
-    """The class that config.json names, or the plain one of its model type, and its configuration."""
+    """The class that config.json names, and its configuration."""
     config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
-    name = (source.config.get("architectures") or [auto_classes(source.model_type)["AutoModel"][0]])[0]
+    name = source.config["architectures"][0]
     return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
 
 

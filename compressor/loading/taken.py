@@ -21,7 +21,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError
 from blr.compressor.loading.keys import Keys, load_empty, meta_tensors, misfit
-from blr.compressor.loading.native import decoded, native_class, native_errors
+from blr.compressor.loading.native import check_type, decoded, native_class, native_errors
 from blr.compressor.modeling.registry import auto_classes
 from blr.compressor.quoting import quote
 
@@ -60,7 +60,7 @@ def _named(source: Source) -> Source:
 
     Raises InputError where every class of its model type lacks some.
     """
-    native_class(source)
+    check_type(source)
     left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
     if not left:
         path = source.folder / "config.json"

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 def is_usual(source: Source) -> bool:
     """Whether `source` has the tensors that its class saves by default, all of them and no other."""
     named = source.config.get("architectures") or []
-    layout = _layouts().get(named[0]) if len(named) == 1 else None
+    layout = layouts().get(named[0]) if len(named) == 1 else None
     if layout is None or source.model_type not in layout["model_types"]:
         return False
     expected = {*_names(layout["names"]), *_names(layout["inside"], f"{layout['block']}.")}
@@ -61,7 +61,8 @@ def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
 
 
 @cache
-def _layouts() -> dict[str, dict[str, Any]]:
+def layouts() -> dict[str, dict[str, Any]]:
+    """What `configs/usual.yaml` says, by class."""
     from ruamel.yaml import YAML
 
     table = YAML(typ="safe").load(files("blr.configs").joinpath("usual.yaml").read_text("utf-8"))

@@ -79,14 +79,13 @@ def carried_files(source: Source) -> dict[str, bytes | Path]:
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The native configuration turned into ours: own model type, classes and layer table."""
-    native, named = config["model_type"], config.get("architectures")
+    native, named = config["model_type"], config["architectures"]
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
-    architectures = named or [classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)]
     return {
         **config,
         "model_type": f"blr_{native}",
-        "architectures": [PREFIX + name for name in architectures],
+        "architectures": [PREFIX + name for name in named],
         "auto_map": classes,
         "blr": {
             "format": FORMAT,

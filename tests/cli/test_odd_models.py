@@ -17,7 +17,6 @@ from spoiling import give_words, spoil
 from transformers import AutoModelForCausalLM, DistilBertConfig, DistilBertModel
 
 import blr.compressor.modeling  # noqa: F401
-
 from blr.compressor.checkpoint.hints import inert
 
 TEXT = "the protocol is " * 200

@@ -31,9 +31,8 @@ def test_what_transformers_loads_is_read_as_it_does(name: str, tmp_path: Path) -
     trial, source = first_trial(native, folder), open_checked(folder)
     assert trial.distance(streamed_model(source), folder) < 1e-5
     assert trial.distance(whole_model(source), folder) < 1e-5
-    assert ODDITIES[name].told in " ".join(source.notes()) and bool(source.notes()) == bool(
-        ODDITIES[name].told
-    )
+    told, notes = ODDITIES[name].told, source.notes()
+    assert told in " ".join(notes) and bool(notes) == bool(told)
     _assert_whole(source)
 
 

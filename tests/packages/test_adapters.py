@@ -1,4 +1,4 @@
-"""A whole model beside an adapter: every command takes the model as it is stored, with peft installed."""
+"""A whole model beside an adapter: every command takes the model as it is stored."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def test_a_whole_model_beside_an_adapter(kind: str, invoke: Invoke, tmp_path: Pa
     alone = tmp_path / "alone"
     shutil.copytree(model, alone, ignore=shutil.ignore_patterns("adapter_*"))
     expected = _logits(alone)
+    brief = ("--data", tmp_path / "t.txt", "--steps", 1, "--window", 16, "--batch", 32)
     full = ("--method", "svd", "--rank", 64)
     for command in (
         ("plan", model),
@@ -57,8 +58,7 @@ def test_a_whole_model_beside_an_adapter(kind: str, invoke: Invoke, tmp_path: Pa
         ("compress", model, *full, "-o", tmp_path / "out"),
         ("export", model, "-o", tmp_path / "exported"),
         ("export", tmp_path / "out", "--as", "dense", "-o", tmp_path / "dense"),
-        ("heal", tmp_path / "out", "--teacher", model, "--data", tmp_path / "t.txt", "--steps", 1)
-        + ("--window", 16, "--batch", 32, "-o", tmp_path / "healed"),
+        ("heal", tmp_path / "out", "--teacher", model, *brief, "-o", tmp_path / "healed"),
     ):
         code, _, err = invoke(*command)
         assert code == 0, err
