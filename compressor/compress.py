@@ -132,7 +132,7 @@ def compress(
         plan = make_plan(source, recipe)
         if settings.calibration is None:
             plan.notes += unmeasured(recipe, False)
-        progress.notes(plan.notes + source.extras.notes())
+        progress.notes(plan.notes + source.notes() + source.extras.notes())
         job = Job(source, plan, recipe, settings, workspace, progress)
         records = job.run() if first else job.help()
     return job.summary(records, monotonic() - started) if first else None

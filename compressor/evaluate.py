@@ -19,7 +19,7 @@ from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.loading.tokenizer import check_ids, encode_padded
+from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import quote
 from blr.compressor.text.reading import read_whole_text
@@ -215,7 +215,7 @@ def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> 
     sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
     tokens = encode_padded(tokenizer, sentences, limit).to(model.device)
     check_ids(model, tokens["input_ids"])
-    hidden = model(**tokens).last_hidden_state  # [m, w, d]
+    hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
     return head.embed(hidden, tokens["attention_mask"]).cpu()
 
 

@@ -16,7 +16,7 @@ import torch
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.errors import BlrError, CapabilityError, InputError, UsageError
-from blr.compressor.loading.tokenizer import check_ids
+from blr.compressor.loading.tokenizer import check_ids, encode_prompt
 from blr.compressor.machine.device import pick_device
 from blr.compressor.modeling.basis import Check
 from blr.compressor.modeling.requests import unusual_settings
@@ -58,7 +58,7 @@ def generate(
         CapabilityError: one that leaves no room in the model's context.
         NumericsError: logits that choose no token.
     """
-    inputs = tokenizer(_text(prompt), return_tensors="pt", verbose=False).to(model.device)
+    inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]
     context = context_of(model.config.to_dict())
     if length == 0:

@@ -1,7 +1,8 @@
 """What a checkpoint's folder holds besides config and weights, and what of it an output takes along.
 
 Everything is: tokenizers, templates, licences, images of the card, modules of sentence-transformers
-with their weights, and whatever nobody has thought of. Left behind are weights in other formats,
+with their weights, and whatever nobody has thought of. Left behind are weights in other formats and
+what says that a folder is an adapter of another model,
 whatever can be executed, what no loader may meet in a folder of ours (links out of it, FIFOs, JSON that
 does not parse) and files of over 64 MiB.
 """
@@ -26,6 +27,8 @@ CARD, LAYERS, REPORT, METRICS = "README.md", "blr_layers.json", "report.json", "
 MAX_BYTES = 64 * 2**20
 MAX_FILES, MAX_DEPTH = 1000, 4
 SHOWN = 6  # names of what is left behind
+ADAPTER = "adapter_config.json"  # by which peft takes a folder for an adapter
+UNAPPLIED = f"{ADAPTER}: the model beside it is taken as it is stored, no adapter is applied to it"
 MODULES, MODULE_WEIGHTS = "modules.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
 # What tokenizers and pipelines read: of these a damaged one is an error, not left behind.
@@ -69,7 +72,8 @@ class Extras:
             return []
         more = f" and {len(self.left) - SHOWN} more" if len(self.left) > SHOWN else ""
         names = ", ".join(quote(name)[1:-1] for name in self.left[:SHOWN])
-        return [f"left behind, as other weights, programs, damaged or huge files: {names}{more}"]
+        kinds = "adapters, other weights, programs, damaged or huge files"
+        return [f"left behind, as {kinds}: {names}{more}"]
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:
@@ -152,6 +156,8 @@ def _checked(folder: Path, name: str) -> Path:
 def _harmless(folder: Path, name: str, modules: set[str]) -> Path | None:
     """Where a file of a name that nobody knows lies, None if it is to be left behind."""
     module = name.rpartition("/")[0] in modules
+    if name.rpartition("/")[2] == ADAPTER:
+        return None
     if not name.isprintable() or "\\" in name or CODE.fullmatch(name.lower()):
         return None
     try:

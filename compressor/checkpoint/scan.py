@@ -23,6 +23,7 @@ from blr.compressor.errors import NumericsError
 from blr.compressor.progress import Progress
 
 THREADS = 8  # shards read at once
+Place = tuple[Path, int, int]  # of the bytes of a tensor, which may have several names
 
 
 @dataclass(frozen=True)
@@ -44,39 +45,49 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
         NumericsError: one of them does. InputError: a shard that its manifest does not list so.
     """
     shards = ShardDigests(source)
-    with progress.layers(len(source.entries), "reading") as advance:
-        found = _read_shards(source, set(finite), remedy, shards, advance)
+    places = {_place(source.entries[name]) for name in finite}
+    with progress.layers(len(source.stored), "reading") as advance:
+        found = _read_shards(source, places, remedy, shards, advance)
     shards.check()
-    digests = {name: found[name][0] for name in source.entries}
-    norms = {name: found[name][1] for name in source.entries if name in finite}
+    digests = {name: found[_place(entry)][0] for name, entry in source.entries.items()}
+    norms = {name: found[_place(source.entries[name])][1] for name in source.entries if name in finite}
     files = {name: sha256_file(path) for name, path in source.extra_files().items()}
     return Scan(hashlib.sha256(canonical_json([digests, files])).hexdigest(), norms)
 
 
+def _place(entry: TensorEntry) -> Place:
+    return entry.file, entry.start, entry.end
+
+
 def _read_shards(
-    source: Source, finite: set[str], remedy: str, shards: ShardDigests, advance: Callable[[str], None]
-) -> dict[str, tuple[str, float]]:
-    """`_read` of every tensor by name, each shard's in order, some shards at once."""
+    source: Source,
+    finite: set[Place],
+    remedy: str,
+    shards: ShardDigests,
+    advance: Callable[[str], None],
+) -> dict[Place, tuple[str, float]]:
+    """`_read` of every stored tensor by place, each shard's in order, some shards at once."""
     parts: dict[Path, list[TensorEntry]] = {}
-    for entry in source.entries.values():
+    for entry in source.stored:
         parts.setdefault(entry.file, []).append(entry)
     over, turn = Event(), Lock()
 
-    def read(entries: list[TensorEntry]) -> dict[str, tuple[str, float]]:
+    def read(entries: list[TensorEntry]) -> dict[Place, tuple[str, float]]:
         found = {}
         for entry in entries:
             if over.is_set():
                 break
             with turn:
                 advance(entry.name)
-            found[entry.name] = _read(source, entry, shards, remedy if entry.name in finite else None)
+            place = _place(entry)
+            found[place] = _read(source, entry, shards, remedy if place in finite else None)
         return found
 
     at_once = 1 if any(map(remote_shard, parts)) else min(THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(at_once) as pool:
         try:
             return {
-                name: value for part in pool.map(read, parts.values()) for name, value in part.items()
+                place: value for part in pool.map(read, parts.values()) for place, value in part.items()
             }
         finally:
             over.set()  # an error, or a signal, need not wait for the rest

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.checkpoint.config import check_counts, read_config
-from blr.compressor.checkpoint.extras import MODULE_WEIGHTS, Extras, find_extras
+from blr.compressor.checkpoint.extras import ADAPTER, MODULE_WEIGHTS, UNAPPLIED, Extras, find_extras
 from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
 from blr.compressor.checkpoint.library import TRANSFORMERS, Library, kind_of, library_of
 from blr.compressor.checkpoint.mistaken import in_place_of
@@ -49,7 +49,9 @@ TORCH_NAMES = {
 class Source:
     """A checked checkpoint. `entries`: every tensor by name, shard after shard in byte order.
 
-    `config` is config.json as parsed; `shards` are the weight files in order.
+    `config` is config.json as parsed; `shards` are the weight files in order. Read as transformers
+    does (`loading/taken.py`), `left` are the stored tensors that are none of the model's, and `said`
+    what is to be told of them.
     """
 
     folder: Path
@@ -57,6 +59,8 @@ class Source:
     entries: dict[str, TensorEntry]
     shards: tuple[Path, ...]
     extras: Extras = field(default_factory=Extras)
+    left: tuple[TensorEntry, ...] = ()
+    said: tuple[str, ...] = ()
     _stamps: dict[Path, tuple[int, int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -69,6 +73,17 @@ class Source:
     def library(self) -> Library:
         """Whose model it is."""
         return library_of(self.config)
+
+    @property
+    def stored(self) -> list[TensorEntry]:
+        """Every tensor of the shards once, under one of its names, in byte order within a shard."""
+        places = {(e.file, e.start, e.end): e for e in (*self.left, *self.entries.values())}
+        shards = {shard: number for number, shard in enumerate(self.shards)}
+        return sorted(places.values(), key=lambda e: (shards.get(e.file, 0), e.start))
+
+    def notes(self) -> list[str]:
+        """Lines on what of the model is read otherwise than its folder says."""
+        return [*self.said, *[UNAPPLIED] * (ADAPTER in self.extras.left)]
 
     def extra_files(self) -> dict[str, Path]:
         """Files to carry over: name in a folder, sorted, to where each lies."""
@@ -150,7 +165,7 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     extras = find_extras(folder, used)
     if extras.pickled and allow_pickle and scratch is not None:
         extras = _unpickle_modules(folder, extras, scratch)
-    return Source(folder, config, entries, tuple(shards), extras, stamps)
+    return Source(folder, config, entries, tuple(shards), extras, _stamps=stamps)
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:

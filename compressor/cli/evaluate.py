@@ -121,9 +121,9 @@ def evaluate(
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
     tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text or ()]
     task = "AutoModel" if sts else "AutoModelForCausalLM"
-    options = {"trust": trust_remote_code, "verify": verify}
-    model = load_model(folder, task, dtype=dtype, device=device, **options)
     progress, result = Progress(quiet), dict[str, Any]()
+    options = {"trust": trust_remote_code, "verify": verify}
+    model = load_model(folder, task, dtype=dtype, device=device, progress=progress, **options)
     if pairs:
         head = read_sentences(folder)
         result = asdict(library.sts_spearman(model, tokenizer, pairs, batch, progress, head))

@@ -71,12 +71,13 @@ def generate(
     folder = resolve_model(checkpoint, offline=offline).folder
     from blr.compressor import generate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
+    from blr.compressor.progress import Progress
 
     if profile:
         library.check_profile(device)
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=prompt)
     dtype = dtype or library.default_dtype(folder, device)
-    options = {"trust": trust_remote_code, "verify": verify}
+    options = {"trust": trust_remote_code, "verify": verify, "progress": Progress()}
     model = load_model(folder, "AutoModelForCausalLM", dtype=dtype, device=device, **options)
     sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     stream = sys.stdout if format is Format.text else None

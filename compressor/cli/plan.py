@@ -91,6 +91,7 @@ def plan(
     from blr.compressor.planning.roofline import find_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
+    from blr.compressor.progress import Progress
     from blr.compressor.recipe.idle import refuse_idle
     from blr.compressor.recipe.shipped import load_recipe
 
@@ -107,6 +108,7 @@ def plan(
     card = find_gpu(resolved.gpu)
     found = resolve_model(model, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
+    Progress().notes(source.notes())
     resolved, said = paced(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]

@@ -78,7 +78,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         if options.allow_pickle:
             workspace.claim()
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
-        progress.notes(checkpoint.source.extras.notes())
+        progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())
         job = _make_job(checkpoint, options, workspace, progress)
         progress.notes(job.plan.notes)
         job.run()

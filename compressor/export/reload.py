@@ -33,9 +33,9 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     """
     source = checkpoint.source
     native = native_class(source)
-    if native is None or not issubclass(native, GenerationMixin):
+    if not issubclass(native, GenerationMixin):
         if asked is not None:
-            kind = native.__name__ if native else source.model_type
+            kind = native.__name__
             raise UsageError(f"--context {asked}: {kind} generates no text, leave the option out")
         return None
     with native_errors(source):

@@ -25,14 +25,15 @@ def sample_text(source: Source, text: Path | None) -> Tensor | None:
 
     Raises InputError for a text that cannot be read.
     """
-    from blr.compressor.loading.streamed import is_small, load_written, streamed_model
+    from blr.compressor.loading.checked import OURS
+    from blr.compressor.loading.streamed import is_small, load_written, whole_model
 
     if text is not None:
         return _of_file(source, text)
     if not is_small(source):
         return None
-    converted = any(shard.parent != source.folder for shard in source.shards)  # from pickles
-    return _own(streamed_model(source) if converted else load_written(source.folder))
+    ours = source.model_type.startswith(OURS)
+    return _own(load_written(source.folder) if ours else whole_model(source))
 
 
 def check_loss(loss: float | None, kind: str, folder: Path) -> None:

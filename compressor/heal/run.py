@@ -89,6 +89,7 @@ def heal(
         scratch = workspace.pickled
         student = open_checkpoint(folder, options.allow_pickle, scratch)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
+        progress.notes(dense.source.notes())
         job = Job(student, dense, options, processes, workspace, progress)
         job.run()
     return job.summary(monotonic() - started) if processes.first else None

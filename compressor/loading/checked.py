@@ -1,4 +1,4 @@
-"""Opens a dense checkpoint, and checks what its config.json implies for its tensors."""
+"""Opens a dense checkpoint as transformers reads it, and checks its tensors against config.json."""
 
 from __future__ import annotations
 
@@ -10,19 +10,33 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import InputError
+from blr.compressor.loading.usual import is_usual
 from blr.compressor.quoting import quote
 
 OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """`open_source`, and what its config.json implies for its tensors.
+    """`open_source` of a dense checkpoint, as transformers reads it.
 
     Raises InputError, also for a checkpoint that is an output of ours already.
     """
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
     check_dense(folder, source.model_type)
     check_unquantized(source)
+    return read_as_loaded(source)
+
+
+def read_as_loaded(source: Source) -> Source:
+    """A dense checkpoint as transformers reads it (`loading/taken.py`), which is asked where the names
+    are not those that its class saves.
+
+    Raises InputError for tensors that are not those of config.json.
+    """
+    if source.library is TRANSFORMERS and not is_usual(source):
+        from blr.compressor.loading.taken import taken
+
+        source = taken(source)
     family = find_family(source.model_type)
     check_against_config(source, family.shapes if family else None)
     return source

@@ -13,9 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.architectures import Family, find_family
-from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.native import REMEDY, decoded, native_class, native_errors
+from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.modeling.classes import module_names
 
 
@@ -120,9 +119,6 @@ def meta_model(source: Source, *, buffers: bool = False) -> Any:
     Raises InputError when transformers does not know the model type or architecture.
     """
     native = native_class(source)
-    if native is None:
-        path = source.folder / "config.json"
-        refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
     config = {key: value for key, value in decoded(source.config).items() if key != "model_type"}
     empty = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
     with native_errors(source), empty:

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import VOCABULARIES, check_generation
-from blr.compressor.loading.checked import check_transformers
+from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
 from blr.compressor.loading.native import continues_text, sees_and_writes
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
@@ -27,14 +27,23 @@ from blr.compressor.machine.dtypes import COMPUTED
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.modeling_blr import misloaded
+from blr.compressor.progress import Progress
 from blr.compressor.quoting import first_line, quote
 
 GENERATES = "AutoModelForCausalLM"
+NO_ADAPTER = {"subfolder": "no-adapter"}  # where peft looks for one: the model itself is asked for
 ALWAYS_CAUSAL = "GPTNeoX"  # classes that are, whatever is_decoder says: transformers writes false
 
 
 def load_model(
-    folder: Path, task: str, *, dtype: str, device: str, trust: bool = False, verify: bool = True
+    folder: Path,
+    task: str,
+    *,
+    dtype: str,
+    device: str,
+    trust: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
 ) -> Any:
     """The model in `folder`, in evaluation mode, with every tensor in its place and finite.
 
@@ -43,6 +52,7 @@ def load_model(
         dtype: one of `dtypes.COMPUTED`. device: "auto" or a torch device.
         trust: run modeling code from the folder (never needed for outputs of blr).
         verify: hash what is read of an output of blr; sizes and headers are always compared.
+        progress: is told what of a dense checkpoint is left out, or read otherwise than it says.
 
     Raises:
         UsageError, CapabilityError.
@@ -52,7 +62,9 @@ def load_model(
     """
     if dtype not in COMPUTED:
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
-    source = _open(folder)
+    source = _as_loaded(_open(folder), trust)
+    if progress is not None:
+        progress.notes(source.notes())
     check_generation(folder)
     check_listed(folder, "all" if verify else "none")
     if task == GENERATES and not trust:
@@ -61,7 +73,7 @@ def load_model(
         task = "AutoModelForImageTextToText"
     target = pick_device(device)
     transformers.utils.logging.disable_progress_bar()
-    model = _from_pretrained(folder, task, dtype, trust)
+    model = _from_pretrained(source, task, dtype, trust)
     try:
         model = model.to(target).eval()
         check_model(model, folder)
@@ -70,17 +82,29 @@ def load_model(
     return model
 
 
-def _from_pretrained(folder: Path, task: str, dtype: str, trust: bool) -> Any:
+def _as_loaded(source: Source, trust: bool) -> Source:
+    """A dense checkpoint of a class of transformers, as every command reads it; any other as it is."""
+    own = trust and "auto_map" in source.config
+    known = source.model_type in CONFIG_MAPPING and not source.model_type.startswith(OURS)
+    if own or not known or source.config.get("quantization_config"):
+        return source
+    return read_as_loaded(source)
+
+
+def _from_pretrained(source: Source, task: str, dtype: str, trust: bool) -> Any:
+    folder = source.folder
     try:
-        model, info = getattr(transformers, task).from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and named below
-        )
-        found = misloaded(model, info)
+        with quiet_transformers():
+            model, info = getattr(transformers, task).from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=trust,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # and named below
+                adapter_kwargs=NO_ADAPTER,
+            )
+        found = misloaded(model, {**info, "unexpected_keys": ()} if source.left else info)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # hostile values of a config make transformers raise anything

@@ -24,22 +24,27 @@ from blr.compressor.quoting import first_line, quote
 
 
 def native_class(source: Source) -> Any:
-    """The model class named first under `architectures`, None if none is named.
+    """The model class named first under `architectures`.
 
-    Raises InputError for a model type or architecture that transformers does not have, CapabilityError
-    for a type whose classes are another family's.
+    Raises as `check_type`, and InputError for none, or one that transformers does not have.
     """
-    path, model_type = source.folder / "config.json", source.config["model_type"]
-    if model_type not in CONFIG_MAPPING:
-        refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
-    _check_own(source)
-    names = source.config.get("architectures") or []
+    check_type(source)
+    path, names = source.folder / "config.json", source.config.get("architectures")
     if not names:
-        return None
+        refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
     named = getattr(transformers, names[0], None)
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         refuse(path, f"architecture {quote(names[0])}", "a model class of transformers", REMEDY)
     return named
+
+
+def check_type(source: Source) -> None:
+    """Raise InputError for a model type that transformers does not have, CapabilityError for one whose
+    classes are another family's."""
+    path, model_type = source.folder / "config.json", source.config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
+    _check_own(source)
 
 
 def _check_own(source: Source) -> None:

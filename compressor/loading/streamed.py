@@ -13,18 +13,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.loading.keys import Keys, load_empty, meta_tensors
 from blr.compressor.loading.native import decoded, native_errors
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import PREFIX
@@ -42,25 +37,29 @@ def streamed_model(source: Source) -> Any:
     Raises InputError for a configuration that it cannot be built from.
     """
     parts = Parts(source)
-    model = parts.model
-    with native_errors(source), quiet_transformers():
-        parts.fill("")
-        parts.make_buffers()
-        model.tie_weights()
+    parts.fill_rest()
     for name, block in parts.blocks.items():
         block.register_forward_pre_hook(lambda *_, name=name: parts.fill(name))
         block.register_forward_hook(lambda *_, name=name: parts.drop(name))
-    return model
+    return parts.model
+
+
+def whole_model(source: Source) -> Any:
+    """As `streamed_model`, with all weights in memory at once."""
+    parts = Parts(source)
+    parts.fill_rest()
+    with quiet_transformers():
+        for name in parts.blocks:
+            parts.fill(name)
+    return parts.model
 
 
 def empty_model(source: Source) -> Any:
     """The model in `source`, dense or ours, all of it on the meta device."""
-    meta = {
-        name: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device="meta")
-        for name, entry in source.entries.items()
-    }
     cls, config = _made_of(source)
-    return cls.from_pretrained(None, config=config, state_dict=meta, device_map="meta").eval()
+    return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))[
+        0
+    ].eval()
 
 
 def load_written(folder: Path) -> Any:
@@ -82,15 +81,10 @@ def is_small(source: Source) -> bool:
     return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE
 
 
-def _dtype(stored: str) -> torch.dtype:
-    """Of a stored tensor; any for one that torch has no bytes for, which fails when it is read."""
-    return getattr(torch, TORCH_NAMES.get(stored, "float32"))
-
-
 def _made_of(source: Source) -> tuple[Any, Any]:
-    """The class that config.json names, or the plain one of its model type, and its configuration."""
+    """The class that config.json names, and its configuration."""
     config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
-    name = (source.config.get("architectures") or [auto_classes(source.model_type)["AutoModel"][0]])[0]
+    name = source.config["architectures"][0]
     return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
 
 
@@ -117,23 +111,17 @@ class Parts:
         with native_errors(source), quiet_transformers():
             self.model = empty_model(source)
         self.source, self.blocks = source, dict(blocks_of(self.model))
-        self.transforms: Any = get_model_conversion_mapping(self.model)
+        found = Keys(self.model)
+        self.transforms = found.transforms
         self.stored: dict[str, list[str]] = {"": [], **{name: [] for name in self.blocks}}
         self.keys: dict[str, set[str]] = {name: set() for name in self.stored}
-        known = self.model.state_dict()
+        self.missing = set(found.known)  # what no stored tensor becomes
         for name in source.entries:
-            key = self._key(name, known)
+            key = found.key(name)
+            self.missing.discard(key)
             self.stored[self._part(key)].append(name)
-        for key in known:
+        for key in found.known:
             self.keys[self._part(key)].add(key)
-
-    def _key(self, name: str, known: Any) -> str:
-        """The name in the model of a stored tensor, or of the one that it becomes a part of."""
-        renamings = [t for t in self.transforms if isinstance(t, WeightRenaming)]
-        converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
-        prefix = self.model.base_model_prefix
-        key = rename_source_key(name, renamings, converters, prefix, known)[0]
-        return key if key in known else rename_source_key(name, [], [], prefix, known)[0]
 
     def _part(self, key: str) -> str:
         parts = key.split(".")
@@ -143,11 +131,18 @@ class Parts:
     def fill(self, part: str) -> None:
         """Read the tensors of a part."""
         state = {n: self.source.load_tensor(self.source.entries[n]) for n in self.stored[part]}
-        transforms: Any = self.transforms  # which are more than the annotation there says
         settings = LoadStateDictConfig(
-            device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=transforms
+            device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=self.transforms
         )
         convert_and_load_state_dict_in_model(self.model, state, settings)
+
+    def fill_rest(self) -> None:
+        """Read what belongs to no block, make the buffers, and tie as transformers' loader does: to
+        whichever is stored, and nothing that is stored with other values."""
+        with native_errors(self.source), quiet_transformers():
+            self.fill("")
+            self.make_buffers()
+            self.model.tie_weights(missing_keys=set(self.missing), recompute_mapping=False)
 
     def drop(self, part: str) -> None:
         """Forget them."""

@@ -8,10 +8,12 @@ encoded by a child with limits of its own, which a bad tokenizer uses up or cras
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,18 @@ def check_ids(model: Any, ids: Any) -> None:
     if rows is not None and most >= rows:
         found = f"token {most} of its tokenizer for a model with {rows} embeddings"
         refuse(Path(model.name_or_path), found, f"tokens below {rows}", REMEDY)
+
+
+def encode_prompt(tokenizer: Any, text: str, model: Any) -> dict[str, Any]:
+    """Token ids and mask [1, w] of `text`, as a decoder continues them, on the device of `model`."""
+    found = tokenizer(text, return_token_type_ids=False, return_tensors="pt", verbose=False)
+    return taken_by(model, found.to(model.device))
+
+
+def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a tokenizer's results that the model has an argument for."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}
 
 
 def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:

@@ -16,15 +16,14 @@ from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import InputError, OutputError
 from blr.compressor.loading.carry import keep_tokenizer
+from blr.compressor.loading.keys import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
-from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
-from blr.compressor.quoting import quote
 from blr.compressor.recipe.schema import PACED, Recipe
 
 SOURCE_CARD = "README.source.md"
@@ -80,14 +79,13 @@ def carried_files(source: Source) -> dict[str, bytes | Path]:
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The native configuration turned into ours: own model type, classes and layer table."""
-    native, named = config["model_type"], config.get("architectures")
+    native, named = config["model_type"], config["architectures"]
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
-    architectures = named or [classes["AutoModel"].rpartition(".")[2].removeprefix(PREFIX)]
     return {
         **config,
         "model_type": f"blr_{native}",
-        "architectures": [PREFIX + name for name in architectures],
+        "architectures": [PREFIX + name for name in named],
         "auto_map": classes,
         "blr": {
             "format": FORMAT,
@@ -150,18 +148,8 @@ def _check_keys(folder: Path, cls: Any) -> None:
 
 def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
     """What transformers finds missing, left over or of another shape; empty if nothing."""
-    with quiet_transformers():
-        _, info = cls.from_pretrained(
-            folder,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(str(key) for key in info.get(kind) or ()):
-            return f"{kind.replace('_', ' ')} {quote(names[:3], 240)[1:-1]} of {len(names)}"
-    return ""
+    _, info = load_empty(cls, folder, **options)
+    return misfit(info, "missing", "unexpected", "mismatched")
 
 
 def _json(value: Any) -> bytes:

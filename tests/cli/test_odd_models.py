@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from limited import Limited, refused
+from odd import ODDITIES, save_odd
 from pico import save_pico
-from spoiling import spoil
+from safetensors.torch import load_file, save_file
+from spoiling import give_words, spoil
+from transformers import AutoModelForCausalLM, DistilBertConfig, DistilBertModel
 
+import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.hints import inert
 
 TEXT = "the protocol is " * 200
@@ -103,6 +108,107 @@ def test_results_as_tuples(command: str, limited: Limited, model: Path) -> None:
     assert ended.code == 0, ended.err
 
 
+# --- What transformers loads though it saves it otherwise ------------------------------------------
+
+LOADED = ("head-gpt2", "own-llama", "masks-gpt2", "unnamed-llama", "values-llama", "bare-gpt2")
+FULL = ("--method", "svd", "--rank", "64")
+CALIBRATED = ("--calibration", "t.txt", "--samples", "2", "--seq-len", "16")
+
+
+@pytest.fixture
+def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The odd checkpoint of the test's name, with a tokenizer, beside a text."""
+    folder = save_odd(request.node.callspec.params["name"], tmp_path / "model")
+    give_words(folder)
+    (tmp_path / "t.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", LOADED)
+def test_every_command_takes_what_transformers_loads(name: str, limited: Limited, odd: Path) -> None:
+    expected = _logits(odd)
+    for command in (
+        ("plan", "model"),
+        ("eval", "model", "--text", "t.txt", "--window", "16", "--max-tokens", "64"),
+        ("generate", "model", "the", "--max-new-tokens", "2"),
+        ("compress", "model", *FULL, "-o", "full"),
+        ("compress", "model", *FULL, *CALIBRATED, "-o", "calibrated"),
+        ("export", "model", "-o", "exported"),
+        ("export", "model", "--as", "dense", "-o", "dense"),
+    ):
+        ended = limited.run(*command, cwd=odd.parent)
+        assert ended.code == 0, ended.err
+        assert ODDITIES[name].told in ended.err
+    for folder in ("full", "calibrated", "exported", "dense"):
+        torch.testing.assert_close(_logits(odd.parent / folder), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["head-llama", "own-gpt2", "unnamed-gpt2", "values-llama"])
+def test_it_teaches(name: str, limited: Limited, odd: Path) -> None:
+    steps = ("--steps", "1", "--window", "16", "--batch", "32")
+    for command in (
+        ("compress", "model", "--rank", "16", "-o", "out"),
+        ("heal", "out", "--teacher", "model", "--data", "t.txt", *steps, "-o", "healed"),
+    ):
+        ended = limited.run(*command, cwd=odd.parent)
+        assert ended.code == 0, ended.err
+    found, before, expected = (_logits(odd.parent / f) for f in ("healed", "out", "model"))
+    assert (found - expected).norm() < 1.05 * (before - expected).norm()
+
+
+@torch.no_grad()
+def _logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(input_ids=torch.arange(5, 37)[None]).logits
+
+
+@pytest.mark.parametrize("command", ["plan", "compress", "eval", "export"])
+def test_what_transformers_would_draw_at_random_is_refused(
+    command: str, limited: Limited, model: Path
+) -> None:
+    """By `plan` already, with its name."""
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    (model.parent / "t.txt").write_text(TEXT)
+    more = {"plan": (), "eval": ("--text", "t.txt")}.get(command, ("-o", "out"))
+    ended = limited.run(command, "model", *more, cwd=model.parent)
+    refused(ended, 4, "missing keys ['model.layers.1.input_layernorm.weight'] of 1")
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "gpt2", "opt"])
+def test_types_of_tokens_are_left_out_of_a_prompt(kind: str, limited: Limited, tmp_path: Path) -> None:
+    """A decoder computes as in `eval` and calibration, whatever else its tokenizer returns."""
+    folder = save_pico(kind, tmp_path / "model")
+    give_words(folder)
+    command = ("generate", "model", "the protocol", "--max-new-tokens", "4", "--format", "json")
+    names = ["input_ids", "attention_mask"]
+    texts = []
+    for returned in (names, [*names, "token_type_ids"]):
+        spoil(folder, "tokenizer_config.json", model_input_names=returned)
+        ended = limited.run(*command, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        texts.append(json.loads(ended.out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_types_of_tokens_are_left_out_for_encoders_without_them(
+    limited: Limited, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = DistilBertConfig(vocab_size=128, dim=32, hidden_dim=64, n_layers=1, n_heads=4)
+    DistilBertModel(config).save_pretrained(tmp_path / "model")
+    give_words(tmp_path / "model")
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    spoil(tmp_path / "model", "tokenizer_config.json", model_input_names=names, pad_token="[UNK]")
+    rows = ("the,protocol,1", "is,a,2", "the,a,3")
+    (tmp_path / "pairs.csv").write_text("\n".join(rows) + "\n")
+    ended = limited.run("eval", "model", "--sts", "pairs.csv", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+
+
 # --- Layers that are asked for by name ------------------------------------------------------------
 
 
@@ -120,8 +226,6 @@ def test_reasons_for_layers_that_cannot_be(limited: Limited, model: Path) -> Non
 
 
 def test_reason_for_a_tied_head_that_is_stored(limited: Limited, model: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -130,7 +234,6 @@ def test_reason_for_a_tied_head_that_is_stored(limited: Limited, model: Path) ->
 
 def test_reason_for_an_integer_layer(limited: Limited, model: Path) -> None:
     import torch
-    from safetensors.torch import load_file, save_file
 
     name = "model.layers.0.mlp.up_proj"
     tensors = load_file(model / "model.safetensors")

@@ -20,6 +20,12 @@ def words_tokenizer(*, normalizer: Any = None, split: str | None = None) -> Toke
     return made
 
 
+def give_words(folder: Path) -> None:
+    """Give the model in `folder` a tokenizer of words, whatever its type."""
+    words_tokenizer().save(str(folder / "tokenizer.json"))
+    spoil(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
 def spoil(folder: Path, name: str, **values: Any) -> None:
     """Set values of a JSON file, top-level keys."""
     path = folder / name
