@@ -3,7 +3,8 @@
 peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
 those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
 holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
-for them.
+for them. So is taken out of a layer what an initialization (PiSSA, OLoRA, CorDA, LoRA-GA) puts into its
+adapter; other structures, and initializations that change a layer otherwise, are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,
     check_adapters_to_merge,
 )
+from peft.utils import constants
 from torch import Tensor, nn
 
 from blr.compressor.modeling.configuration_blr import PREFIX
@@ -28,6 +30,10 @@ from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, prepare_l
 from blr.compressor.modeling.table import Replaced
 
 ALL = "all-linear"
+# Initializations (`init_lora_weights`) that leave the layer as it is, and those that take B A out of it
+KEEP = frozenset(("true", "false", "gaussian", "eva", "orthogonal", "mica"))
+SUBTRACT = ("pissa", "olora", "corda", "lora_ga")
+PREPARED = ("eigens", "_peft_loraga_grad")  # what peft leaves on a layer for them
 
 
 class StructuredLora(LoraLinear):
@@ -35,6 +41,28 @@ class StructuredLora(LoraLinear):
 
     def _get_in_out_features(self, module: nn.Module) -> Any:
         return module.in_features, module.out_features
+
+    def update_layer(self, adapter_name: str, *arguments: Any, config: Any, **options: Any) -> None:
+        """As of peft; what an initialization would take out of a dense weight leaves the factors.
+
+        Raises ValueError for an initialization that the layer's structure cannot follow.
+        """
+        way, layer = str(config.init_lora_weights).lower(), self.get_base_layer()
+        if way in KEEP or (way == "lora_ga" and not hasattr(layer, "_peft_loraga_grad")):
+            super().update_layer(adapter_name, *arguments, config=config, **options)
+            return
+        if not (way.startswith(SUBTRACT) and takes_products(layer)):
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights!r} changes the layer, which one of structure "
+                f"{described(layer)} cannot follow; take True, 'gaussian', 'orthogonal', 'eva' or 'mica'"
+            )
+        self.base_layer = stand_in(layer)
+        try:
+            super().update_layer(adapter_name, *arguments, config=config, **options)
+        finally:
+            self.base_layer = layer
+        product = -self.scaling[adapter_name] * self.lora_B[adapter_name].weight
+        add_product(layer, product, self.lora_A[adapter_name].weight)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters into the factors, whose rank grows by theirs.
@@ -100,20 +128,41 @@ def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
 def register() -> None:
     """Make peft take structured layers; names by default are those of the native model type."""
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
-    defaults = LoraModel.target_module_mapping
-    ours = {f"{PREFIX.lower()}_{kind}": names for kind, names in defaults.items()}
-    StructuredLoraModel.target_module_mapping = {**ours, **defaults}
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
+            table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
+
+
+def stand_in(layer: Any) -> nn.Linear:
+    """A dense layer of the weight of one of ours, with what peft has prepared on that, which is moved."""
+    with torch.no_grad():
+        weight = layer.composed()
+    dense = nn.Linear(*weight.mT.shape, bias=layer.bias is not None, device="meta", dtype=weight.dtype)
+    dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+    for name in PREPARED:
+        if hasattr(layer, name):
+            setattr(dense, name, getattr(layer, name))
+            delattr(layer, name)
+    return dense
+
+
+def takes_products(layer: Any) -> bool:
+    """Whether a layer holds the sum of itself and a product of low rank."""
+    return type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
 
 
 def check_takes_products(layer: Any) -> None:
-    """Raise ValueError for a layer that does not hold the sum of itself and a product of low rank."""
-    plain = type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
-    if not plain:
+    """Raise ValueError for a layer without room for an adapter that is merged."""
+    if not takes_products(layer):
         raise ValueError(
-            f"LoRA cannot be merged into a layer of structure {type(layer).__name__} "
-            f"({layer.described.describe()}): keep the adapter beside the model, as save_pretrained of "
-            "the peft model writes it"
+            f"LoRA cannot be merged into a layer of structure {described(layer)}: keep the adapter "
+            "beside the model, as save_pretrained of the peft model writes it"
         )
+
+
+def described(layer: Any) -> str:
+    """The structure of a layer, for whoever reads why it is refused."""
+    return f"{type(layer).__name__} ({layer.described.describe()})"
 
 
 @torch.no_grad()
