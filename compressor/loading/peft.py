@@ -3,13 +3,14 @@
 peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
 those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
 holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
-for them. So is taken out of a layer what an initialization (PiSSA, OLoRA, CorDA, LoRA-GA) puts into its
-adapter; other structures, and initializations that change a layer otherwise, are refused.
+for them. So is taken out of a layer what an initialization (PiSSA, OLoRA) puts into its adapter; other
+structures, and initializations that change a layer otherwise, are refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import (
+    BaseTuner,
     BaseTunerLayer,
     _maybe_include_all_linear_layers,
     check_adapters_to_merge,
@@ -32,8 +34,7 @@ from blr.compressor.modeling.table import Replaced
 ALL = "all-linear"
 # Initializations (`init_lora_weights`) that leave the layer as it is, and those that take B A out of it
 KEEP = frozenset(("true", "false", "gaussian", "eva", "orthogonal", "mica"))
-SUBTRACT = ("pissa", "olora", "corda", "lora_ga")
-PREPARED = ("eigens", "_peft_loraga_grad")  # what peft leaves on a layer for them
+SUBTRACT = ("pissa", "olora")
 
 
 class StructuredLora(LoraLinear):
@@ -48,13 +49,13 @@ class StructuredLora(LoraLinear):
         Raises ValueError for an initialization that the layer's structure cannot follow.
         """
         way, layer = str(config.init_lora_weights).lower(), self.get_base_layer()
-        if way in KEEP or (way == "lora_ga" and not hasattr(layer, "_peft_loraga_grad")):
+        if way in KEEP:
             super().update_layer(adapter_name, *arguments, config=config, **options)
             return
         if not (way.startswith(SUBTRACT) and takes_products(layer)):
+            found = f"init_lora_weights={config.init_lora_weights!r} for a layer of {described(layer)}"
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} changes the layer, which one of structure "
-                f"{described(layer)} cannot follow; take True, 'gaussian', 'orthogonal', 'eva' or 'mica'"
+                f"{found}, which cannot change as it asks; take True or one of {', '.join(sorted(KEEP))}"
             )
         self.base_layer = stand_in(layer)
         try:
@@ -128,21 +129,34 @@ def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
 def register() -> None:
     """Make peft take structured layers; names by default are those of the native model type."""
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
+    if not hasattr(BaseTuner.inject_adapter, "__wrapped__"):
+        BaseTuner.inject_adapter = _refusing(BaseTuner.inject_adapter)
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
             table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
 
 
+def _refusing(inject: Any) -> Any:
+    """`inject_adapter` of peft's tuners, which raises ValueError where one was to adapt layers of ours
+    and passed them over, as some do with what is no `nn.Linear`."""
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:
+        inject(self, model, *arguments, **options)
+        modules, named = dict(model.named_modules()), self.targeted_module_names
+        if left := [name for name in named if isinstance(modules.get(name), Replaced)]:
+            found = f"{described(modules[left[0]])} as {left[0]} ({len(left)} in all)"
+            raise ValueError(f"{type(self).__name__} does not adapt {found}; take LoraConfig")
+
+    return inject_adapter
+
+
 def stand_in(layer: Any) -> nn.Linear:
-    """A dense layer of the weight of one of ours, with what peft has prepared on that, which is moved."""
+    """A dense layer of the weight and bias of one of ours."""
     with torch.no_grad():
         weight = layer.composed()
     dense = nn.Linear(*weight.mT.shape, bias=layer.bias is not None, device="meta", dtype=weight.dtype)
     dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), layer.bias
-    for name in PREPARED:
-        if hasattr(layer, name):
-            setattr(dense, name, getattr(layer, name))
-            delattr(layer, name)
     return dense
 
 
