@@ -46,9 +46,9 @@ PREPARED = {  # what needs more than a configuration, and changes the layer
     "loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
     "lora_ga": {"lora_ga_config": LoraGAConfig()},
 }
-VARIANTS = [
-    field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")
-]
+# What makes LoRA another, but for what routes between adapters that are there already
+VARIANTS = {f.name for f in dataclasses.fields(LoraConfig) if f.metadata.get("is_lora_variant")}
+VARIANTS -= {"arrow_config"}
 GIVEN: dict[str, Any] = {  # to a variant that is asked for by more than True
     "velora_config": VeloraConfig(),
     "use_bdlora": BdLoraConfig(["q_proj"], ["up_proj"], nblocks=2),
@@ -57,7 +57,7 @@ GIVEN: dict[str, Any] = {  # to a variant that is asked for by more than True
     "alora_invocation_tokens": [5],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {name: GIVEN.get(name, True)} for name in VARIANTS},
+    **{name: {name: GIVEN.get(name, True)} for name in sorted(VARIANTS)},
     "alora_invocation_tokens": {"alora_invocation_tokens": [5], "task_type": TaskType.CAUSAL_LM},
     "use_rslora": {"use_rslora": True},
     "layers_to_transform": {"layers_to_transform": [1]},
