@@ -212,11 +212,10 @@ def embed(
 
 def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
     limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
-    sentences = [sentence.lower() for sentence in sentences] if head.lower else sentences
-    tokens = encode_padded(tokenizer, sentences, limit).to(model.device)
+    tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
     check_ids(model, tokens["input_ids"])
     hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
-    return head.embed(hidden, tokens["attention_mask"]).cpu()
+    return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
 
 
 def _ranks(values: Tensor) -> Tensor:

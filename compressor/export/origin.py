@@ -16,8 +16,11 @@ from blr.compressor.loading.checked import check_transformers, check_unquantized
 from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
-FORMAT = 1  # of config.blr, as in modeling/configuration_blr.py, which imports transformers
+# As in modeling/configuration_blr.py, which imports transformers: the format of config.blr, names, and
+# what an output's configuration has beside the native one
+FORMAT = 1
 OUR_TYPE, OUR_CLASS = "blr_", "Blr"
+OUR_KEYS = {"blr", "auto_map", "for_native_classes"}
 EXPORTED = {"export", "pairs"}  # what only an export has in config.blr
 AGAIN = "compress the model again with this version of blr"
 
@@ -93,7 +96,7 @@ def _saved(source: Source) -> str | None:
 def native_config(source: Source) -> dict[str, Any]:
     """The configuration of the dense model that an output of ours came from."""
     names = source.config.get("architectures") or []
-    config = {key: value for key, value in source.config.items() if key not in ("blr", "auto_map")}
+    config = {key: value for key, value in source.config.items() if key not in OUR_KEYS}
     return {
         **config,
         "model_type": source.model_type.removeprefix(OUR_TYPE),

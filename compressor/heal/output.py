@@ -29,6 +29,7 @@ from blr.compressor.heal.reading import metric_of, read_inputs
 from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.native_classes import GUARD, guard
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.files import carried_files
 from blr.compressor.output.report import report_html
@@ -230,8 +231,8 @@ def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
     config = {**config, "blr": {**config["blr"], "layers": layers}}
     native = config["model_type"].removeprefix(f"{PREFIX.lower()}_")
     kept = inert(config, declared_keys(native) | {"blr"})
-    ours = {**kept, "auto_map": auto_map(native, config.get("architectures"))}
-    return {key: ours[key] for key in (*config, "auto_map") if key in ours}
+    ours = {**kept, "auto_map": auto_map(native, config.get("architectures")), GUARD: guard(native)}
+    return {key: ours[key] for key in (*config, "auto_map", GUARD) if key in ours}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from blr.compressor.checkpoint.disk import write_stream
 from blr.compressor.checkpoint.hints import REMEDY, carried
@@ -21,6 +21,7 @@ from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.machine.exhaustion import is_panic, raise_exhausted
 from blr.compressor.machine.scratch import scratch_folder
+from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.quoting import first_line, quote
 
 TOKENIZER = "tokenizer_config.json"
@@ -73,22 +74,22 @@ def check_generation(folder: Path) -> None:
 
 
 def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
-    """Name the source's tokenizer class in tokenizer_config.json if ours would not be the same.
+    """Name the source's tokenizer class in tokenizer_config.json if it would not be found without it:
+    whoever does not run our code has a configuration of no type.
 
     Returns:
         What was rewritten (size, SHA-256).
 
-    Raises OutputError when the tokenizer still gives other ids.
+    Raises OutputError when the tokenizer still gives other ids, with our code or without.
     """
     before = token_ids(source)
-    if before is None or before[1] == (token_ids(folder) or (None, None))[1]:
+    if before is None or _same_ids(before, folder):
         return {}
     path = folder / TOKENIZER
     table = json.loads(path.read_bytes()) if path.exists() else {}
     text = json.dumps({**table, "tokenizer_class": before[0]}, indent=2)
     written = write_stream(path, [text.encode() + b"\n"])
-    after = token_ids(folder)
-    if after is None or after[1] != before[1]:
+    if not _same_ids(before, folder):
         raise OutputError(
             f"{folder}: its tokenizer does not give the ids of the source's; "
             f"this transformers version cannot carry a {before[0]} over to another model type"
@@ -96,17 +97,26 @@ def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     return {path.name: written}
 
 
-def token_ids(folder: Path) -> tuple[str, list[int]] | None:
+def _same_ids(expected: tuple[str, list[int]], folder: Path) -> bool:
+    kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+    ways = (True, False) if kind.startswith(f"{PREFIX.lower()}_") else (True,)
+    found = [token_ids(folder, code=code) for code in ways]
+    return all(each is not None and each[1] == expected[1] for each in found)
+
+
+def token_ids(folder: Path, *, code: bool = True) -> tuple[str, list[int]] | None:
     """Class name of the tokenizer in `folder` and its ids of a probing text.
 
-    None when it has no tokenizer, or one that does not load without code of its own.
+    code: with our model type known. None when it has no tokenizer, or one that does not load without
+    code of its own.
     """
     if not any((folder / name).exists() for name in VOCABULARIES):
         return None
     try:
         with quiet_transformers():
+            known = {} if code else {"config": PreTrainedConfig.from_pretrained(folder)}
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
+                folder, trust_remote_code=False, local_files_only=True, **known
             )
             return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
     except BaseException as error:

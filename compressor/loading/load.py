@@ -17,7 +17,7 @@ from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
-from blr.compressor.loading.native import continues_text, sees_and_writes
+from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
@@ -30,7 +30,7 @@ from blr.compressor.modeling.modeling_blr import misloaded
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import first_line, quote
 
-GENERATES = "AutoModelForCausalLM"
+GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 NO_ADAPTER = {"subfolder": "no-adapter"}  # where peft looks for one: the model itself is asked for
 ALWAYS_CAUSAL = "GPTNeoX"  # classes that are, whatever is_decoder says: transformers writes false
 
@@ -71,6 +71,8 @@ def load_model(
         _check_generates(source)
     if task == GENERATES and sees_and_writes(source):
         task = "AutoModelForImageTextToText"
+    if task == EMBEDS and has_encoder(source):
+        task = "AutoModelForTextEncoding"
     target = pick_device(device)
     transformers.utils.logging.disable_progress_bar()
     model = _from_pretrained(source, task, dtype, trust)

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
 
 from blr.compressor.checkpoint.config import REMEDY
@@ -78,6 +79,13 @@ def sees_and_writes(source: Source) -> bool:
     if _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source):
         return False
     return _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
+
+
+def has_encoder(source: Source) -> bool:
+    """Whether its type is an encoder-decoder whose encoder transformers has as a class of its own, as
+    T5's: what embeds sentences."""
+    kind = source.model_type.removeprefix(f"{PREFIX.lower()}_")
+    return MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind, "").endswith("EncoderModel")
 
 
 def _among(known: Mapping[str, Any], source: Source) -> bool:

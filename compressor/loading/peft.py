@@ -3,12 +3,14 @@
 peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
 those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
 holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
-for them.
+for them. So is taken out of a layer what an initialization (PiSSA, OLoRA) puts into its adapter; other
+structures, and initializations that change a layer otherwise, are refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import (
+    BaseTuner,
     BaseTunerLayer,
     _maybe_include_all_linear_layers,
     check_adapters_to_merge,
 )
+from peft.utils import constants
 from torch import Tensor, nn
 
 from blr.compressor.modeling.configuration_blr import PREFIX
@@ -28,6 +32,9 @@ from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, prepare_l
 from blr.compressor.modeling.table import Replaced
 
 ALL = "all-linear"
+# Initializations (`init_lora_weights`) that leave the layer as it is, and those that take B A out of it
+KEEP = frozenset(("true", "false", "gaussian", "eva", "orthogonal", "mica"))
+SUBTRACT = ("pissa", "olora")
 
 
 class StructuredLora(LoraLinear):
@@ -35,6 +42,28 @@ class StructuredLora(LoraLinear):
 
     def _get_in_out_features(self, module: nn.Module) -> Any:
         return module.in_features, module.out_features
+
+    def update_layer(self, adapter_name: str, *arguments: Any, config: Any, **options: Any) -> None:
+        """As of peft; what an initialization would take out of a dense weight leaves the factors.
+
+        Raises ValueError for an initialization that the layer's structure cannot follow.
+        """
+        way, layer = str(config.init_lora_weights).lower(), self.get_base_layer()
+        if way in KEEP:
+            super().update_layer(adapter_name, *arguments, config=config, **options)
+            return
+        if not (way.startswith(SUBTRACT) and takes_products(layer)):
+            found = f"init_lora_weights={config.init_lora_weights!r} for a layer of {described(layer)}"
+            raise ValueError(
+                f"{found}, which cannot change as it asks; take True or one of {', '.join(sorted(KEEP))}"
+            )
+        self.base_layer = stand_in(layer)
+        try:
+            super().update_layer(adapter_name, *arguments, config=config, **options)
+        finally:
+            self.base_layer = layer
+        product = -self.scaling[adapter_name] * self.lora_B[adapter_name].weight
+        add_product(layer, product, self.lora_A[adapter_name].weight)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters into the factors, whose rank grows by theirs.
@@ -100,20 +129,54 @@ def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
 def register() -> None:
     """Make peft take structured layers; names by default are those of the native model type."""
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
-    defaults = LoraModel.target_module_mapping
-    ours = {f"{PREFIX.lower()}_{kind}": names for kind, names in defaults.items()}
-    StructuredLoraModel.target_module_mapping = {**ours, **defaults}
+    if not hasattr(BaseTuner.inject_adapter, "__wrapped__"):
+        BaseTuner.inject_adapter = _refusing(BaseTuner.inject_adapter)
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
+            table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
+
+
+def _refusing(inject: Any) -> Any:
+    """`inject_adapter` of peft's tuners, which raises ValueError where one was to adapt layers of ours
+    and passed them over, as some do with what is no `nn.Linear`."""
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:
+        inject(self, model, *arguments, **options)
+        modules, named = dict(model.named_modules()), self.targeted_module_names
+        if left := [name for name in named if isinstance(modules.get(name), Replaced)]:
+            found = f"{described(modules[left[0]])} as {left[0]} ({len(left)} in all)"
+            raise ValueError(f"{type(self).__name__} does not adapt {found}; take LoraConfig")
+
+    return inject_adapter
+
+
+def stand_in(layer: Any) -> nn.Linear:
+    """A dense layer of the weight and bias of one of ours."""
+    with torch.no_grad():
+        weight = layer.composed()
+    dense = nn.Linear(*weight.mT.shape, bias=layer.bias is not None, device="meta", dtype=weight.dtype)
+    dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+    return dense
+
+
+def takes_products(layer: Any) -> bool:
+    """Whether a layer holds the sum of itself and a product of low rank."""
+    return type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
 
 
 def check_takes_products(layer: Any) -> None:
-    """Raise ValueError for a layer that does not hold the sum of itself and a product of low rank."""
-    plain = type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
-    if not plain:
+    """Raise ValueError for a layer without room for an adapter that is merged."""
+    if not takes_products(layer):
         raise ValueError(
-            f"LoRA cannot be merged into a layer of structure {type(layer).__name__} "
-            f"({layer.described.describe()}): keep the adapter beside the model, as save_pretrained of "
-            "the peft model writes it"
+            f"LoRA cannot be merged into a layer of structure {described(layer)}: keep the adapter "
+            "beside the model, as save_pretrained of the peft model writes it"
         )
+
+
+def described(layer: Any) -> str:
+    """The structure of a layer, for whoever reads why it is refused."""
+    return f"{type(layer).__name__} ({layer.described.describe()})"
 
 
 @torch.no_grad()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
@@ -127,25 +129,76 @@ def _download(
     patterns: list[str],
     stream: bool | None = False,
 ) -> Found:
-    from huggingface_hub import snapshot_download
-
+    """What `repository` has on the hub; where it cannot be asked, what the cache has whole of it."""
     try:
-        wanted = _of_pipeline(repository, revision, offline, patterns)
-        if wanted != patterns:
-            patterns, stream = wanted, _none_streamed(repository, stream)
-        if not offline and _stays(repository, revision, patterns, stream):
-            from blr.compressor.loading.standing import stand_in
-
-            standing, commit = stand_in(repository, revision, patterns)
-            return Found(standing, repository, commit)
-        folder = snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, local_files_only=offline
-        )
+        if offline:
+            return _cached(repository, revision, patterns)
+        return _asked(repository, revision, patterns, stream)
     except BlrError:
         raise
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
-        raise _hub_error(error, repository) from error
+        told = _hub_error(error, repository)
+        if offline or not _may_be_cached(error):
+            raise told from error
+        with suppress(Exception):
+            found = _cached(repository, revision, patterns)
+            if is_whole(found.folder, patterns):
+                reason = str(told).partition("; ")[0]
+                print(
+                    f"blr: {reason}: goes on with commit {found.revision} in the cache", file=sys.stderr
+                )
+                return found
+        raise told from error
+
+
+def _asked(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> Found:
+    from huggingface_hub import snapshot_download
+
+    wanted = _of_pipeline(repository, revision, False, patterns)
+    if wanted != patterns:
+        patterns, stream = wanted, _none_streamed(repository, stream)
+    if _stays(repository, revision, patterns, stream):
+        from blr.compressor.loading.standing import stand_in
+
+        standing, commit = stand_in(repository, revision, patterns)
+        return Found(standing, repository, commit)
+    folder = snapshot_download(repository, revision=revision, allow_patterns=patterns)
     return Found(_model_in(Path(folder)), repository, Path(folder).name)
+
+
+def _cached(repository: str, revision: str | None, patterns: list[str]) -> Found:
+    from huggingface_hub import snapshot_download
+
+    wanted = _of_pipeline(repository, revision, True, patterns)
+    folder = snapshot_download(
+        repository, revision=revision, allow_patterns=wanted, local_files_only=True
+    )
+    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+
+
+def _may_be_cached(error: Exception) -> bool:
+    """Whether the hub failed, and not what was asked of it: as for huggingface_hub itself, a revision
+    that it does not have is an error, and so is a disk without room."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    missing = isinstance(error, RevisionNotFoundError) or isinstance(
+        error.__cause__, RevisionNotFoundError
+    )
+    return not missing and getattr(error, "errno", None) not in FULL
+
+
+def is_whole(folder: Path, patterns: list[str]) -> bool:
+    """Whether a folder of the hub's cache has the configuration and, if `patterns` ask for them, all
+    weights: a download that was stopped leaves some of them."""
+    if not (folder / "config.json").is_file():
+        return False
+    if "*.safetensors" not in patterns:
+        return True
+    indices = list(folder.glob("*.index.json"))
+    if not indices:
+        return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    tables = (json.loads(index.read_bytes())["weight_map"] for index in indices)
+    return any(all((folder / shard).is_file() for shard in set(table.values())) for table in tables)
 
 
 def _hub_error(error: Exception, repository: str) -> BlrError:

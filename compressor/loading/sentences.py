@@ -1,7 +1,8 @@
 """How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states.
 
 Read from modules.json and the folders it names, as that package does: pooling, length, and dense
-layers behind. A folder without modules.json is pooled by the mean.
+layers behind; and from config_sentence_transformers.json: the prompt before every sentence and how many
+dimensions are kept. A folder without modules.json is pooled by the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
 from blr.compressor.quoting import quote
 
-LENGTH = "sentence_bert_config.json"
+LENGTH, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{"Identity": lambda y: y, "Tanh": torch.tanh, "ReLU": torch.relu, "Sigmoid": torch.sigmoid},
     **{"GELU": torch.nn.functional.gelu, "SiLU": torch.nn.functional.silu},
@@ -41,36 +42,72 @@ REMEDY = "evaluate it with sentence-transformers itself"
 @dataclass(frozen=True)
 class Sentences:
     """`modes` of pooling, side by side; `length` in tokens at most, None for the model's; `lower` case
-    or as it is; `dense` layers in order."""
+    or as it is; `dense` layers in order; `prompt` before every sentence, whose tokens are pooled or not
+    (`pools_prompt`); `dimensions` of an embedding that are kept, None for all."""
 
     modes: tuple[str, ...] = ("mean",)
     length: int | None = None
     lower: bool = False
     dense: tuple[Callable[[Tensor], Tensor], ...] = ()
+    prompt: str = ""
+    pools_prompt: bool = True
+    dimensions: int | None = None
 
-    def embed(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """[n, d'] of hidden states [n, T, d] and their mask [n, T], padded on either side."""
+    def texts(self, sentences: list[str]) -> list[str]:
+        """What is given to the tokenizer."""
+        texts = [self.prompt + sentence for sentence in sentences]
+        return [text.lower() for text in texts] if self.lower else texts
+
+    def unpooled(self, tokenizer: Any) -> int:
+        """How many tokens at the start of every text are the prompt's and left out of the pooling."""
+        if self.pools_prompt or not self.prompt:
+            return 0
+        ids = tokenizer(self.texts([""]))["input_ids"][0]
+        return len(ids) - (ids[-1] in tokenizer.all_special_ids)
+
+    def embed(self, hidden: Tensor, mask: Tensor, unpooled: int = 0) -> Tensor:
+        """[n, d'] of hidden states [n, T, d] and their mask [n, T], padded on either side, without the
+        first `unpooled` tokens of each."""
+        if unpooled:
+            mask = mask * (mask.cumsum(1) > unpooled)
         pooled = torch.cat([POOLING[mode](hidden, mask) for mode in self.modes], -1)
         for layer in self.dense:
             pooled = layer(pooled)
-        return pooled
+        return pooled[:, : self.dimensions]
 
 
 def read_sentences(folder: Path) -> Sentences:
-    """What the files of `folder` say. Raises InputError for modules that are not known here."""
-    settings = _read(folder, LENGTH) if os.path.lexists(folder / LENGTH) else {}
+    """What the files of `folder` say. Raises InputError for modules that are not known here, and for a
+    prompt that is named and not there."""
+    settings = _read_if_there(folder, LENGTH)
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case") is True
     length = length if type(length) is int and length > 0 else None
     modes: tuple[str, ...] = ("mean",)
-    dense = []
+    dense, pools_prompt = [], True
     for kind, path in _modules(folder):
         if kind == "Pooling":
-            modes = _modes(folder, _read(folder, f"{path}/config.json"))
+            config = _read(folder, f"{path}/config.json")
+            modes, pools_prompt = _modes(folder, config), config.get("include_prompt") is not False
         elif kind == "Dense":
             dense.append(_dense(folder, path))
         elif kind not in ("Transformer", "Normalize"):  # cosines know no norm
             refuse(folder / MODULES, f"a module {quote(kind)}", "Pooling, Dense or Normalize", REMEDY)
-    return Sentences(modes, length, lower, tuple(dense))
+    own = _read_if_there(folder, SETTINGS)
+    prompt, dimensions = _prompt(folder, own), own.get("truncate_dim")
+    dimensions = dimensions if type(dimensions) is int and dimensions > 0 else None
+    return Sentences(modes, length, lower, tuple(dense), prompt, pools_prompt, dimensions)
+
+
+def _prompt(folder: Path, settings: dict[str, Any]) -> str:
+    """The one that sentence-transformers puts before a sentence if none is asked for."""
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    known = {"query": "", "document": "", **(prompts if type(prompts) is dict else {})}
+    if name is None:
+        return ""
+    if type(name) is not str or name not in known:
+        found = f"a default prompt {quote(name, 40)}"
+        refuse(folder / SETTINGS, found, f"one of {', '.join(sorted(known))}", REMEDY)
+    return str(known[name] or "")
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -85,6 +122,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 def _read(folder: Path, name: str) -> dict[str, Any]:
     path = inside(folder, name)
     return parse_json(read_whole(path, MAX_BYTES), path)
+
+
+def _read_if_there(folder: Path, name: str) -> dict[str, Any]:
+    return _read(folder, name) if os.path.lexists(folder / name) else {}
 
 
 def _modes(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.configuration_blr import ON_SAVE
+from blr.compressor.modeling.configuration_blr import MAKERS, ON_SAVE
+from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import register_on_demand
 
 
@@ -28,5 +29,6 @@ def _register_lora() -> None:
 
 
 ON_SAVE.append(_write_code)
+MAKERS.append(model_class)
 after_import("peft", _register_lora)
 register_on_demand()

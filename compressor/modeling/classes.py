@@ -12,12 +12,14 @@ from typing import Any
 
 import transformers
 from transformers.conversion_mapping import (
+    USER_REGISTERED_MAPPINGS,
     get_checkpoint_conversion_mapping,
     get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from blr.compressor.modeling.beside import name_beside
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
 
 EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
@@ -53,7 +55,8 @@ def made_class(name: str, mixin: type, module: str) -> type[Any]:
     if (name, mixin) not in _made:
         native: Any = getattr(transformers, native_name(name))
         config = config_class(PREFIX + native.config_class.__name__)
-        _keep_conversions(native, name, config.model_type)
+        _keep_conversions(native, name)
+        name_beside(native.__name__, PREFIX)
         _made[name, mixin] = type(
             name,
             (mixin, native),
@@ -78,12 +81,12 @@ def _let_heads_make(cls: Any, config: type) -> None:
         mapping.register(config, cls.make(PREFIX + inner))
 
 
-def _keep_conversions(native: Any, name: str, model_type: str) -> None:
-    """Give our classes the native renamings: transformers skips them for custom code otherwise."""
-    for source, target in ((native.__name__, name), (native.config_class.model_type, model_type)):
-        conversions = get_checkpoint_conversion_mapping(source)
-        if conversions is not None:
-            register_checkpoint_conversion_mapping(target, conversions, overwrite=True)
+def _keep_conversions(native: Any, name: str) -> None:
+    """Give our class the native renamings: transformers skips them for custom code otherwise."""
+    conversions = get_checkpoint_conversion_mapping(native.__name__)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    USER_REGISTERED_MAPPINGS.add(name)  # those of the native model type count for it, too
 
 
 def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:

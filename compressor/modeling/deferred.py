@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr.compressor.modeling.chunked import CONSUMERS
 from blr.compressor.modeling.expressions import Node, Source, leaves, mapped
-from blr.compressor.modeling.facts import FACTS
+from blr.compressor.modeling.facts import FACTS, writes
 from blr.compressor.modeling.recording import record
 from blr.compressor.modeling.settings import warn_once
 from blr.kernels.common.transient import bound_for
@@ -40,7 +40,7 @@ class Deferred(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if _writes(name, kwargs):
+        if writes(func, kwargs):
             return _written(func, args, kwargs)
         nodes = mapped(Deferred, _node, (args, kwargs))
         if all(node.value is None for node in leaves(nodes, Node)):
@@ -80,15 +80,6 @@ def deferred(x: Tensor, outputs: int, bound: Any, always: bool = False) -> Defer
     if torch.is_autocast_enabled(x.device.type):
         return None
     return Deferred(Source(x, bound(), outputs))
-
-
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch writes to one of its arguments."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    return (
-        in_place or operator or name == "__setitem__" or "out" in kwargs or bool(kwargs.get("inplace"))
-    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 checkpoint.
 
 Models of transformers read the weights of their layers for the dtype alone (T5: `self.wo.weight.dtype`),
-or hand them to a function of torch (`multi_head_attention_forward`).
+or hand them to a function of torch (`multi_head_attention_forward`). Written it cannot be: the product
+would change and the factors would not, so that what is written were lost in silence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.facts import FACTS
+from blr.compressor.modeling.facts import FACTS, writes
+
+HARMLESS = {Tensor.requires_grad_}  # of functions that end as those do which write
 
 
 class DenseWeight(Tensor):
@@ -36,6 +39,12 @@ class DenseWeight(Tensor):
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
+        if _written(func, args, kwargs or {}):
+            weight = (kwargs or {}).get("out", args[0])
+            raise RuntimeError(
+                f"the weight of a {type(weight.layer).__name__} is made of what it stores and cannot be "
+                "written: change its factors, or take the dense model"
+            )
         args, kwargs = torch.utils._pytree.tree_map_only(
             DenseWeight, lambda weight: weight.layer.composed(), (args, kwargs or {})
         )
@@ -46,3 +55,9 @@ class DenseWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(f"{func} reached a weight that has no values: pass it to functions of torch")
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch would write into a weight."""
+    sets = func == Tensor.data.__set__ or (func not in HARMLESS and writes(func, kwargs))
+    return sets and isinstance(kwargs.get("out", args[0]), DenseWeight)

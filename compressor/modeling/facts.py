@@ -1,6 +1,11 @@
-"""What is known of a tensor before its values are. Shipped inside every checkpoint."""
+"""What is known of a tensor before its values are, and which functions of torch write some.
+
+Shipped inside every checkpoint.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -15,3 +20,13 @@ FACTS = {
     Tensor.is_floating_point,
     Tensor.__len__,
 }
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch writes to one of its arguments."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return (
+        in_place or operator or name == "__setitem__" or "out" in kwargs or bool(kwargs.get("inplace"))
+    )

@@ -1,4 +1,4 @@
-"""Which Auto classes each structured model answers to."""
+"""Which Auto classes, and which of transformers' other tables, each structured model answers to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class
@@ -20,7 +21,7 @@ _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM
 
 
 def register(model_type: str) -> type:
-    """Make transformers' Auto classes know the structured variant of a native `model_type`.
+    """Make transformers' tables of models know the structured variant of a native `model_type`.
 
     Returns:
         Its configuration class. Raises KeyError for a type that transformers does not have.
@@ -28,11 +29,10 @@ def register(model_type: str) -> type:
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto, names in auto_classes(model_type).items():
-        classes = tuple(model_class(PREFIX + name) for name in names)
-        getattr(transformers, auto)._model_mapping.register(
-            config, classes[0] if len(classes) == 1 else classes, exist_ok=True
-        )
+    for mapping in [m for m in vars(modeling_auto).values() if isinstance(m, _LazyAutoMapping)]:
+        if native in mapping and (names := _known(mapping[native])):
+            classes = tuple(model_class(PREFIX + name) for name in names)
+            mapping.register(config, classes[0] if len(classes) == 1 else classes, exist_ok=True)
     return config
 
 
@@ -101,9 +101,12 @@ def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         if not name.startswith("AutoModel") or mapping is None or native not in mapping:
             continue
-        classes = mapping[native]
-        classes = classes if isinstance(classes, tuple | list) else (classes,)
-        known = tuple(c.__name__ for c in classes if hasattr(transformers, c.__name__))
-        if known and hasattr(transformers, name):
+        if (known := _known(mapping[native])) and hasattr(transformers, name):
             found[name] = known
     return found
+
+
+def _known(classes: Any) -> tuple[str, ...]:
+    """The names of those classes, one or several, that transformers has for all."""
+    listed = classes if isinstance(classes, tuple | list) else (classes,)
+    return tuple(c.__name__ for c in listed if hasattr(transformers, c.__name__))

@@ -20,6 +20,7 @@ from blr.compressor.loading.keys import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.native_classes import GUARD, guard
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
@@ -87,6 +88,7 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "model_type": f"blr_{native}",
         "architectures": [PREFIX + name for name in named],
         "auto_map": classes,
+        GUARD: guard(native),
         "blr": {
             "format": FORMAT,
             "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},

@@ -55,7 +55,7 @@ def hub(dense: Path, environment: Environment) -> Iterator[Callable[..., None]]:
 
     def serve(**attributes: object) -> None:
         defaults = {"folder": dense, "broken_after": None, "every": 1000, "sent": []}
-        defaults |= {"status": None, "parts": None}
+        defaults |= {"status": None, "parts": None, "error": "GatedRepo"}
         for name, value in {**defaults, **attributes}.items():
             setattr(Hub, name, value)
 

@@ -19,6 +19,7 @@ from hubs import COMMIT, Environment, online, recorded
 from pico import save_pico
 
 from blr.compressor.checkpoint.ownership import write_marker
+from blr.compressor.loading.resolve import PATTERNS, is_whole
 
 NO_SOCKETS = """
 import socket, sys
@@ -184,3 +185,76 @@ def test_of_a_pipeline_the_transformer_alone_is_downloaded(
     assert again.returncode == 0, again.stderr
     streamed = online(environment, tmp_path, "compress", "who/pico", "--stream", "-o", "no")
     assert streamed.returncode == 2 and "who/pico is a pipeline" in streamed.stderr
+
+
+# How a hub cannot be asked: no route to it, a proxy that is gone, an answer that is none
+DOWN = {
+    "refused": {"HF_ENDPOINT": "http://127.0.0.1:9"},
+    "proxy": {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"},
+    "name": {"HF_ENDPOINT": "http://hub.invalid"},
+}
+COMMANDS = {
+    "plan": ("plan", "who/pico", "--method", "svd"),
+    "compress": ("compress", "who/pico", "--method", "svd", "-o", "out"),
+    "stream": ("compress", "who/pico", "--method", "svd", "--stream", "-o", "out"),
+    "export": ("export", "who/pico", "--as", "dense", "-o", "out"),
+}
+
+
+@pytest.mark.parametrize(
+    ("down", "command"),
+    [*((down, "compress") for down in DOWN), *(("refused", c) for c in COMMANDS if c != "compress")],
+)
+def test_a_cached_model_without_the_network(
+    down: str, command: str, dense: Path, environment: Environment, tmp_path: Path
+) -> None:
+    """As transformers: what is in the cache whole is taken, and it is said."""
+    put_in_cache(dense, tmp_path / "hf")
+    done = online({**environment, **DOWN[down]}, tmp_path, *COMMANDS[command])
+    assert done.returncode == 0, done.stderr
+    assert f"goes on with commit {COMMIT} in the cache" in done.stderr
+    if command != "plan":
+        assert recorded(tmp_path / "out") == {"name": "who/pico", "revision": COMMIT}
+
+
+@pytest.mark.parametrize("left", [{"config.json"}, {"model.safetensors"}, {"tokenizer.json"}])
+def test_a_cache_that_has_not_all_is_not_taken(
+    left: set[str], dense: Path, environment: Environment, tmp_path: Path
+) -> None:
+    """The network is told of, not a file that a stopped download left out."""
+    put_in_cache(dense, tmp_path / "hf")
+    for path in (tmp_path / "hf/hub/models--who--pico/snapshots" / COMMIT).iterdir():
+        if path.name not in left:
+            path.unlink()
+    done = online({**environment, **DOWN["refused"]}, tmp_path, *COMMANDS["compress"])
+    assert done.returncode == 8 and "check the name, the network" in done.stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_shards_that_the_index_names_are_all_needed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    table = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert not is_whole(tmp_path, PATTERNS) and is_whole(tmp_path, ["config.json"])
+    (tmp_path / "model-2.safetensors").touch()
+    assert is_whole(tmp_path, PATTERNS)
+
+
+def test_a_model_that_the_hub_closed_is_taken_from_the_cache(
+    dense: Path, hub: Callable[..., None], environment: Environment, tmp_path: Path
+) -> None:
+    put_in_cache(dense, tmp_path / "hf")
+    hub(commit=COMMIT, status=403)
+    done = online(environment, tmp_path, *COMMANDS["compress"])
+    assert done.returncode == 0, done.stderr
+    assert f"goes on with commit {COMMIT} in the cache" in done.stderr
+
+
+def test_a_revision_that_the_hub_has_not_is_an_error(
+    dense: Path, hub: Callable[..., None], environment: Environment, tmp_path: Path
+) -> None:
+    put_in_cache(dense, tmp_path / "hf")
+    hub(commit=COMMIT, status=404, error="RevisionNotFound")
+    done = online(environment, tmp_path, *COMMANDS["compress"], "--revision", "main")
+    assert done.returncode == 8 and "404 Not Found" in done.stderr

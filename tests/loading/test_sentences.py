@@ -92,3 +92,40 @@ def test_what_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=f"{found}; expected .*sentence-transformers itself"):
         read_sentences(folder_of(tmp_path, modules, settings))
+
+
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": None}, {}),
+    ({"prompts": {"query": "q: "}, "default_prompt_name": "query"}, {"prompt": "q: "}),
+    (
+        {"prompts": {"s": "S "}, "default_prompt_name": "s", "truncate_dim": 3},
+        {"prompt": "S ", "dimensions": 3},
+    ),
+    ({"default_prompt_name": "document", "truncate_dim": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), SETTINGS)
+def test_prompts_and_dimensions(
+    settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    found = read_sentences(tmp_path)
+    assert found == Sentences(**expected)
+    assert found.texts(["A b"]) == [f"{expected.get('prompt', '')}A b"]
+
+
+def test_a_prompt_that_is_not_there(tmp_path: Path) -> None:
+    settings = {"prompts": {"s": "S "}, "default_prompt_name": "t"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="a default prompt 't'; expected one of document, query, s"):
+        read_sentences(tmp_path)
+
+
+@pytest.mark.parametrize("mode", POOLED)
+def test_tokens_of_a_prompt_are_left_out(mode: str) -> None:
+    """Behind the padding on the left of the first row; two real tokens stay of the second."""
+    head = Sentences((mode,), dimensions=1)
+    found = head.embed(HIDDEN, MASK, unpooled=1)
+    mask = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    torch.testing.assert_close(found, head.embed(HIDDEN, mask))

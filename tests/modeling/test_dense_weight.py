@@ -101,3 +101,32 @@ def test_a_traced_dtype_leaves_no_product_in_the_graph() -> None:
     torch.testing.assert_close(compiled(x), model(x))
     program = torch.export.export(model, (x,)).run_decompositions()
     assert "eye" not in str(program.graph)
+
+
+def _assign(weight: Any) -> None:
+    weight.data = torch.zeros(weight.shape)
+
+
+def _subtract(weight: Any) -> None:
+    weight.data -= 1.0
+
+
+WRITES = {
+    "data": _assign,
+    "data -=": _subtract,
+    "copy_": lambda weight: weight.copy_(torch.zeros(weight.shape)),
+    "[0] =": lambda weight: weight.__setitem__(0, 1.0),
+    "out": lambda weight: torch.neg(torch.zeros(weight.shape), out=weight),
+    "init": lambda weight: nn.init.zeros_(weight),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_would_be_lost_cannot_be_written(write: Any) -> None:
+    """A package that changes weights (peft's PiSSA, KaSA) would go on with another model."""
+    layer = layer_of(SPECS["svd"])
+    before = layer.weight + 0.0
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be written: change its factors"):
+        write(layer.weight)
+    assert torch.equal(layer.weight + 0.0, before)
+    assert layer.weight.requires_grad_(True).shape == before.shape

@@ -11,8 +11,9 @@ import torch
 from exporting import compress_to, export_to
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from pico import save_pico
 from running import Invoke
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import blr.compressor.modeling  # noqa: F401
 
@@ -116,3 +117,15 @@ def test_eval_of_a_task_of_ones_own(folder: Path, tasks: Path, sample: Path, inv
 def test_a_task_that_does_not_exist_is_named(tiny: Path, tasks: Path, invoke: Invoke) -> None:
     code, out, err = invoke("eval", tiny, "--tasks", "no-such", "--tasks-path", tasks, "-q")
     assert (code, out) == (4, "") and "'no-such'" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_the_backend_is_that_of_the_native_type(name: str, tmp_path: Path) -> None:
+    """Causal, or a sequence to a sequence: found by the model type."""
+    output = compress_to(save_pico(name, tmp_path / "dense"), tmp_path / "out", method="svd")
+    found = []
+    for folder in (tmp_path / "dense", output):
+        harness = HFLM.__new__(HFLM)
+        harness._get_backend(AutoConfig.from_pretrained(folder), backend="default")
+        found.append(harness.backend)
+    assert found == ["seq2seq" if name == "t5" else "causal"] * 2

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import bare
 import pytest
 import torch
 from exporting import compress_to
+from peft import LoraConfig, get_peft_model
 from pico import VOCAB, save_pico
 from running import Invoke
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import blr.compressor.modeling  # noqa: F401
 
@@ -90,3 +99,47 @@ def test_trainer_resumes_and_saves(
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(folder).state_dict(), whole)
         assert invoke("verify", folder)[0] == 0
     assert invoke("export", tmp_path / "saved", "-o", tmp_path / "export", "--quiet")[0] == 0
+
+
+# Loads with the code in the folder alone; prints the loss
+REMOTE = (
+    bare.without("blr")
+    + """
+import json
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+folder, output, ids = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+options = {"report_to": [], "use_cpu": True, "label_smoothing_factor": 0.1}
+rows = [{"input_ids": row, "labels": row} for row in json.loads(ids)]
+trainer = Trainer(model, TrainingArguments(output, **options))
+with torch.no_grad():
+    print(float(trainer.compute_loss(model, default_data_collator(rows))))
+"""
+)
+
+
+def smoothed(model: Any, output: Path) -> float:
+    """Trainer's loss with smoothed labels."""
+    options = {"report_to": [], "use_cpu": True, "label_smoothing_factor": 0.1}
+    rows = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
+    trainer = Trainer(model.eval(), TrainingArguments(str(output), **options))
+    with torch.no_grad():
+        return float(trainer.compute_loss(model, default_data_collator(rows)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "bert-mlm"])
+def test_smoothed_labels_are_those_of_the_native_class(name: str, tmp_path: Path) -> None:
+    """Shifted for causal language models alone; of full rank, so that the losses are the same."""
+    auto = AutoModelForMaskedLM if name == "bert-mlm" else AutoModelForCausalLM
+    source = save_pico(name, tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", method="svd", rank=64)
+    expected = smoothed(auto.from_pretrained(source), tmp_path / "run")
+    model = auto.from_pretrained(output)
+    assert smoothed(model, tmp_path / "run") == pytest.approx(expected, abs=1e-4)
+    if name == "llama":
+        with_adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        assert smoothed(with_adapter, tmp_path / "run") == pytest.approx(expected, abs=1e-4)
+        done = bare.run(REMOTE, output, tmp_path / "run", json.dumps(IDS.tolist()))
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout.splitlines()[-1]) == pytest.approx(expected, abs=1e-4)

@@ -36,6 +36,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     every: int  # how many requests for parts of files go well between two that break
     sent: ClassVar[list[tuple[str, int]]]  # parts of files: name, bytes
     status: int | None  # what every request is refused with
+    error: str = "GatedRepo"  # why
     parts: int | None  # how many requests for parts are answered before all are refused
 
     def refused(self) -> bool:
@@ -44,7 +45,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         status = self.status if self.parts is None or late else None
         if status is not None:
             self.send_response(status)
-            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("X-Error-Code", self.error)
             self.send_header("Content-Length", "0")
             self.end_headers()
         return status is not None

@@ -1,0 +1,215 @@
+"""What transformers and packages with it decide by the name of a class or of a model type: of our models
+as of the native ones.
+
+Each entry of `DECISIONS` is how such code asks, found by reading it for names of classes, tables of
+names, `model_type`, `architectures` and `isinstance`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bare
+import pytest
+import transformers
+from exporting import compress_to
+from pico import MODELS, MORE, save_pico, save_seeing
+from spoiling import words_tokenizer
+from transformers import modelcard
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto import (
+    feature_extraction_auto,
+    image_processing_auto,
+    modeling_auto,
+    processing_auto,
+    tokenization_auto,
+    video_processing_auto,
+)
+from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pipelines import SUPPORTED_TASKS
+
+import blr.compressor.modeling  # noqa: F401
+from blr.compressor.modeling.configuration_blr import PREFIX, config_class
+from blr.compressor.modeling.exported import model_class
+
+pytestmark = pytest.mark.fast
+
+FAMILIES = ("llama", "gpt2", "bert-mlm", "roberta", "vit", "t5", "mixtral", "distilbert", "opt")
+TABLES = {name: t for name, t in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+PROCESSORS = {
+    "feature extractor": feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING,
+    "image processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING,
+    "processor": processing_auto.PROCESSOR_MAPPING,
+    "tokenizer": tokenization_auto.TOKENIZER_MAPPING,
+    "video processor": video_processing_auto.VIDEO_PROCESSOR_MAPPING,
+}
+
+
+def named(names: dict[str, Any], model: Any) -> bool:
+    """Whether a table of transformers has the class of a model, alone or beside others."""
+    found = [(n,) if isinstance(n, str) else n for n in names.values()]
+    return any(type(model).__name__ in each for each in found)
+
+
+def mapped(mapping: Any, model: Any) -> str:
+    """The name of what a lazy mapping gives for a configuration, without our prefix."""
+    found = mapping.get(type(model.config), None)
+    found = found if isinstance(found, tuple | list) else (found,)
+    return ", ".join(getattr(each, "__name__", str(each)).removeprefix(PREFIX) for each in found)
+
+
+def renamings(model: Any) -> list[str]:
+    return sorted(str(getattr(r, "source_patterns", r)) for r in get_model_conversion_mapping(model))
+
+
+def natives(cls: type) -> list[str]:
+    """What of transformers a class inherits from."""
+    return [base.__name__ for base in cls.__mro__ if base.__module__.startswith("transformers.")]
+
+
+DECISIONS: dict[str, Callable[[Any], object]] = {
+    # Trainer: shifted labels with label smoothing; model cards: the task; `transformers serve`: what
+    # a model sees and writes; pipelines: what they support
+    "tables of class names": lambda model: [name for name, t in TABLES.items() if named(t, model)],
+    "Trainer: smoothed labels are shifted": lambda model: (
+        model._get_name() in TABLES["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"].values()
+    ),
+    "Trainer: no head": lambda model: type(model).__name__ in TABLES["MODEL_MAPPING_NAMES"],
+    "model cards: tasks": lambda model: [
+        task
+        for task, mapping in modelcard.TASK_MAPPING.items()
+        if type(model).__name__ in modelcard._get_mapping_values(mapping)
+    ],
+    # lm-eval: causal or sequence to sequence; attention visualizer, sentence-transformers: by type
+    "tables of model types": lambda model: [
+        name for name, t in TABLES.items() if model.config.model_type in t
+    ],
+    # generation (whisper, llama4), pipelines (siglip, csm), peft (mamba, gpt2), TRL (gpt_oss), megatron
+    "comparisons with a model type": lambda model: model.config.model_type,
+    "the loss": lambda model: model.loss_type,
+    "renamed tensors": renamings,
+    # accelerate, FSDP: blocks that stay whole
+    "blocks that are not split": lambda model: sorted(
+        {type(m).__name__ for m in model.modules()} & set(model._no_split_modules or ())
+    ),
+    "classes of norms": lambda model: sum("Norm" in type(m).__name__ for m in model.modules()),
+    # sentence-transformers: encoders of encoder-decoders; generation: vision-encoder-decoders
+    "instances of a configuration": lambda model: natives(type(model.config)),
+    "instances of a model": lambda model: natives(type(model)),
+    **{
+        f"{name} by configuration": lambda model, mapping=mapping: mapped(mapping, model)
+        for name, mapping in PROCESSORS.items()
+    },
+    "Auto classes": lambda model: {
+        name: mapped(mapping, model)
+        for name, mapping in vars(modeling_auto).items()
+        if isinstance(mapping, _LazyAutoMapping) and type(model.config) in mapping
+    },
+    "pipelines": lambda model: [
+        task
+        for task, about in SUPPORTED_TASKS.items()
+        if any(type(model.config) in auto._model_mapping for auto in about["pt"])
+    ],
+    "generation": lambda model: model.can_generate(),
+}
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """A structured model of a family, without any structured layer, and the native one."""
+    kind, settings, model = {**MODELS, **MORE}[name]
+    native = getattr(transformers, kind)(**settings)
+    CONFIG_MAPPING[f"blr_{native.model_type}"]
+    ours = config_class(PREFIX + kind)(**settings, blr={"format": 1, "layers": {}})
+    return model_class(PREFIX + model)(ours), getattr(transformers, model)(native)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[Any, Any]]:
+    return {name: pair(name) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("decision", DECISIONS.values(), ids=DECISIONS)
+def test_ours_are_decided_on_as_the_native_ones(
+    decision: Callable[[Any], object], pairs: dict[str, tuple[Any, Any]]
+) -> None:
+    found = {name: decision(ours) for name, (ours, _) in pairs.items()}
+    assert found == {name: decision(native) for name, (_, native) in pairs.items()}
+
+
+def test_what_files_say_is_the_type_of_our_own(pairs: dict[str, tuple[Any, Any]]) -> None:
+    for ours, native in pairs.values():
+        config, kind = ours.config, f"blr_{native.config.model_type}"
+        assert type(config).model_type == config.to_dict()["model_type"] == kind
+        again = type(config).from_dict(json.loads(config.to_json_string()))
+        assert again.model_type == native.config.model_type and again.blr == config.blr
+
+
+def test_losses_of_all_classes_that_have_one_of_their_own() -> None:
+    """`loss_type` is looked for in the name of the class."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    pattern = f"({'|'.join(LOSS_MAPPING)})"
+    listed = [each for table in TABLES.values() for each in table.values()]
+    names = {n for each in listed for n in ((each,) if isinstance(each, str) else each)}
+    for name in (n for n in names if not n.startswith(PREFIX)):
+        expected = [name] if name in LOSS_MAPPING else re.findall(pattern, name)[:1]
+        assert re.findall(pattern, PREFIX + name)[:1] == expected, name
+
+
+TYPES = ("vit", "llava", "whisper", "clip", "wav2vec2", "qwen2_vl", "bert", "layoutlmv3")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_processors_are_those_of_the_native_type(kind: str) -> None:
+    native, ours = CONFIG_MAPPING[kind], CONFIG_MAPPING[f"blr_{kind}"]
+    found = {name: native in mapping for name, mapping in PROCESSORS.items()}
+    assert {name: ours in mapping for name, mapping in PROCESSORS.items()} == found
+    assert any(found.values())
+
+
+# Loads what belongs to each folder with the code in it; prints the classes
+REMOTE = (
+    bare.without("blr")
+    + """
+import json
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+trusted = {"trust_remote_code": True}
+vit, llava, llama = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(llama, **trusted)
+readers = [transformers.AutoTokenizer.from_pretrained(llama, trust_remote_code=t) for t in (False, True)]
+print(json.dumps([
+    type(transformers.AutoImageProcessor.from_pretrained(vit, **trusted)).__name__,
+    type(transformers.AutoProcessor.from_pretrained(llava, **trusted)).__name__,
+    model._get_name() in CAUSAL.values(),
+    model.config.model_type,
+    *(reader("protocol rules")["input_ids"] for reader in readers),
+]))
+"""
+)
+
+
+def test_with_the_code_in_the_folder_alone(tmp_path: Path) -> None:
+    images = {"do_resize": True, "do_normalize": True, "size": 32, "image_mean": [0.5] * 3}
+    vit, llava = save_pico("vit", tmp_path / "vit"), save_seeing("llava", tmp_path / "llava")
+    llama = save_pico("llama", tmp_path / "llama")
+    (vit / "preprocessor_config.json").write_text(json.dumps({**images, "image_std": [0.5] * 3}))
+    (llava / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    for folder in (llava, llama):
+        words_tokenizer().save(str(folder / "tokenizer.json"))
+    ids = transformers.AutoTokenizer.from_pretrained(llama)("protocol rules")["input_ids"]
+    outputs = [compress_to(f, tmp_path / f"{f.name}-out", method="svd") for f in (vit, llava, llama)]
+    done = bare.run(REMOTE, *outputs)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        type(transformers.AutoImageProcessor.from_pretrained(vit)).__name__,
+        type(transformers.AutoProcessor.from_pretrained(llava)).__name__,
+        *(True, "llama", ids, ids),
+    ]
+    # the tokenizer inside a processor asks for itself, and takes no code without an answer
+    assert json.loads(done.stdout.splitlines()[-1].rpartition("[y/N] ")[2]) == expected
