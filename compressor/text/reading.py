@@ -21,6 +21,7 @@ from blr.compressor.checkpoint.regular import (
 )
 from blr.compressor.errors import HubError, InputError
 from blr.compressor.quoting import first_line, is_text, quote
+from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +41,13 @@ class Calibration:
     """Token batches and their digest.
 
     `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
+    `idle` positions at the start of every row predict what the tokenizer puts before a text.
     """
 
     ids: list[Tensor]
     masks: list[Tensor]
     digest: str
+    idle: int = 0
 
     @property
     def tokens(self) -> int:
@@ -61,16 +64,27 @@ def read_calibration(
         name: a .jsonl file with a `text` field, a .json file of the same or of a list of such objects
             or of strings, any other text file, or a hub data set's name.
         samples: windows (packed) or documents to use at most; seq_len: tokens a window.
-        packed: decoders see consecutive windows of one long text, encoders one line at a time.
+        packed: decoders see consecutive windows of one long text, each begun as the tokenizer begins
+            a text; encoders one line at a time, with all that the tokenizer puts around it.
 
     Raises:
         InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
         HubError: a data set that cannot be had.
     """
     documents = read_documents(name, offline)
-    ids = _windows if packed else _sentences
-    batches, masks = ids(documents, tokenizer, samples, seq_len, name)
-    return Calibration(batches, masks, digest_batches(batches, masks))
+    if not packed:
+        batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
+        return Calibration(batches, masks, digest_batches(batches, masks))
+    beginning = beginning_of(tokenizer)
+    text = _windows(documents, tokenizer, samples, room_in(seq_len, beginning), name)
+    return packed_calibration(begun(text, beginning), beginning)
+
+
+def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
+    """Windows [n, w] of token ids, which start with the `beginning`, in batches."""
+    ids = list(rows.split(BATCH))
+    masks = [part.new_ones(part.shape) for part in ids]
+    return Calibration(ids, masks, digest_batches(ids, masks), idle_predictions(beginning))
 
 
 def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
@@ -210,10 +224,8 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
         ) from error
 
 
-def _windows(
-    documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Consecutive windows [m, seq_len] of the concatenated documents."""
+def _windows(documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str) -> Tensor:
+    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most."""
     ids: list[int] = []
     piece: list[str] = []
     size = 0
@@ -223,19 +235,18 @@ def _windows(
         if size > PIECE or len(piece) >= PIECES:
             ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
             piece, size = [], 0
-        if len(ids) >= samples * seq_len:
+        if len(ids) >= samples * room:
             break
     ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(samples, len(ids) // seq_len)
+    count = min(samples, len(ids) // room)
     if count < 1:
         raise InputError(
-            f"{name}: {len(ids)} tokens, expected at least one window of {seq_len}; "
+            f"{name}: {len(ids)} tokens, expected at least one window of {room}; "
             "give more text or lower --seq-len"
         )
     import torch
 
-    rows = torch.tensor(ids[: count * seq_len]).view(count, seq_len)
-    return list(rows.split(BATCH)), [torch.ones_like(part) for part in rows.split(BATCH)]
+    return torch.tensor(ids[: count * room]).view(count, room)
 
 
 def _sentences(
