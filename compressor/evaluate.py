@@ -196,7 +196,8 @@ def read_pairs(path: Path) -> list[Pair]:
     try:
         rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
     except csv.Error as error:
-        raise InputError(f"{path}: not a readable CSV file ({error})") from None
+        remedy = "write sentence, sentence, score in every row"
+        raise InputError(f"{path}: not a readable CSV file ({error}); {remedy}") from None
     if rows and not _is_number(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):

@@ -190,7 +190,9 @@ def compress(
         resolved = load_recipe(recipe, asked)
         refuse_idle(resolved, asked, calibration is not None)
         if mix is not None and calibration == SELF:
-            raise UsageError(f"--mix {mix:g} is beside a text of yours, not --calibration self")
+            raise UsageError(
+                f"--mix {mix:g} is beside a text of yours, not --calibration self; leave it out"
+            )
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():

@@ -14,8 +14,8 @@ from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.computing import load_computing
-from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.beginning import Beginning, beginning_of, begun
+from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.reading import OWN, Calibration, packed_calibration
 from blr.compressor.text.windows import interleaved
 

@@ -154,11 +154,15 @@ def _check_encoder(options: HealOptions) -> None:
             "(of compress --calibration FILE)"
         )
     if options.loss != "kl" or options.top_k is not None:
-        raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
+        raise UsageError(
+            "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
+        )
     if options.own_tokens is not None:
-        raise UsageError("--own-tokens is for decoders; an encoder writes no text of its own")
+        raise UsageError(
+            "--own-tokens is for decoders; an encoder writes no text of its own: leave it out"
+        )
     if options.vary is not None:
-        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are")
+        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are: leave it out")
 
 
 @dataclass(frozen=True)

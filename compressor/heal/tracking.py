@@ -36,7 +36,8 @@ class Tracking:
             tracker.start()
         except Exception as error:  # whatever a library of others does, without a network, say
             raise CapabilityError(
-                f"--track {self.name}: does not start: {first_line(error, 200)}"
+                f"--track {self.name}: does not start: {first_line(error, 200)}; set it up as its own "
+                "documentation says, or leave --track out"
             ) from error
         return tracker
 

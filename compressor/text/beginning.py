@@ -18,8 +18,9 @@ Beginning: TypeAlias = tuple[int, ...]  # token ids
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
-    """The ids before those of the text itself, as the tokenizer gives them by default; it is asked, for
-    neither `bos_token` nor `add_bos_token` decides that in all of them. What it puts behind is left out."""
+    """The ids before those of the text itself, as the tokenizer gives them by default. It is asked, for
+    neither `bos_token` nor `add_bos_token` decides that in all of them. What it puts behind a text is
+    left out."""
     plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer(PROBE, verbose=False)["input_ids"]
     starts = range(len(whole) - len(plain) + 1)

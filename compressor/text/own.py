@@ -136,7 +136,7 @@ def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
 
 
 def _openings(tokenizer: Any) -> list[list[int]]:
-    """Tokens that samples begin with, before the one at random: those of any text, and of a user's turn."""
+    """Tokens that samples begin with, before the one at random: a text's beginning, a user's turn."""
     beginning = list(beginning_of(tokenizer))
     if not getattr(tokenizer, "chat_template", None):
         return [beginning]

@@ -204,7 +204,7 @@ def _json_list(path: Path, limit: int) -> Iterator[str]:
         document = item.get("text") if isinstance(item, dict) else item
         if not isinstance(document, str) or not is_text(document):
             expected = "a string, or a JSON object with a string field 'text'"
-            raise InputError(f"{path}: item {number} of the list: expected {expected}; repair it")
+            raise InputError(f"{path}: item {number} of the list: expected {expected}; write it so")
         yield document + "\n"
 
 

@@ -109,7 +109,7 @@ def test_every_window_of_a_calibration_begins_so(around: str, text: Path, tmp_pa
 
 def test_a_window_has_room_for_text(text: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, SEVERAL)
-    with pytest.raises(InputError, match="a window of 2 tokens, .* begins every text with 2; expected"):
+    with pytest.raises(InputError, match=r"a window of 2 tokens, .* begins every text with 2; expected"):
         read_calibration(str(text), tokenizer, samples=4, seq_len=2, packed=True)
 
 
