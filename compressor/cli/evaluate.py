@@ -88,6 +88,7 @@ def evaluate(
 ) -> None:
     """Perplexity of a decoder (--text) and its score in tasks (--tasks), or STS Spearman of an encoder
     (--sts)."""
+    from blr.compressor import harness
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
@@ -101,19 +102,18 @@ def evaluate(
         most = window or WINDOW
         raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {most}")
     _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
+    if tasks:
+        harness.check_installed()
     use_threads(threads)
     found_as = resolve_model(checkpoint, offline=offline)
     folder = found_as.folder
     from blr.compressor import evaluate as library
-    from blr.compressor import harness
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
     from blr.compressor.progress import Progress
     from blr.compressor.text.beginning import beginning_of
 
-    if tasks:
-        harness.check_installed()
     pairs = library.read_pairs(sts) if sts else []
     if sts:
         library.check_embeds(folder)

@@ -20,13 +20,16 @@ from blr.compressor.checkpoint.regular import (
     refuse,
 )
 from blr.compressor.errors import HubError, InputError
+from blr.compressor.machine.packages import check_packages, is_missing
 from blr.compressor.quoting import first_line, is_text, quote
 from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
+PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
+NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
 MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
@@ -111,15 +114,42 @@ def calibration_digest(name: str) -> str:
     return digest.hexdigest()
 
 
-def _known(name: str) -> Path:
+def check_text(name: str, offline: bool = False) -> None:
+    """Look whether a text can be had: the name alone, for a command to ask before it loads anything.
+
+    Raises:
+        InputError: no such file, and no name of a data set. CapabilityError: a data set, and `datasets`
+            is not installed. HubError: a data set, `offline`.
+    """
+    if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
+        _check_hub(name, offline)
+
+
+def _known(name: str, offline: bool = False) -> Path:
     """The path of a file that exists, or of what has the form of a data set's name."""
     path = Path(name)
     if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
-        shown = quote(name, 160)[1:-1]
-        raise InputError(
-            f"{shown}: {absence(path, 'file')}; expected a text file, .jsonl or a hub data set name"
-        )
+        shown, lack = quote(name, 160)[1:-1], _lack(offline) if WORD.fullmatch(name) else ""
+        expected = "expected a text file, .jsonl or OWNER/NAME, a hub data set"
+        hint = f" ({lack})" if lack else ""
+        raise InputError(f"{shown}: {absence(path, 'file')}; {expected}{hint}")
     return path
+
+
+def _lack(offline: bool) -> str:
+    """What is not here for a data set of the hub, and how to have it; empty if all is."""
+    if offline:
+        return "not with --offline"
+    if is_missing(PACKAGE):
+        return f"which needs {PACKAGE}: pip install 'blr-compress[{EXTRA}]'"
+    off = next((n for n in NETWORK_OFF if os.environ.get(n, "").upper() in YES), None)
+    return f"{off} keeps the network off: unset it" if off else ""
+
+
+def _check_hub(name: str, offline: bool) -> None:
+    if offline:
+        raise HubError(f"{name}: a data set needs the hub; give a local file with --offline")
+    check_packages(f"{name}: a hub data set", PACKAGE, extra=EXTRA)
 
 
 def is_dataset(name: str) -> bool:
@@ -209,18 +239,16 @@ def _json_list(path: Path, limit: int) -> Iterator[str]:
 
 
 def _dataset(name: str, offline: bool) -> Iterator[str]:
-    if offline:
-        raise HubError(f"{name}: a data set needs the hub; give a local file with --offline")
+    _check_hub(name, offline)
     try:
         from datasets import load_dataset
 
         for row in load_dataset(name, split="train", streaming=True):
             yield str(row["text"]) + "\n"
     except Exception as error:  # the client raises its own, the network's and the system's errors
-        reason = first_line(error, 200)
+        reason, remedy = first_line(error, 200), _lack(offline) or "check the name and the network"
         raise HubError(
-            f"{name}: {type(error).__name__}: {reason}; install `datasets`, check the name and the "
-            "network, or give a local file"
+            f"{name}: {type(error).__name__}: {reason}; {remedy}, or give a local file"
         ) from error
 
 
