@@ -74,6 +74,7 @@ def _beginning(folder: Path) -> Beginning:
 
 def _own(model: Any, beginning: Beginning) -> Tensor:
     from blr.compressor.checkpoint.context import context_of
+    from blr.compressor.loading.tokenizer import check_ids
     from blr.compressor.loading.trial import plain_tokens
     from blr.compressor.text.beginning import begun
     from blr.compressor.text.own import OwnText, continued
@@ -83,4 +84,6 @@ def _own(model: Any, beginning: Beginning) -> Tensor:
     usable = plain_tokens(model.config)
     starts = usable[torch.randint(len(usable), (SAMPLES, 1), generator=generator)]
     wanted = OwnText(SAMPLES * LENGTH, length, 0, "")
-    return continued(model, begun(starts, beginning), 0, wanted).long()
+    prompts = begun(starts, beginning)
+    check_ids(model, prompts)
+    return continued(model, prompts, 0, wanted).long()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
@@ -164,6 +165,7 @@ def _prompts(
     plain = plain.nonzero()[:, 0]
     picks = torch.randint(len(plain), (size, 1), generator=_generator("cpu", wanted, number))
     start = torch.tensor([opening], dtype=torch.long).expand(size, -1)
+    check_ids(model, start)
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 

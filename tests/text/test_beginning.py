@@ -15,6 +15,7 @@ from calibrating import block_model
 from heal_models import QUIET, compress_pico, save_characters, save_dense, write_text
 from pico import save_pico
 from running import Invoke
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaTokenizer
 
@@ -277,6 +278,21 @@ def test_what_an_export_is_judged_by_begins_so(
     for rows in (sample_text(source, None), sample_text(source, text)):
         assert rows is not None and rows[:, : len(beginning)].tolist() == [beginning] * len(rows)
         assert rows.shape[1] == 64
+
+
+def test_a_beginning_that_the_model_has_not_is_told(tmp_path: Path) -> None:
+    """Where it writes its own text; what it reads is compared as a whole."""
+    folder = save_dense(tmp_path / "dense", around=BOS)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: t[:100].clone() if len(t) == 128 else t for name, t in tensors.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
+    with pytest.raises(InputError, match="found token 123 of its tokenizer for a model with 100"):
+        sample_text(open_source(folder), None)
+    with pytest.raises(InputError, match="found token 123 of its tokenizer for a model with 100"):
+        write_own_text(model, load_tokenizer(folder), OwnText(99, 9, 0, "a"), Journal(tmp_path), QUIET)
 
 
 def test_an_export_of_a_model_without_a_tokenizer_is_judged(tmp_path: Path) -> None:
