@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from blr.compressor.cli import app
 from blr.compressor.errors import BlrError
 from blr.compressor.heal.tracking import PACKAGES
 from blr.compressor.machine import packages
-from blr.compressor.text.reading import check_text
+from blr.compressor.text.reading import check_text, read_documents
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OLD_NAMES = {"compress": "--calibration", "plan": "--calibration", "heal": "--data", "sweep": "--eval"}
@@ -148,3 +150,25 @@ def test_texts_that_can_be_had_are_not_refused(sample: Path, monkeypatch: pytest
     check_text("self", offline=True)
     with pytest.raises(BlrError, match="a data set needs the hub; give a local file with --offline"):
         check_text(SET, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "remedy"),
+    [
+        ("1", "HF_HUB_OFFLINE keeps the network off: unset it, or give a local file"),
+        ("0", "check the name and the network, or give a local file"),
+    ],
+)
+@pytest.mark.fast
+def test_a_data_set_that_does_not_come_is_told_why(
+    variable: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(name: str, **_: object) -> None:
+        raise ConnectionError(f"cannot reach {name}")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setenv("HF_HUB_OFFLINE", variable)
+    with pytest.raises(BlrError) as raised:
+        next(read_documents(SET))
+    assert str(raised.value) == f"{SET}: ConnectionError: cannot reach {SET}; {remedy}"
+    assert raised.value.exit_code == 8
