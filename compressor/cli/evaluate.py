@@ -158,7 +158,7 @@ def _counted(window: int, stride: int | None, begins: list[str]) -> str:
     """How tokens of a text are counted, as a sentence."""
     if begins:
         told = f"every token of the text, in windows of {window}"
-        return f"{told} that each begin with {' '.join(begins)}, which is not counted"
+        return f"{told} that each begin with {' '.join(map(str, begins))}, which is not counted"
     first = "the text" if stride is not None and stride < window else "each"
     return f"every token, in windows of {window}, but the first of {first}"
 

@@ -11,17 +11,10 @@ from blr.compressor.cli.asked import asked_recipe, taking_options_of
 from blr.compressor.cli.compress import compress
 from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
 
-NO_USE = (
-    "output",
-    "device",
-    "threads",
-    "max_shard_size",
-    "overwrite",
-    "restart",
-    "allow_pickle",
-    "check",
+NO_USE = (  # options of how compress runs, which change no plan
+    *("output", "overwrite", "restart", "max_shard_size", "allow_pickle", "check", "stream"),
+    *("device", "threads", "quiet"),
 )
-NO_USE += ("stream", "quiet")  # of compress: how it runs, which changes no plan
 
 
 @taking_options_of(compress, hidden=NO_USE)
