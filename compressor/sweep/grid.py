@@ -80,7 +80,9 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
             or none.
     """
     if DENSE in grid.methods:
-        raise UsageError("--methods are structures; name dense weights in few bits under --plain")
+        raise UsageError(
+            "--methods are structures; dense weights in few bits are the line of --plain: name them there"
+        )
     _refuse_halves(grid)
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
     healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
