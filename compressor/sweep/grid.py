@@ -81,7 +81,7 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
     """
     if DENSE in grid.methods:
         raise UsageError(
-            "--methods are structures; dense weights in few bits are the line of --plain: name them there"
+            "--methods are structures; dense weights in few bits are the line of --plain: give that"
         )
     _refuse_halves(grid)
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
