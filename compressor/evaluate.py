@@ -22,6 +22,7 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import quote
+from blr.compressor.text.beginning import Beginning, begun, room_in
 from blr.compressor.text.reading import read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
@@ -31,11 +32,15 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted tokens, each seen with at most `window` − 1 before it."""
+    """`perplexity` over `tokens` predicted tokens, each seen with at most `window` − 1 before it.
+
+    `beginning` holds the token ids that every window begins with; their predictions are not counted.
+    """
 
     perplexity: float
     tokens: int
     window: int
+    beginning: Beginning = ()
 
 
 @dataclass(frozen=True)
@@ -65,35 +70,44 @@ def fitting_window(model: Any, most: int) -> int:
 
 @torch.inference_mode()
 def perplexity(
-    model: Any, ids: Tensor, window: int, stride: int, batch: int, progress: Progress
+    model: Any,
+    ids: Tensor,
+    window: int,
+    stride: int,
+    batch: int,
+    progress: Progress,
+    beginning: Beginning = (),
 ) -> Perplexity:
     """exp of the mean negative log-likelihood of `ids` [n] under a causal model.
 
-    Windows of `window` tokens start every `stride`; a token is scored in the first window that
-    has it beyond its first position, so with stride = window each window's first token is not
-    scored, and with a smaller stride every token has at least `window − stride` before it.
+    A window is the `beginning` that the model's tokenizer gives a text and further tokens of `ids`,
+    `window` in all. Windows start every `stride` tokens of `ids`, so that none is left out. A token is
+    scored in the first window that has it with something before it. So without a beginning the first
+    token of a window is not scored where none overlap; with one all of `ids` are. With a smaller stride
+    a token has at least as many before it as windows overlap. The beginning is not scored.
 
-    Raises InputError for a window longer than the model's context, or ids that it has not;
-    NumericsError for a loss that is no finite number.
+    Raises InputError for a window longer than the model's context or without room for text, or ids that
+    the model has not; NumericsError for a loss that is no finite number.
     """
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
         raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
-    check_ids(model, ids)
-    stride = min(stride, window)
-    starts = list(range(0, max(len(ids) - window, 0) + 1, stride))
-    if starts[-1] + window < len(ids):
+    check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
+    room = room_in(window, beginning)
+    stride = min(stride, room)
+    starts = list(range(0, max(len(ids) - room, 0) + 1, stride))
+    if starts[-1] + room < len(ids):
         starts.append(starts[-1] + stride)
     total, count = 0.0, 0
     groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
     with progress.layers(len(groups), "evaluating") as advance:
         for group in groups:
             advance("")
-            for rows, fresh in _stack(ids, group, window, stride):
-                loss = _losses(model, rows)[:, -fresh:]
+            for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
+                loss = _losses(model, begun(rows, beginning))[:, -fresh:]
                 total, count = total + float(loss.double().sum()), count + loss.numel()
-    return Perplexity(_exponential(total / count), count, window)
+    return Perplexity(_exponential(total / count), count, window, beginning)
 
 
 def _exponential(loss: float) -> float:
@@ -106,12 +120,16 @@ def _exponential(loss: float) -> float:
     return math.exp(loss)
 
 
-def _stack(ids: Tensor, starts: list[int], window: int, stride: int) -> list[tuple[Tensor, int]]:
-    """Windows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
+def _stack(
+    ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
+) -> list[tuple[Tensor, int]]:
+    """Rows of up to `room` tokens of equal length and count of newly scored tokens together, as
+    ([m, w], fresh); where no beginning is before it (`begins`), a row's first token cannot be scored."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
-        row = ids[start : start + window]
-        fresh = len(row) - 1 if start == 0 or stride == window else len(row) - (window - stride)
+        row = ids[start : start + room]
+        alone = start == 0 or stride == room
+        fresh = len(row) - (not begins) if alone else len(row) - (room - stride)
         if fresh > 0:
             groups.setdefault((len(row), fresh), []).append(row)
     return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
@@ -179,7 +197,8 @@ def read_pairs(path: Path) -> list[Pair]:
     try:
         rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
     except csv.Error as error:
-        raise InputError(f"{path}: not a readable CSV file ({error})") from None
+        remedy = "write sentence, sentence, score in every row"
+        raise InputError(f"{path}: not a readable CSV file ({error}); {remedy}") from None
     if rows and not _is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):

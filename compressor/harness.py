@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.errors import CapabilityError, HubError, InputError
+from blr.compressor.errors import HubError, InputError
 from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.machine.packages import check_packages
 from blr.compressor.quoting import named_line, quote
 
 
@@ -38,8 +38,7 @@ class Scores:
 
 def check_installed() -> None:
     """Raise CapabilityError where lm_eval is not installed."""
-    if find_spec("lm_eval") is None:
-        raise CapabilityError("--tasks: lm_eval is not installed; pip install 'blr-compress[eval]'")
+    check_packages("--tasks", "lm_eval", extra="eval")
 
 
 def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:

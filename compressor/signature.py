@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.errors import CapabilityError, InputError, UsageError, VerifyError
+from blr.compressor.errors import InputError, UsageError, VerifyError
+from blr.compressor.machine.packages import check_packages
 from blr.compressor.quoting import first_line
 
 
@@ -36,8 +36,7 @@ def verify_signature(folder: Path, signature: Path, signer: Signer) -> None:
         InputError: no signature, or no key, that can be read.
         VerifyError: another signer, or other files.
     """
-    if find_spec("model_signing") is None:
-        raise CapabilityError("--signature: model_signing missing; pip install 'blr-compress[sign]'")
+    check_packages("--signature", "model_signing", extra="sign")
     for path in filter(None, (signature, signer.key)):
         if not path.is_file():
             raise InputError(f"{path}: no such file; expected the signature and the signer's public key")

@@ -64,7 +64,8 @@ def load_peer(path: Path) -> Peer:
     try:
         functions = entry()
     except Exception as error:
-        raise UsageError(f"peer {path}: blr_peer() failed: {named_line(error)}; correct it") from error
+        remedy = "mend blr_peer() there, or leave out this --peer"
+        raise UsageError(f"peer {path}: blr_peer() failed: {named_line(error)}; {remedy}") from error
     _check(path, functions)
     return Peer(path.resolve().stem, functions)
 
@@ -86,7 +87,8 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UsageError(f"peer {path}: cannot be imported: {named_line(error)}; correct it") from error
+        remedy = "make `import` of it work, or leave out this --peer"
+        raise UsageError(f"peer {path}: cannot be imported: {named_line(error)}; {remedy}") from error
     return module
 
 

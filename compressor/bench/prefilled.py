@@ -237,7 +237,7 @@ def find_any(name: str) -> Subject:
     except UsageError as error:
         known = ", ".join((*known_models(), *known_encoders()))
         raise UsageError(
-            f"model {name!r} is neither one of {known} nor a folder with config.json"
+            f"model {name!r} is neither one of {known} nor a folder with config.json; give one"
         ) from error
 
 

@@ -92,7 +92,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest, damage = _read(folder)
     if damage:
-        raise OutputError(f"{folder / MANIFEST}: {damage}; the folder is not as blr wrote it")
+        remedy = "the folder is not as blr wrote it: copy or compress it again"
+        raise OutputError(f"{folder / MANIFEST}: {damage}; {remedy}")
     return manifest
 
 

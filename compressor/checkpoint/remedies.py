@@ -85,7 +85,9 @@ def unforeseen(error: OSError) -> BlrError | None:
         return StorageError(f"{place}: {_said(error.errno)}; free or enlarge the disk, then run again")
     if error.filename is None or error.errno == errno.EIO:
         return StorageError(f"{place}: {_said(error.errno)}; check disk and machine, then run again")
-    return InputError(f"{place}: {_said(error.errno)}; expected a file that can be read; check it")
+    return InputError(
+        f"{place}: {_said(error.errno)}; expected a file that can be read; see to its permissions"
+    )
 
 
 def _number(error: Exception, own: Path) -> int | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
+from blr.compressor.cli.asked import asked_recipe
 from blr.compressor.cli.options import (
     AllowPickle,
     Base,
@@ -98,6 +99,7 @@ def compress(
     calibration: Annotated[
         str | None,
         typer.Option(
+            *("--text", "--calibration"),
             callback=values.place,
             help="Text file, .jsonl, data set, or self (the model's own text): fit to its activations.",
         ),
@@ -116,7 +118,7 @@ def compress(
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="uniform, or sensitivity, which needs --calibration.",
+            help="uniform, or sensitivity, which needs --text.",
             show_default="sensitivity if it can be",
         ),
     ] = None,
@@ -163,18 +165,9 @@ def compress(
     format: FormatOption = Format.text,
 ) -> None:
     """Replace the linear layers of a checkpoint by structured ones, or store them in fewer bits."""
-    from blr.compressor.cli.signals import stop_on_signals
-
-    given = {
-        **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
-        **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
-        **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
-        **{"pivot": pivot, "heads": heads, "solver": solver, "rounds": rounds},
-        **{"include": include or None, "exclude": exclude or None, "dtype": dtype, "seed": seed},
-        **{"samples": samples, "seq_len": seq_len, "mix": mix, "allocation": allocation},
-        **{"refit": refit, "finish": finish, "tokens_per_second": tokens_per_second, "gpu": gpu},
-    }
+    options = dict(locals())
     from blr.compressor.cli.crew import end_member, started
+    from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
@@ -183,14 +176,11 @@ def compress(
         from blr.compressor.compress import compress as run
         from blr.compressor.loading.resolve import default_output, resolve_model
         from blr.compressor.progress import Progress
-        from blr.compressor.recipe.idle import refuse_idle
-        from blr.compressor.recipe.shipped import load_recipe
+        from blr.compressor.text.reading import check_text
 
-        asked = {k: v for k, v in given.items() if v is not None}
-        resolved = load_recipe(recipe, asked)
-        refuse_idle(resolved, asked, calibration is not None)
-        if mix is not None and calibration == SELF:
-            raise UsageError(f"--mix {mix:g} is beside a text of yours, not --calibration self")
+        resolved = asked_recipe(options, calibration is not None)
+        if calibration is not None:
+            check_text(calibration, offline)
         shard_bytes = parse_size(max_shard_size)
         running.output = output = output or default_output(model, resolved)
         if first := environment.is_first():

@@ -88,6 +88,7 @@ def evaluate(
 ) -> None:
     """Perplexity of a decoder (--text) and its score in tasks (--tasks), or STS Spearman of an encoder
     (--sts)."""
+    from blr.compressor import harness
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
 
@@ -101,18 +102,18 @@ def evaluate(
         most = window or WINDOW
         raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {most}")
     _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
+    if tasks:
+        harness.check_installed()
     use_threads(threads)
     found_as = resolve_model(checkpoint, offline=offline)
     folder = found_as.folder
     from blr.compressor import evaluate as library
-    from blr.compressor import harness
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
     from blr.compressor.progress import Progress
+    from blr.compressor.text.beginning import beginning_of
 
-    if tasks:
-        harness.check_installed()
     pairs = library.read_pairs(sts) if sts else []
     if sts:
         library.check_embeds(folder)
@@ -129,12 +130,15 @@ def evaluate(
         result = asdict(library.sts_spearman(model, tokenizer, pairs, batch, progress, head))
     if text:
         size = window or library.fitting_window(model, WINDOW)
-        found = [library.perplexity(model, ids, size, stride or size, batch, progress) for ids in tokens]
-        result = _of_texts(text, [asdict(each) for each in found])
+        begins = beginning_of(tokenizer)
+        asked = size, stride or size, batch, progress, begins
+        how = _counted(size, stride, tokenizer.convert_ids_to_tokens(list(begins)))
+        found = [library.perplexity(model, ids, *asked) for ids in tokens]
+        result = _of_texts(text, [{**asdict(each), "counted": how} for each in found])
     if tasks:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        asked = harness.Asked(names, tasks_path, shots, limit)
-        result |= asdict(harness.run_tasks(model, tokenizer, asked, batch))
+        wanted = harness.Asked(names, tasks_path, shots, limit)
+        result |= asdict(harness.run_tasks(model, tokenizer, wanted, batch))
     print_result({"checkpoint": _judged(found_as), **result}, _text, format)
 
 
@@ -150,6 +154,15 @@ def _of_texts(paths: list[Path], found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"texts": [{"text": str(p), **each} for p, each in zip(paths, found, strict=True)]}
 
 
+def _counted(window: int, stride: int | None, begins: list[str]) -> str:
+    """How tokens of a text are counted, as a sentence."""
+    if begins:
+        told = f"every token of the text, in windows of {window}"
+        return f"{told} that each begin with {' '.join(map(str, begins))}, which is not counted"
+    first = "the text" if stride is not None and stride < window else "each"
+    return f"every token, in windows of {window}, but the first of {first}"
+
+
 def _refuse_idle(owner: str, given: object, **options: object) -> None:
     """Raise UsageError for one of `options` where the one that they belong to is not given."""
     for name, value in options.items():
@@ -159,11 +172,14 @@ def _refuse_idle(owner: str, given: object, **options: object) -> None:
 
 def _text(result: dict[str, Any]) -> str:
     """A line a number; a table a list of texts, and of tasks."""
-    numbers = {k: v for k, v in result.items() if k != "text" and not isinstance(v, dict | list)}
+    shown = {k: v for k, v in result.items() if k not in ("text", "beginning", "counted")}
+    numbers = {k: v for k, v in shown.items() if not isinstance(v, dict | list)}
     lines = [f"{k}: {_number(v)}" for k, v in numbers.items()]
     if texts := result.get("texts"):
         rows = [(r["text"], _number(r["perplexity"]), str(r["tokens"])) for r in texts]
         lines.append(aligned([("text", "perplexity", "tokens"), *rows], {1, 2}))
+    if texts or "counted" in result:
+        lines.append(f"counted: {(texts or [result])[0]['counted']}")
     if scores := result.get("tasks"):
         scored = [
             (task, metric, _number(value), str(result["samples"].get(task, "")))

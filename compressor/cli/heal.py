@@ -46,6 +46,7 @@ def heal(
     data: Annotated[
         list[str] | None,
         typer.Option(
+            *("--text", "--data"),
             callback=values.place,
             help="Text, .jsonl or data set, repeatable; self: the teacher's own text.",
             show_default="self",
@@ -181,9 +182,11 @@ def heal(
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.heal.tracking import check_installed
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.machine.threads import use_threads
         from blr.compressor.progress import Progress
+        from blr.compressor.text.reading import check_text
 
         use_threads(threads, environment.local_count())
         options = HealOptions(
@@ -223,6 +226,9 @@ def heal(
             offline=offline,
         )
         options = check_options(options)
+        check_installed(track or "")
+        for text in options.files:
+            check_text(text, offline)
         running.output, running.kept = output, "what was saved so far is"
         if first := environment.is_first():
             check_output(output, overwrite, (checkpoint, teacher))

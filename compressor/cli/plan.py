@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.options import (
-    Base,
-    Blocks,
-    Bpw,
-    Cf,
-    Couplings,
-    Exclude,
-    Format,
-    FormatOption,
-    Gpu,
-    Group,
-    Heads,
-    Include,
-    KvCf,
-    KvQuantize,
-    KvRank,
-    Method,
-    Offline,
-    Pattern,
-    Pivot,
-    Quantize,
-    Rank,
-    RecipeOption,
-    StoredDtype,
-    TokensPerSecond,
-    print_result,
+from blr.compressor.cli.asked import asked_recipe, taking_options_of
+from blr.compressor.cli.compress import compress
+from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
+
+NO_USE = (  # options of how compress runs, which change no plan
+    *("output", "overwrite", "restart", "max_shard_size", "allow_pickle", "check", "stream"),
+    *("device", "threads", "quiet"),
 )
 
 
+@taking_options_of(compress, hidden=NO_USE)
 def plan(
     model: Annotated[
         str,
@@ -44,33 +26,18 @@ def plan(
             help="A checkpoint folder (config.json is enough), a hub id or a short name.",
         ),
     ],
-    recipe: RecipeOption = None,
-    method: Method = None,
-    cf: Cf = None,
-    rank: Rank = None,
-    blocks: Blocks = None,
-    pattern: Pattern = None,
-    pivot: Pivot = None,
-    heads: Heads = None,
-    kv_rank: KvRank = None,
-    kv_cf: KvCf = None,
-    kv_quantize: KvQuantize = None,
-    quantize: Quantize = None,
-    group: Group = None,
-    base: Base = None,
-    bpw: Bpw = None,
-    tokens_per_second: TokensPerSecond = None,
-    couplings: Couplings = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    dtype: StoredDtype = None,
-    gpu: Gpu = None,
     calibrated: Annotated[
-        bool, typer.Option("--calibrated", help="Plan for fits weighted by activations.")
+        bool,
+        typer.Option("--calibrated", help="Plan for fits weighted by activations, as with --text."),
     ] = False,
     heal: Annotated[
-        bool, typer.Option("--heal", help="Also what blr heal would take of that GPU.")
-    ] = False,
+        float | None,
+        typer.Option(
+            metavar="[MINUTES]",
+            help="Also what blr heal would take of that GPU.",
+            show_default="not told",
+        ),
+    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -81,10 +48,15 @@ def plan(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
+    revision: Revision = None,
     offline: Offline = False,
     format: FormatOption = Format.text,
+    **options: Any,
 ) -> None:
-    """What compress would do to every layer, with sizes and predicted times, from headers alone."""
+    """What compress would do to every layer, with sizes and predicted times, from headers alone.
+
+    It takes every option of blr compress; those of how that runs change nothing here."""
+    from blr.compressor.heal.settings import checked_minutes
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
@@ -92,21 +64,12 @@ def plan(
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.progress import Progress
-    from blr.compressor.recipe.idle import refuse_idle
-    from blr.compressor.recipe.shipped import load_recipe
 
-    given = {
-        **{"quantize": quantize, "group": group, "base": base, "bpw": bpw, "couplings": couplings},
-        **{"method": method, "cf": cf, "rank": rank, "blocks": blocks, "pattern": pattern},
-        **{"kv_rank": kv_rank, "kv_cf": kv_cf, "kv_quantize": kv_quantize},
-        **{"pivot": pivot, "heads": heads, "include": include or None, "exclude": exclude or None},
-        **{"dtype": dtype, "gpu": gpu, "tokens_per_second": tokens_per_second},
-    }
-    asked = {k: v for k, v in given.items() if v is not None}
-    resolved = load_recipe(recipe, asked)
-    refuse_idle(resolved, {k: v for k, v in asked.items() if k != "gpu"}, calibrated)
+    calibrated = calibrated or options["calibration"] is not None
+    resolved = asked_recipe(options, calibrated, apart=("gpu",))
+    checked_minutes(heal)
     card = find_gpu(resolved.gpu)
-    found = resolve_model(model, offline=offline, weights=False)
+    found = resolve_model(model, revision=revision, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
     resolved, said = paced(source, resolved, calibrated)
@@ -117,7 +80,7 @@ def plan(
         from blr.compressor.fitting.forecast import planned as planned_fits
 
         result["compress"] = planned_fits(made, resolved, card, gpus, calibrated)
-    if heal:
+    if heal is not None:
         from blr.compressor.heal.forecast import planned
 
         result["heal"] = planned(source, made, card, gpus or 1)

@@ -42,7 +42,7 @@ def sweep(
     text: Annotated[
         list[Path],
         typer.Option(
-            "--eval",
+            *("--text", "--eval"),
             callback=values.place,
             help="Text file or .jsonl that losses are measured on; repeatable.",
         ),
@@ -124,6 +124,7 @@ def sweep(
     from blr.compressor.sweep.page import table
     from blr.compressor.sweep.run import Settings
     from blr.compressor.sweep.run import sweep as run
+    from blr.compressor.text.reading import check_text
 
     given: dict[str, Any] = {
         **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "finish": finish},
@@ -151,6 +152,8 @@ def sweep(
     judging = (("--window", window), ("--max-tokens", max_tokens))
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
     with stop_on_signals() as running:
+        if calibration is not None:
+            check_text(calibration, offline)
         running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
         settings = Settings(

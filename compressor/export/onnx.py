@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,13 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.disk import flush, sha256_file
-from blr.compressor.errors import CapabilityError
 from blr.compressor.export.forward import compare, example_inputs, plain_forward, traced
 from blr.compressor.export.options import GRAPH
+from blr.compressor.machine.packages import is_missing
 from blr.compressor.progress import Progress
 
-PACKAGES, CHECKER = ("onnx", "onnxscript"), "onnxruntime"
-PIP = 'pip install "blr-compress[onnx]"'
+CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
 ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced
-
-
-def check_onnx() -> None:
-    """Raise CapabilityError where the packages that write a graph are not installed."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise CapabilityError(f"--as onnx: {' and '.join(missing)} not installed; {PIP}")
 
 
 def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
@@ -75,7 +67,7 @@ def _trace(model: Any, path: Path) -> list[str]:
 
 def _check(model: Any, path: Path, names: list[str], progress: Progress) -> None:
     """Compare the graph with the model at sizes that were not traced."""
-    if find_spec(CHECKER) is None:
+    if is_missing(CHECKER):
         progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])
         return
     import onnxruntime

@@ -8,6 +8,7 @@ from pathlib import Path
 from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.dtypes import DTYPES
+from blr.compressor.machine.packages import check_packages
 from blr.compressor.planning.roofline import find_gpu
 
 QUANTIZED = ("int8", "int4")
@@ -21,6 +22,7 @@ NO_USE = {  # what is exported to the options that it has no use for
 KINDS = ("folder", "pt2", "dense", "plain", "onnx")
 COMPILED = "model.pt2"
 GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
+GRAPH_WRITERS = ("onnx", "onnxscript")
 MAX_BATCH = 16
 DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
 
@@ -60,7 +62,8 @@ class ExportOptions:
 def check_options(options: ExportOptions) -> ExportOptions:
     """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
 
-    Raises UsageError; CapabilityError for more sequences than the kernels take.
+    Raises UsageError; CapabilityError for more sequences than the kernels take, or packages that are not
+    installed.
     """
     if not 1 <= options.batch <= MAX_BATCH:
         refusal = UsageError if options.batch < 1 else CapabilityError
@@ -82,6 +85,8 @@ def check_options(options: ExportOptions) -> ExportOptions:
     head = None if options.quantize_head == NONE else options.quantize_head
     options = replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
     _check_meant(options)
+    if options.kind == "onnx":
+        check_packages("--as onnx", *GRAPH_WRITERS, extra="onnx")
     return options
 
 

@@ -99,10 +99,6 @@ def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
         from blr.compressor.export.pt2 import check_pt2
 
         check_pt2(checkpoint.source.model_type, generates)
-    if kind == "onnx":
-        from blr.compressor.export.onnx import check_onnx
-
-        check_onnx()
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blr.compressor.checkpoint.source import Source
+    from blr.compressor.text.beginning import Beginning
 
 SAMPLES, LENGTH = 8, 64  # of the model's own text; of a file as many tokens in one piece
 MOST = 1.0  # nats a token that an export may lose without --force
@@ -33,7 +34,8 @@ def sample_text(source: Source, text: Path | None) -> Tensor | None:
     if not is_small(source):
         return None
     ours = source.model_type.startswith(OURS)
-    return _own(load_written(source.folder) if ours else whole_model(source))
+    model = load_written(source.folder) if ours else whole_model(source)
+    return _own(model, _beginning(source.folder))
 
 
 def check_loss(loss: float | None, kind: str, folder: Path) -> None:
@@ -48,20 +50,34 @@ def check_loss(loss: float | None, kind: str, folder: Path) -> None:
 def _of_file(source: Source, text: Path) -> Tensor:
     from blr.compressor.checkpoint.context import context_of
     from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.beginning import beginning_of
     from blr.compressor.text.reading import read_first_text
 
     start = read_first_text(text)
-    ids = load_tokenizer(source.folder, text=start)(start, add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    tokenizer = load_tokenizer(source.folder, text=start)
+    ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise InputError(f"{text}: {len(ids)} tokens, expected at least 2; give a longer text")
+    ids = [*beginning_of(tokenizer), *ids]
     return torch.tensor(ids[: min(context_of(source.config), LENGTH * SAMPLES)])[None]
 
 
-def _own(model: Any) -> Tensor:
+def _beginning(folder: Path) -> Beginning:
+    """Of a text; nothing where there is no tokenizer that loads."""
+    from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.beginning import beginning_of
+
+    try:
+        return beginning_of(load_tokenizer(folder))
+    except InputError:
+        return ()
+
+
+def _own(model: Any, beginning: Beginning) -> Tensor:
     from blr.compressor.checkpoint.context import context_of
+    from blr.compressor.loading.tokenizer import check_ids
     from blr.compressor.loading.trial import plain_tokens
+    from blr.compressor.text.beginning import begun
     from blr.compressor.text.own import OwnText, continued
 
     length = min(LENGTH, context_of(model.config.to_dict()))
@@ -69,4 +85,6 @@ def _own(model: Any) -> Tensor:
     usable = plain_tokens(model.config)
     starts = usable[torch.randint(len(usable), (SAMPLES, 1), generator=generator)]
     wanted = OwnText(SAMPLES * LENGTH, length, 0, "")
-    return continued(model, starts, 0, wanted).long()
+    prompts = begun(starts, beginning)
+    check_ids(model, prompts)
+    return continued(model, prompts, 0, wanted).long()

@@ -22,7 +22,8 @@ class Batch:
     compressed one. Both stay on the device that `start` put them on, and are empty in processes that
     do not own the batch. Blocks differ in what they are given where some attend to a window alone or
     rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks'). `alone` is what
-    they are for one of the windows by itself, which tells what of them is a window's own."""
+    they are for one of the windows by itself, which tells what of them is a window's own. `idle`
+    positions at the start of every window predict no token of the text."""
 
     hidden: Tensor
     student: Tensor
@@ -30,6 +31,7 @@ class Batch:
     mask: Tensor
     kinds: tuple[int, ...] = ()
     alone: tuple[Arguments, ...] = ()
+    idle: int = 0
 
     def given(self, block: nn.Module) -> Arguments:
         """What `block` gets beside its hidden states; what it writes there nobody sees."""
@@ -42,6 +44,10 @@ class Batch:
         modules take them; waits for no GPU."""
         flat = values.flatten(0, -2)
         return flat if self._real is None else flat[self._real.to(flat.device)]
+
+    def predicting(self, values: Tensor) -> Tensor:
+        """Those [n, d] of `values` [m, w, d] that predict a token of the text."""
+        return values[:, self.idle :].flatten(0, 1) if self.idle else self.rows(values)
 
     @cached_property
     def _real(self) -> Tensor | None:

@@ -134,7 +134,7 @@ class BlockModel:
             place = place or home(size, self.device)
             owned = processes is None or processes.owns(n)
             kept = batch.hidden.to(place) if owned else torch.empty(0)
-            batches.append(replace(batch, hidden=kept, student=kept))
+            batches.append(replace(batch, hidden=kept, student=kept, idle=calibration.idle))
         return batches
 
     def _learn(self, ids: Tensor) -> None:

@@ -95,11 +95,12 @@ class Finishing(Refitting):
         return parts
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
-        """KL of the batch's tokens, as its share in a mean over so many `tokens`."""
-        out = batch.rows(run_block(self.block, student.to(self.device), batch))
+        """KL of the batch's predictions, as its share in a mean over those of so many `tokens`."""
+        out = batch.predicting(run_block(self.block, student.to(self.device), batch))
         with torch.no_grad():
-            dense = self.model.logits(batch.rows(target.to(self.device)))
-        return divergence_sum(self.model.logits(out), dense) / tokens
+            dense = self.model.logits(batch.predicting(target.to(self.device)))
+        share = 1 - batch.idle / batch.mask.shape[1]
+        return divergence_sum(self.model.logits(out), dense) / (tokens * share)
 
 
 def logit_bytes(model: BlockModel) -> int:

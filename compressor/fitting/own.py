@@ -14,8 +14,9 @@ from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.computing import load_computing
+from blr.compressor.text.beginning import Beginning, beginning_of, begun
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
-from blr.compressor.text.reading import BATCH, OWN, Calibration, digest_batches
+from blr.compressor.text.reading import OWN, Calibration, packed_calibration
 from blr.compressor.text.windows import interleaved
 
 
@@ -27,16 +28,16 @@ def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | 
     """
     samples = work.recipe.samples
     count = samples if text is None else max(1, round(work.recipe.mix * samples))
-    parts = [_write(work, tokenizer, seq_len, count)]
+    beginning = beginning_of(tokenizer)
+    parts = [_write(work, tokenizer, seq_len, count, beginning)]
     if text is not None and count < samples:
         parts.insert(0, torch.cat(text.ids)[: samples - count])
-    ids = list(interleaved(parts).split(BATCH))
-    return Calibration(ids, masks := [torch.ones_like(part) for part in ids], digest_batches(ids, masks))
+    return packed_calibration(interleaved(parts), beginning)
 
 
-def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
-    """[count, seq_len]; the token at random that each sample starts from is left out where the context
-    has room for that."""
+def _write(work: Work, tokenizer: Any, seq_len: int, count: int, beginning: Beginning) -> Tensor:
+    """[count, seq_len] with the beginning of a text; the token at random that each sample starts from is
+    left out where the context has room for that."""
     folder, device = work.source.folder, work.target
     model = load_computing(folder, "AutoModelForCausalLM", device)
     length = min(seq_len + ROOM, context_of(model.config.to_dict()))
@@ -44,7 +45,7 @@ def _write(work: Work, tokenizer: Any, seq_len: int, count: int) -> Tensor:
     processes = work.processes
     share = processes.rank, processes.count
     rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
-    return rows[:count, length - seq_len :].long()
+    return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
 
 
 def author_of(source: Source) -> str:

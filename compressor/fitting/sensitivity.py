@@ -138,7 +138,7 @@ class Sweep:
         for n, state in hidden.items():
             generator = torch.Generator().manual_seed(layer_seed(self.work.recipe.seed, f"loss:{n}"))
             state = state.to(self.model.device).detach().requires_grad_(True)
-            _loss(self.model, state, self.mine[n].mask.to(state.device), generator).backward()
+            _loss(self.model, state, self.mine[n], generator).backward()
             assert state.grad is not None
             gradients[n] = state.grad.to(self.home)
         return gradients
@@ -211,12 +211,13 @@ def _products(
     return {key: values.mT @ values for key, values in kept.items()}, state.grad
 
 
-def _loss(model: BlockModel, hidden: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
     if not model.model.can_generate():
+        mask = batch.mask.to(hidden.device)
         pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         drawn = torch.randn(pooled.shape, generator=generator).to(pooled)
         return (torch.nn.functional.normalize(pooled, dim=-1) * drawn).sum()
-    logits = model.logits(hidden).flatten(0, 1)
+    logits = model.logits(hidden[:, batch.idle :]).flatten(0, 1)
     drawn = draw_tokens(logits.detach(), generator)
     return torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
 

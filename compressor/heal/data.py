@@ -21,6 +21,7 @@ from blr.compressor.heal.settings import MINUTES, SELF, HealOptions
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.quoting import printable
+from blr.compressor.text.beginning import Beginning, beginning_of
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import calibration_digest, is_dataset, read_documents
 from blr.compressor.text.windows import (
@@ -87,13 +88,15 @@ class Data:
 @dataclass(frozen=True)
 class Reading:
     """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` of the
-    `context` tokens that it has, or, where there are `sentences`, one of these a line."""
+    `context` tokens that it has, each with the `beginning` of a text, or, where there are `sentences`,
+    one of these a line, which the tokenizer begins and ends."""
 
     tokenizer: Any
     window: int
     context: int
     sentences: Sentences | None = None
     vocabulary: int | None = None
+    beginning: Beginning = ()
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
         """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
@@ -113,7 +116,8 @@ class Reading:
         place = self.window, options.seed, name
         if self.sentences is None:
             most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
-            return text_stream(tokenize(documents, self.tokenizer, most), *place, options.varied)
+            tokens = tokenize(documents, self.tokenizer, most)
+            return text_stream(tokens, *place, options.varied, self.beginning)
         lines, most = filter(str.strip, documents), BRIEF if briefly else SET_SENTENCES
         first = islice(lines, most if long else None)
         return sentence_stream(first, self.tokenizer, self.sentences, *place)
@@ -136,7 +140,8 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
     tokenizer = load_tokenizer(source.folder)
     context, vocabulary = context_of(source.config), of_text(source.config).get("vocab_size")
     if not encodes:
-        return Reading(tokenizer, min(options.window, context), context, None, vocabulary)
+        window, beginning = min(options.window, context), beginning_of(tokenizer)
+        return Reading(tokenizer, window, context, None, vocabulary, beginning)
     sentences = read_sentences(source.folder)
     context = min(context, sentences.length or context)
     return Reading(tokenizer, min(options.window, context), context, sentences, vocabulary)
@@ -149,11 +154,15 @@ def _check_encoder(options: HealOptions) -> None:
             "(of compress --calibration FILE)"
         )
     if options.loss != "kl" or options.top_k is not None:
-        raise UsageError("--loss and --top-k are for decoders; an encoder's embeddings are compared")
+        raise UsageError(
+            "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
+        )
     if options.own_tokens is not None:
-        raise UsageError("--own-tokens is for decoders; an encoder writes no text of its own")
+        raise UsageError(
+            "--own-tokens is for decoders; an encoder writes no text of its own: leave it out"
+        )
     if options.vary is not None:
-        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are")
+        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are: leave it out")
 
 
 @dataclass(frozen=True)
@@ -180,10 +189,12 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
         length = min(options.window + ROOM, reading.context)
         count = max(_own_tokens(options, batch * length, author), 3 * length)
         rows = author.write(OwnText(count, length, options.seed, author.digest()))
-        streams[SELF] = Stream(rows, reading.window, options.seed, options.varied)
+        text, beginning = rows[:, len(reading.beginning) :], reading.beginning
+        streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
     counts = _shares(streams, share, batch)
     parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
-    found = [[part.name == SELF, digest(part.stream.rows), part.windows] for part in parts]
+    begins = [list(reading.beginning)] if reading.beginning else []
+    found = [[part.name == SELF, digest(part.stream.rows), part.windows, *begins] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
 
 

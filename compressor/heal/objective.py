@@ -39,21 +39,23 @@ class Merit:
 
 
 class Objective:
-    """Σ over the tokens of windows [m, w] of what `options` minimize."""
+    """Σ over the tokens of windows [m, w] of what `options` minimize.
 
-    def __init__(self, pair: Pair, options: HealOptions, probe: Tensor) -> None:
+    idle: positions at the start of every window that predict no token of the text.
+    """
+
+    def __init__(self, pair: Pair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Answers(pair.student, probe)
         self.teacher = Answers(pair.teacher, probe)
-        self.options, self.device = options, pair.device
+        self.options, self.device, self.idle = options, pair.device, idle
         self.measure, self.weight = _measure(options), self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
         self._kept: dict[tuple[int, int], Tensor] = {}
 
-    @staticmethod
-    def scored(window: int) -> int:
+    def scored(self, window: int) -> int:
         """Tokens of a window that the loss sums over."""
-        return window - 1
+        return window - 1 - self.idle
 
     @torch.no_grad()
     def _weight(self, probe: Tensor) -> float:
@@ -76,12 +78,14 @@ class Objective:
         )
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Differentiable; every token but the first of a window is predicted."""
+        """Differentiable; every token of a window is predicted but the first, and others of a text's
+        beginning."""
         windows = windows.to(self.device, non_blocking=True)
         states = self.weight > 0
         hidden, ours = self.student.run(windows, states)
         teacher, theirs = self._teach(windows, states)
-        loss = summed(_all_but_last(hidden), self.student.head, teacher, _targets(windows), self.measure)
+        hidden, targets = self._predicting(hidden), self._targets(windows)
+        loss = summed(hidden, self.student.head, teacher, targets, self.measure)
         if states:
             loss = loss + self.weight * missed_states(ours, theirs)
         return loss
@@ -93,7 +97,7 @@ class Objective:
             return None, ()
         with torch.no_grad():
             hidden, theirs = self.teacher.run(windows, states)
-        return (_all_but_last(hidden), self.teacher.head), theirs
+        return (self._predicting(hidden), self.teacher.head), theirs
 
     @torch.no_grad()
     def merit(self, held: Tensor) -> Merit:
@@ -101,8 +105,8 @@ class Objective:
         totals = torch.zeros(3, dtype=torch.float64)
         for n in range(0, len(held), HELD_BATCH):
             windows = held[n : n + HELD_BATCH].to(self.device)
-            targets, head = _targets(windows), self.student.head
-            hidden = _all_but_last(self.student.run(windows)[0])
+            targets, head = self._targets(windows), self.student.head
+            hidden = self._predicting(self.student.run(windows)[0])
             wanted = self._wanted(held, n, windows), self.teacher.head
             found = (
                 summed(hidden, head, wanted, targets, kl),
@@ -110,29 +114,27 @@ class Objective:
                 summed(wanted[0], self.teacher.head, None, targets, lm),
             )
             totals += torch.stack(found).double().cpu()
-        kl_, student, teacher = (totals / (held.shape[0] * (held.shape[1] - 1))).tolist()
+        kl_, student, teacher = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
         return Merit(kl_, student, teacher)
 
     def _wanted(self, held: Tensor, first: int, windows: Tensor) -> Tensor:
         key = id(held), first
         if key in self._kept:
             return self._kept[key]
-        hidden = _all_but_last(self.teacher.run(windows)[0])
+        hidden = self._predicting(self.teacher.run(windows)[0])
         if self.teacher.plain:  # logits would be too large to keep
             self._kept[key] = hidden
         return hidden
+
+    def _predicting(self, hidden: Tensor) -> Tensor:
+        """[m, w, d] -> [m scored(w), d], all but the last and idle ones."""
+        return hidden[:, self.idle : -1].flatten(0, 1)
+
+    def _targets(self, windows: Tensor) -> Tensor:
+        return windows[:, 1 + self.idle :].flatten()
 
 
 def _measure(options: HealOptions) -> Measure:
     if options.loss == "lm":
         return lm
     return kl if options.top_k is None else kl_of_top(options.top_k)
-
-
-def _all_but_last(hidden: Tensor) -> Tensor:
-    """[m, w, d] -> [m (w − 1), d]."""
-    return hidden[:, :-1].flatten(0, 1)
-
-
-def _targets(windows: Tensor) -> Tensor:
-    return windows[:, 1:].flatten()

@@ -215,7 +215,7 @@ def task_of(checkpoint: Checkpoint) -> str:
         return EMBEDS
     raise CapabilityError(
         f"{checkpoint.source.folder}: {name or 'no architecture'} is neither a causal language model "
-        "nor a plain encoder of text (BertModel, …); only those can be healed"
+        "nor a plain encoder of text (BertModel, …), which can be healed; give one of those"
     )
 
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from blr.compressor.errors import CapabilityError, UsageError
+from blr.compressor.machine.packages import is_missing
 from blr.compressor.progress import Progress
 from blr.compressor.quoting import first_line
 
+NAMES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
+PACKAGES = {name: (name,) for name in NAMES} | {"tensorboard": ("tensorboard", "tensorboardX")}
 FOLDER, PROJECT = "runs", "blr-heal"  # where trackers of files write; the project of those of servers
 
 
@@ -36,7 +39,8 @@ class Tracking:
             tracker.start()
         except Exception as error:  # whatever a library of others does, without a network, say
             raise CapabilityError(
-                f"--track {self.name}: does not start: {first_line(error, 200)}"
+                f"--track {self.name}: does not start: {first_line(error, 200)}; set it up as its own "
+                "documentation says, or leave --track out"
             ) from error
         return tracker
 
@@ -62,6 +66,12 @@ class Tracking:
     def _failed(self, error: Exception) -> None:
         self.tracker = None
         self.progress.notes([f"--track {self.name} has failed: {first_line(error, 200)}"])
+
+
+def check_installed(name: str) -> None:
+    """Raise CapabilityError for a tracker of `PACKAGES` that is not installed; imports nothing."""
+    if name in PACKAGES and all(map(is_missing, PACKAGES[name])):
+        raise CapabilityError(f"--track {name}: not installed; pip install {name}")
 
 
 def check_tracker(name: str) -> None:

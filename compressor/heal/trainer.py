@@ -228,7 +228,8 @@ class Trainer:
 def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
     if pair.sentences is not None:
         return Embedding(pair, pair.sentences, options.hidden)
-    return Objective(pair, options, data.parts[0].stream.held[:1, :64].to(pair.device))
+    stream = data.parts[0].stream
+    return Objective(pair, options, stream.held[:1, :64].to(pair.device), stream.idle)
 
 
 class Figures:

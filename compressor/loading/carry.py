@@ -92,7 +92,8 @@ def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     if not _same_ids(before, folder):
         raise OutputError(
             f"{folder}: its tokenizer does not give the ids of the source's; "
-            f"this transformers version cannot carry a {before[0]} over to another model type"
+            f"this transformers version cannot carry a {before[0]} over to another model type; save the "
+            "source's tokenizer as tokenizer.json, or take another version"
         )
     return {path.name: written}
 

@@ -56,7 +56,7 @@ def check_transformers(source: Source, what: str) -> None:
     if source.library is not TRANSFORMERS:
         raise InputError(
             f"{source.folder}: found {source.model_type}, a model of {source.library.name}; "
-            f"{what} models of transformers (blr compress, plan, inspect and verify take this one)"
+            f"{what} models of transformers; use blr compress, plan, inspect or verify with this one"
         )
 
 

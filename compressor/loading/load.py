@@ -117,7 +117,7 @@ def _from_pretrained(source: Source, task: str, dtype: str, trust: bool) -> Any:
         ) from error
     if getattr(model.config, "is_encoder_decoder", False):
         found = "an encoder-decoder model (is_encoder_decoder)"
-        raise InputError(f"{folder}: found {found}; expected a decoder or an encoder; take another")
+        raise InputError(f"{folder}: found {found}; give a decoder or an encoder")
     if found:
         refuse(folder, found, "the tensors that config.json describes", "copy the checkpoint again")
     model.config.return_dict = True  # results by name, as those who call it here take them
@@ -133,7 +133,7 @@ def _check_generates(source: Source) -> None:
         refuse(source.folder, f"{name}, which continues no text", expected, "take a decoder")
     encodes = source.config.get("is_decoder") is False
     if name is not None and encodes and not name.startswith(ALWAYS_CAUSAL):
-        refuse(source.folder, f"{name} of is_decoder false", "a decoder", "take one")
+        refuse(source.folder, f"{name} of is_decoder false", "a decoder", "give the folder of one")
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:

@@ -63,12 +63,12 @@ def resolve_model(
     folder = _folder(model)
     if os.path.exists(folder):
         if revision is not None:
-            raise UsageError(f"--revision {revision}: {model} is a local folder; only the hub has them")
+            raise UsageError(f"--revision {revision}: {model} is a local folder; leave it out")
         if stream:
             raise UsageError(f"--stream: {model} is a local folder; leave it out")
         return Found(_model_in(folder), printable(folder.resolve().name))
     if os.path.islink(folder):
-        raise InputError(f"{quote(model, 160)[1:-1]}: a link to nothing; expected a checkpoint folder")
+        raise InputError(f"{quote(model, 160)[1:-1]}: a link to nothing; give a checkpoint's folder")
     repository = short_names().get(model.lower(), model)
     begun = os.path.lexists(Path(*folder.parts[:1]))  # else nothing of the path is here
     local = model.startswith((".", "/", "~")) or (begun and is_barred(folder))

@@ -68,7 +68,8 @@ def _header(shard: RemoteShard) -> bytes:
     """All of a shard before its tensors."""
     length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
     if length > min(MAX_HEADER_BYTES, shard.size - 8):
-        raise HubError(f"{shard.name}: found a header of {length} bytes, expected a safetensors file")
+        found = f"found a header of {length} bytes, expected a safetensors file"
+        raise HubError(f"{shard.name}: {found}; {REMEDY}")
     return bytes(shard.fetch(0, 8 + length))
 
 

@@ -89,7 +89,9 @@ def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Tr
 
 def _checked(trial: Trial, where: object) -> Trial:
     if not bool(trial.expected.isfinite().any()):
-        raise NumericsError(f"{where}: the model computes nothing finite; repair it ({NO_CHECK})")
+        raise NumericsError(
+            f"{where}: the model computes nothing finite; repair its weights ({NO_CHECK})"
+        )
     return trial
 
 

@@ -144,7 +144,7 @@ def _check_keys(folder: Path, cls: Any) -> None:
     if found := misfits(cls, folder):
         raise OutputError(
             f"{folder}: {found} when reloaded; "
-            "this checkpoint does not fit the architecture its config.json names"
+            "take weights that fit the architecture which config.json names"
         )
 
 

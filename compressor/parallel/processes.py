@@ -52,7 +52,8 @@ class Processes:
         if self.device.type == "cuda":
             if ":" in asked:
                 raise UsageError(
-                    f"device {asked!r} for {self.count} processes; set CUDA_VISIBLE_DEVICES"
+                    f"device {asked!r} for {self.count} processes; give --device cuda "
+                    "and name the GPUs in CUDA_VISIBLE_DEVICES"
                 )
             self._take_gpu()
             backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message

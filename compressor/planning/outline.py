@@ -76,7 +76,8 @@ def _names(source: Source, family: Family) -> Iterator[str]:
     container, symbol = counted[0][0].removeprefix("*"), counted[0][1]
     blocks = evaluate(source, symbol)
     if blocks is None:
-        raise InputError(f"{source.folder / 'config.json'}: found no {symbol}, expected it to plan")
+        where, remedy = source.folder / "config.json", "take that of the model's own repository"
+        raise InputError(f"{where}: found no {symbol}, expected it to plan; {remedy}")
     for number in range(blocks):
         for glob in family.modules:
             inner = re.sub(r"^\*.*?\.\*\.", "", glob)

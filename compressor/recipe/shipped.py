@@ -73,9 +73,9 @@ def find_recipe(recipe: str) -> Path:
     if recipe in shipped:
         return shipped[recipe]
     close = get_close_matches(recipe, shipped, 3, 0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else "take one of these"
+    hint = f"did you mean {', '.join(close)}?" if close else "see `blr recipes list`"
     raise RecipeError(
-        f"{recipe}: found no shipped recipe of this name, expected one of `blr recipes list` or the "
+        f"{recipe}: found no shipped recipe of this name, expected that of one or the "
         f"path of a .yaml file; {hint}"
     )
 

@@ -7,12 +7,12 @@ from typing import Any
 from blr.compressor.quoting import quote
 
 INPUT, OURS = "Input should ", "Value error, "
-AGAIN = "; correct it"
+AGAIN = "; give such a value"
 
 
 def said_of(error: Any, found: str) -> str:
-    """One of `ValidationError.errors()` as ``FOUND 'x', expected it to be …; correct it``, or what a
-    check of ours says. `found` stands before the value."""
+    """One of `ValidationError.errors()` as ``FOUND 'x', expected it to be …; give such a value``, or
+    what a check of ours says. `found` stands before the value."""
     value, message = quote(repr(error["input"]), 60)[1:-1], quote(error["msg"], 240)[1:-1]
     if message.startswith(INPUT):
         return f"{found} {value}, expected it to {message.removeprefix(INPUT)}{AGAIN}"

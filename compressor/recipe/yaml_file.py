@@ -180,7 +180,7 @@ class _Reader:
                 self.line = self.text.count("\n", 0, position) + 1
             reason = getattr(error, "problem", None) or str(error) or type(error).__name__
             found = f"invalid YAML ({quote(reason, 120)[1:-1]})"
-            self._refuse(found, "keys with values, as 'method: svd'", "correct this line")
+            self._refuse(found, "keys with values, as 'method: svd'", "write the line as KEY: VALUE")
         return RecipeFile(self.path, data, self.lines)
 
     def _next(self) -> Event:

@@ -19,7 +19,8 @@ class StructuredModel:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         if vllm_config.quant_config is not None:
-            raise CapabilityError(f"{vllm_config.model_config.model}: --quantization of a model of blr")
+            found = f"{vllm_config.model_config.model}: --quantization of a model of blr"
+            raise CapabilityError(f"{found}; leave it out")
         table = vllm_config.model_config.hf_config.blr or {}
         if not table.keys().isdisjoint(EXPORTED):
             found = f"{vllm_config.model_config.model}: found an export of blr"

@@ -231,7 +231,7 @@ class BlastProblem:
         processes, number = self.processes, len(self.starts)
         S, V = self.split(processes.spread(theta, 0, theta.shape, theta.dtype))
         self.found = {}
-        self.failure = NumericsError("the error of the fit is not finite")
+        self.failure = NumericsError("the error of the fit is not finite; --exclude the layer")
         losses, gradients = dict[int, Tensor](), dict[int, Tensor]()
         pulled = OrderedSum(processes, number, like=V)
         parts = self._parts([n for n in range(number) if processes.owns(n)], S, V)

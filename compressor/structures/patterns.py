@@ -133,7 +133,7 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
     if not patterns or any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise UsageError(
             f"pattern chain {_write(patterns)}: expected one or more patterns of four positive "
-            "integers (a,b,c,d); correct it"
+            "integers; write them as (a,b,c,d)(a,b,c,d)"
         )
     o, i = _rows(patterns[0]), _columns(patterns[-1])
     if (o, i) != (out_features, in_features):
@@ -161,7 +161,7 @@ def check_pattern(text: str) -> None:
     if max(o, i) > MAX_FEATURES:
         raise UsageError(
             f"pattern chain {_write(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
-            "rows and columns; correct it"
+            "rows and columns; write smaller sizes"
         )
 
 
@@ -171,7 +171,7 @@ def _validate_pair(left: Pattern, right: Pattern) -> None:
     if _columns(left) != _rows(right):
         raise UsageError(
             f"{pair} do not meet: a·c·d = {_columns(left)} on the left must equal "
-            f"a·b·d = {_rows(right)} on the right"
+            f"a·b·d = {_rows(right)} on the right; change one of them"
         )
     if a2 % a1 or d1 % d2:
         raise UsageError(

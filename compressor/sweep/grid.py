@@ -85,7 +85,9 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
             or none.
     """
     if DENSE in grid.methods:
-        raise UsageError("--methods are structures; dense weights in few bits are the line of --plain")
+        raise UsageError(
+            "--methods are structures; dense weights in few bits are the line of --plain: give that"
+        )
     _refuse_halves(grid)
     bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
     healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]

@@ -108,10 +108,20 @@ def _common(source: Source, settings: Settings, progress: Progress) -> dict[str,
         "settings": settings.common,
         "calibration": None if calibration is None else calibration_digest(calibration),
         "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
+        **_begun(source),
         "evaluate": list(settings.evaluate),
         "device": device.type,
         "version": __version__,
     }
+
+
+def _begun(source: Source) -> dict[str, Any]:
+    """What the tokenizer puts before every text, if anything: losses without it are others."""
+    from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.beginning import beginning_of
+
+    beginning = beginning_of(load_tokenizer(source.folder))
+    return {"beginning": list(beginning)} if beginning else {}
 
 
 def _digests(texts: Sequence[Path]) -> list[str]:

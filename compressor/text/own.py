@@ -1,7 +1,8 @@
 """Text that a model writes itself: what it was trained on, as far as it remembers it.
 
-Nobody needs a corpus then, and no domain is favoured. Every sample starts from a token at random
-(where the tokenizer has a chat template, every other batch from the opening of a user's turn) and is
+Nobody needs a corpus then, and no domain is favoured. Every sample begins as the tokenizer begins a
+text and starts from a token at random (where the tokenizer has a chat template, every other batch from
+the opening of a user's turn) and is
 drawn at temperature 1 from the tokens that are at least as likely as by pure chance, 1 in the size of
 the vocabulary: on prose that leaves .985 of SmolLM2's probability, and sorts nothing. LLM-QAT (arXiv
 2305.17888); self-calibration (arXiv 2410.17170); truncation at a probability: arXiv 2210.15191.
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.journal import Journal, layer_key
+from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.cache_names import NAMES, cache_name
 from blr.compressor.progress import Progress
+from blr.compressor.text.beginning import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
 
@@ -58,7 +61,8 @@ def write_own_text(
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Samples [n, length] (int32); batches that `journal` holds are not written again.
+    """Samples [n, length] (int32), each with the tokenizer's beginning; batches that `journal` holds are
+    not written again.
 
     Args:
         model: a causal language model in evaluation mode.
@@ -149,13 +153,17 @@ def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
 
 
 def _openings(tokenizer: Any) -> list[list[int]]:
-    """Tokens that samples begin with, before the one at random: none, and those of a user's turn."""
+    """Tokens that samples begin with, before the one at random: a text's beginning, a user's turn."""
+    beginning = list(beginning_of(tokenizer))
     if not getattr(tokenizer, "chat_template", None):
-        return [[]]
+        return [beginning]
     said = [{"role": "user", "content": MARK}]
     before, mark, _ = tokenizer.apply_chat_template(said, tokenize=False).partition(MARK)
     ids = tokenizer(before, add_special_tokens=False)["input_ids"] if mark else []
-    return [[], ids] if ids else [[]]
+    if not ids:
+        return [beginning]
+    begins = ids[: len(beginning)] == beginning  # most templates write it themselves
+    return [beginning, ids if begins else beginning + ids]
 
 
 def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torch.Generator:
@@ -173,6 +181,7 @@ def _prompts(
     plain = plain.nonzero()[:, 0]
     picks = torch.randint(len(plain), (size, 1), generator=_generator("cpu", wanted, number))
     start = torch.tensor([opening], dtype=torch.long).expand(size, -1)
+    check_ids(model, start)
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 

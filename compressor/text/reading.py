@@ -20,12 +20,16 @@ from blr.compressor.checkpoint.regular import (
     refuse,
 )
 from blr.compressor.errors import HubError, InputError
+from blr.compressor.machine.packages import check_packages, is_missing
 from blr.compressor.quoting import first_line, is_text, quote
+from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DATASET = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
+PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
+NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
 MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
@@ -40,11 +44,13 @@ class Calibration:
     """Token batches and their digest.
 
     `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
+    `idle` positions at the start of every row predict what the tokenizer puts before a text.
     """
 
     ids: list[Tensor]
     masks: list[Tensor]
     digest: str
+    idle: int = 0
 
     @property
     def tokens(self) -> int:
@@ -61,16 +67,27 @@ def read_calibration(
         name: a .jsonl file with a `text` field, a .json file of the same or of a list of such objects
             or of strings, any other text file, or a hub data set's name.
         samples: windows (packed) or documents to use at most; seq_len: tokens a window.
-        packed: decoders see consecutive windows of one long text, encoders one line at a time.
+        packed: decoders see consecutive windows of one long text, each begun as the tokenizer begins
+            a text; encoders one line at a time, with all that the tokenizer puts around it.
 
     Raises:
         InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
         HubError: a data set that cannot be had.
     """
     documents = read_documents(name, offline)
-    ids = _windows if packed else _sentences
-    batches, masks = ids(documents, tokenizer, samples, seq_len, name)
-    return Calibration(batches, masks, digest_batches(batches, masks))
+    if not packed:
+        batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
+        return Calibration(batches, masks, digest_batches(batches, masks))
+    beginning = beginning_of(tokenizer)
+    text = _windows(documents, tokenizer, samples, room_in(seq_len, beginning), name)
+    return packed_calibration(begun(text, beginning), beginning)
+
+
+def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
+    """Windows [n, w] of token ids, which start with the `beginning`, in batches."""
+    ids = list(rows.split(BATCH))
+    masks = [part.new_ones(part.shape) for part in ids]
+    return Calibration(ids, masks, digest_batches(ids, masks), idle_predictions(beginning))
 
 
 def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
@@ -97,15 +114,42 @@ def calibration_digest(name: str) -> str:
     return digest.hexdigest()
 
 
-def _known(name: str) -> Path:
+def check_text(name: str, offline: bool = False) -> None:
+    """Look whether a text can be had: the name alone, for a command to ask before it loads anything.
+
+    Raises:
+        InputError: no such file, and no name of a data set. CapabilityError: a data set, and `datasets`
+            is not installed. HubError: a data set, `offline`.
+    """
+    if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
+        _check_hub(name, offline)
+
+
+def _known(name: str, offline: bool = False) -> Path:
     """The path of a file that exists, or of what has the form of a data set's name."""
     path = Path(name)
     if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
-        shown = quote(name, 160)[1:-1]
-        raise InputError(
-            f"{shown}: {absence(path, 'file')}; expected a text file, .jsonl or a hub data set name"
-        )
+        shown, lack = quote(name, 160)[1:-1], _lack(offline) if WORD.fullmatch(name) else ""
+        expected = "expected a text file, .jsonl or OWNER/NAME, a hub data set"
+        hint = f" ({lack})" if lack else ""
+        raise InputError(f"{shown}: {absence(path, 'file')}; {expected}{hint}")
     return path
+
+
+def _lack(offline: bool) -> str:
+    """What is not here for a data set of the hub, and how to have it; empty if all is."""
+    if offline:
+        return "not with --offline"
+    if is_missing(PACKAGE):
+        return f"which needs {PACKAGE}: pip install 'blr-compress[{EXTRA}]'"
+    off = next((n for n in NETWORK_OFF if os.environ.get(n, "").upper() in YES), None)
+    return f"{off} keeps the network off: unset it" if off else ""
+
+
+def _check_hub(name: str, offline: bool) -> None:
+    if offline:
+        raise HubError(f"{name}: a data set needs the hub; give a local file with --offline")
+    check_packages(f"{name}: a hub data set", PACKAGE, extra=EXTRA)
 
 
 def is_dataset(name: str) -> bool:
@@ -190,30 +234,26 @@ def _json_list(path: Path, limit: int) -> Iterator[str]:
         document = item.get("text") if isinstance(item, dict) else item
         if not isinstance(document, str) or not is_text(document):
             expected = "a string, or a JSON object with a string field 'text'"
-            raise InputError(f"{path}: item {number} of the list: expected {expected}; repair it")
+            raise InputError(f"{path}: item {number} of the list: expected {expected}; write it so")
         yield document + "\n"
 
 
 def _dataset(name: str, offline: bool) -> Iterator[str]:
-    if offline:
-        raise HubError(f"{name}: a data set needs the hub; give a local file with --offline")
+    _check_hub(name, offline)
     try:
         from datasets import load_dataset
 
         for row in load_dataset(name, split="train", streaming=True):
             yield str(row["text"]) + "\n"
     except Exception as error:  # the client raises its own, the network's and the system's errors
-        reason = first_line(error, 200)
+        reason, remedy = first_line(error, 200), _lack(offline) or "check the name and the network"
         raise HubError(
-            f"{name}: {type(error).__name__}: {reason}; install `datasets`, check the name and the "
-            "network, or give a local file"
+            f"{name}: {type(error).__name__}: {reason}; {remedy}, or give a local file"
         ) from error
 
 
-def _windows(
-    documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Consecutive windows [m, seq_len] of the concatenated documents."""
+def _windows(documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str) -> Tensor:
+    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most."""
     ids: list[int] = []
     piece: list[str] = []
     size = 0
@@ -223,19 +263,18 @@ def _windows(
         if size > PIECE or len(piece) >= PIECES:
             ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
             piece, size = [], 0
-        if len(ids) >= samples * seq_len:
+        if len(ids) >= samples * room:
             break
     ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(samples, len(ids) // seq_len)
+    count = min(samples, len(ids) // room)
     if count < 1:
         raise InputError(
-            f"{name}: {len(ids)} tokens, expected at least one window of {seq_len}; "
+            f"{name}: {len(ids)} tokens, expected at least one window of {room}; "
             "give more text or lower --seq-len"
         )
     import torch
 
-    rows = torch.tensor(ids[: count * seq_len]).view(count, seq_len)
-    return list(rows.split(BATCH)), [torch.ones_like(part) for part in rows.split(BATCH)]
+    return torch.tensor(ids[: count * room]).view(count, room)
 
 
 def _sentences(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.errors import InputError
+from blr.compressor.text.beginning import Beginning, begun, idle_predictions, room_in
 
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows
@@ -24,37 +25,48 @@ PLAIN_READS = 3  # epochs in which windows are read as they are
 
 
 class Stream:
-    """Rows of tokens to cut windows from: [n, l] with l ≥ window, or one text as a single row.
+    """Rows of tokens to cut windows from: [n, l] with l ≥ text, or one text as a single row.
+
+    A window is the `beginning` that the model's tokenizer gives every text and `text` tokens of a row.
 
     Every epoch visits the windows in a new order and, where there is room, at a new offset; from the
     fourth on, the share `vary` of their tokens are others, from anywhere in the text, so that what is
     read often is not learnt by heart. `held` [h, window] are windows that `take` never touches.
     """
 
-    def __init__(self, rows: Tensor, window: int, seed: int, vary: float = 0.0) -> None:
+    def __init__(
+        self, rows: Tensor, window: int, seed: int, vary: float = 0.0, beginning: Beginning = ()
+    ) -> None:
         self.window, self.seed, self.vary = window, seed, vary
+        self.beginning, self.text = beginning, room_in(window, beginning)
         self.one_text = len(rows) == 1
-        count = rows.shape[1] // window if self.one_text else len(rows)
+        count = rows.shape[1] // self.text if self.one_text else len(rows)
         held = min(max(round(HELD_SHARE * count), 1), HELD_MOST)
         if self.one_text:
-            cut = rows.shape[1] - held * window
-            self.rows, tail = rows[:, :cut], rows[0, cut:]
-            self.held = tail.view(held, window).long()
+            cut = rows.shape[1] - held * self.text
+            self.rows, tail = rows[:, :cut], rows[0, cut:].view(held, self.text)
         else:
-            self.rows, self.held = rows[:-held], rows[-held:, :window].long()
+            self.rows, tail = rows[:-held], rows[-held:, : self.text]
+        self.held = begun(tail, beginning).long()
+
+    @property
+    def idle(self) -> int:
+        """Positions at a window's start whose predictions no loss counts."""
+        return idle_predictions(self.beginning)
 
     @cached_property
     def row_tokens(self) -> float:
         """Tokens of a window, in the mean; padding is negative."""
         if self.one_text:
             return self.window
-        return float((self.rows[:, : self.window] >= 0).sum(1).double().mean())
+        real = (self.rows[:, : self.text] >= 0).sum(1).double().mean()
+        return float(real) + len(self.beginning)
 
     def __len__(self) -> int:
         """Windows in an epoch."""
         if not self.one_text:
             return len(self.rows)
-        return max((self.rows.shape[1] - self.window) // self.window, 1)
+        return max((self.rows.shape[1] - self.text) // self.text, 1)
 
     def take(self, first: int, count: int) -> Tensor:
         """Windows number `first` and on [count, window], int64."""
@@ -64,24 +76,24 @@ class Stream:
         for k, epoch, place in zip(range(first, first + count), epochs, places, strict=True):
             order, offset = orders[epoch]
             pick = int(order[place])
-            row, start = (0, pick * self.window) if self.one_text else (pick, 0)
-            window = self.rows[row, start + offset : start + offset + self.window]
-            found.append(self._varied(window, k) if self.vary and epoch >= PLAIN_READS else window)
-        return torch.stack(found).long()
+            row, start = (0, pick * self.text) if self.one_text else (pick, 0)
+            text = self.rows[row, start + offset : start + offset + self.text]
+            found.append(self._varied(text, k) if self.vary and epoch >= PLAIN_READS else text)
+        return begun(torch.stack(found), self.beginning).long()
 
-    def _varied(self, window: Tensor, k: int) -> Tensor:
+    def _varied(self, text: Tensor, k: int) -> Tensor:
         generator = torch.Generator().manual_seed((self.seed * 7_000_003 + k) % SEEDS)
-        chosen = torch.rand(len(window), generator=generator) < self.vary
+        chosen = torch.rand(len(text), generator=generator) < self.vary
         flat = self.rows.reshape(-1)
-        others = flat[torch.randint(len(flat), window.shape, generator=generator)]
-        return torch.where(chosen, others, window)
+        others = flat[torch.randint(len(flat), text.shape, generator=generator)]
+        return torch.where(chosen, others, text)
 
     def _order(self, epoch: int) -> tuple[Tensor, int]:
         """The order of the windows in an epoch, and where in its room each begins."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % SEEDS)
         order = torch.randperm(len(self), generator=generator)
-        room = self.rows.shape[1] - (len(self) if self.one_text else 1) * self.window
-        most = min(room + 1, self.window)
+        room = self.rows.shape[1] - (len(self) if self.one_text else 1) * self.text
+        most = min(room + 1, self.text)
         return order, int(torch.randint(most, (), generator=generator))
 
 
@@ -108,14 +120,16 @@ def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) 
     return torch.cat(found)[:most]
 
 
-def text_stream(tokens: Tensor, window: int, seed: int, name: str, vary: float = 0.0) -> Stream:
+def text_stream(
+    tokens: Tensor, window: int, seed: int, name: str, vary: float = 0.0, beginning: Beginning = ()
+) -> Stream:
     """The stream of one text. Raises InputError for one too short to be trained on and judged by."""
-    if len(tokens) < LEAST_WINDOWS * window:
+    if len(tokens) < LEAST_WINDOWS * room_in(window, beginning):
         raise InputError(
             f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
             "give more text, or take shorter windows"
         )
-    return Stream(tokens[None], window, seed, vary)
+    return Stream(tokens[None], window, seed, vary, beginning)
 
 
 def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> None:

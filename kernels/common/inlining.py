@@ -66,7 +66,9 @@ def compiled_form() -> str:
     """The value of BLR_COMPILED. Raises RuntimeError for one that is not in `FORMS`."""
     form = os.environ.get(VARIABLE, "auto")
     if form not in FORMS:
-        raise RuntimeError(f"{VARIABLE} is {form!r}: expected one of {', '.join(FORMS)}; correct it")
+        raise RuntimeError(
+            f"{VARIABLE} is {form!r}: expected one of {', '.join(FORMS)}; set one of these, or unset it"
+        )
     return form
 
 

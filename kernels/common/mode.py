@@ -18,5 +18,7 @@ def kernels_mode() -> str:
     """The value of BLR_KERNELS. Raises RuntimeError for one that is not in `MODES`."""
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in MODES:
-        raise RuntimeError(f"{VARIABLE} is {mode!r}: expected one of {', '.join(MODES)}; correct it")
+        raise RuntimeError(
+            f"{VARIABLE} is {mode!r}: expected one of {', '.join(MODES)}; set one of these, or unset it"
+        )
     return mode

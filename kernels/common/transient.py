@@ -39,7 +39,9 @@ def transient_bytes(device: str = "cpu") -> int | None:
     except (ValueError, OverflowError):
         bound = 0
     if bound <= 0:
-        raise RuntimeError(f"{VARIABLE} is {text!r}: expected MiB such as {DEFAULT}, or off; correct it")
+        raise RuntimeError(
+            f"{VARIABLE} is {text!r}: expected MiB such as {DEFAULT}, or off; set one, or unset it"
+        )
     return bound
 
 

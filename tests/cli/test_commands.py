@@ -92,7 +92,8 @@ def test_several_texts_are_a_row_each(tiny: Path, sample: Path, blr: Run, tmp_pa
     assert alone.pop("checkpoint") == {"name": "tiny-llama", "digest": None}
     assert first == alone and second["perplexity"] > alone["perplexity"]
     rows = blr("eval", tiny, *both).stdout.splitlines()
-    assert rows[0].split() == ["text", "perplexity", "tokens"] and len(rows) == 3
+    assert rows[0].split() == ["text", "perplexity", "tokens"] and len(rows) == 4
+    assert rows[3] == f"counted: {first['counted']}"
 
 
 def test_json_lines_are_judged_by_their_text(tiny: Path, sample: Path, blr: Run, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ OPTIONS = [
     for path, command in EVERY.items()
     for parameter in command.params
     if parameter.name not in ("help", "install_completion", "show_completion")  # not ours
+    and not getattr(parameter, "hidden", False)  # taken, but of no use to this command
 ]
 
 

@@ -178,9 +178,11 @@ def test_bad_options_get_one_line_and_write_nothing(
 def test_what_is_not_installed_is_named_with_its_remedy(
     tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blr.compressor.export.onnx.find_spec", lambda name: None)
+    monkeypatch.setattr("blr.compressor.export.options.GRAPH_WRITERS", ("no_onnx", "no_onnxscript"))
     outcome = invoke("export", tiny, "-o", tmp_path / "out", "--as", "onnx")
-    refused(outcome, 9, "onnx and onnxscript not installed", 'pip install "blr-compress[onnx]"')
+    refused(
+        outcome, 9, "no_onnx and no_onnxscript are not installed", "pip install 'blr-compress[onnx]'"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from pico import save_pico
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from blr.compressor.compress import Settings, compress
@@ -17,19 +17,28 @@ QUIET = Progress(quiet=True)
 END = "\x00"
 
 
-def save_characters(folder: Path, order: range = range(128)) -> None:
-    """A tokenizer whose ids are the characters of ASCII, in `order`."""
+def save_characters(
+    folder: Path, order: range = range(128), around: str = "$A", **settings: object
+) -> None:
+    """A tokenizer whose ids are the characters of ASCII, in `order`; of `around` "$A" stands for a text,
+    each other character is put before or behind it. settings: of the tokenizer's own."""
     vocabulary = {chr(character): number for number, character in enumerate(order)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, unk_token=END)
-    wrapped.save_pretrained(folder)
+    before, behind = around.split("$A")
+    if before or behind:
+        special = [(token, vocabulary[token]) for token in dict.fromkeys(before + behind)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *behind], special_tokens=special
+        )
+    named = {"eos_token": END, "unk_token": END, **settings}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
 
 
-def save_dense(folder: Path, name: str = "llama-tied") -> Path:
+def save_dense(folder: Path, name: str = "llama-tied", around: str = "$A") -> Path:
     """A pico decoder that reads characters."""
     save_pico(name, folder)
-    save_characters(folder)
+    save_characters(folder, around=around)
     return folder
 
 

@@ -60,7 +60,7 @@ def find_subject(name: str) -> Subject:
     if (folder / "config.json").is_file():
         return Subject(folder.name, folder=folder)
     known = ", ".join(known_models())
-    raise UsageError(f"model {name!r} is neither one of {known} nor a folder with config.json")
+    raise UsageError(f"model {name!r} is neither one of {known} nor a folder with config.json; give one")
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Models:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         if not self.subject.settings:
-            raise UsageError(f"{self.subject.name} is a checkpoint: its arms are hf-own and ours-own")
+            raise UsageError(f"{self.subject.name} is a checkpoint: give --arms hf-own,ours-own")
         with torch.device("meta"):
             config = LlamaConfig(**self.subject.settings, max_position_embeddings=self.context)
             model: Any = LlamaForCausalLM(config)  # whose `to` is annotated as taking no dtype

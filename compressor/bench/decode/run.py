@@ -129,7 +129,7 @@ class DecodeBench(WholeModels):
         if not fitting:
             raise UsageError(
                 f"none of the arms fits {subject.name}: a shape takes dense and the structures, "
-                "a checkpoint takes hf-own and ours-own"
+                "a checkpoint takes hf-own and ours-own; give --arms of these"
             )
         return fitting
 
