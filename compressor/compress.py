@@ -23,12 +23,12 @@ from blr.compressor.heal.forecast import kept_bytes
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
-from blr.compressor.output.records import as_recorded, by_type, read_records, tensor_bytes
+from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storing import what_became
-from blr.compressor.progress import Progress
+from blr.compressor.progress import CHECKING, HEALING, OWN, READING, WRITING, Progress
 from blr.compressor.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def compress(
         BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
     """
     started = monotonic()
+    progress.loading()
     check_apart(output, folder)
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
     if settings.allow_pickle and environment.count() > 1:
@@ -167,8 +168,9 @@ class Job:
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed):
             workspace.open(self._fingerprint())
-            if kept := len(workspace.journal):
+            if kept := workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
+            self.progress.expect(*self._steps())
             from blr.compressor.loading.carry import check_carried
 
             self.door.check_fits(self.source, self.plan)
@@ -180,6 +182,22 @@ class Job:
                 self._produce(read, healing)
             self.work.processes.leave()
             return read_records(workspace.output)
+
+    def _steps(self) -> list[str]:
+        """The bars that come, in their order; a last pass may turn out to have no room."""
+        from blr.compressor.fitting.engine import expected
+
+        settings, recipe = self.settings, self.recipe
+        text = settings.calibration
+        steps = [
+            READING,
+            *expected(recipe, text, self.workspace.fingerprint["device"]),
+            WRITING,
+            CHECKING,
+        ]
+        if settings.heal:
+            steps += [OWN] * bool(options_of(settings).mix) + [HEALING, WRITING, CHECKING]
+        return steps
 
     def help(self) -> dict[str, Any]:
         """What a process beside the first does: its share of fits and training. It has no records."""

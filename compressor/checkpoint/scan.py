@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.checkpoint.trust import ShardDigests
 from blr.compressor.errors import NumericsError
-from blr.compressor.progress import Progress
+from blr.compressor.progress import READING, Progress
 
 THREADS = 8  # shards read at once
 
@@ -44,7 +44,7 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
         NumericsError: one of them does. InputError: a shard that its manifest does not list so.
     """
     shards = ShardDigests(source)
-    with progress.layers(len(source.entries), "reading") as advance:
+    with progress.layers(len(source.entries), READING) as advance:
         found = _read_shards(source, set(finite), remedy, shards, advance)
     shards.check()
     digests = {name: found[name][0] for name in source.entries}

@@ -104,12 +104,15 @@ def evaluate(
     use_threads(threads)
     found_as = resolve_model(checkpoint, offline=offline)
     folder = found_as.folder
+    from blr.compressor.progress import Progress
+
+    progress, result = Progress(quiet), dict[str, Any]()
+    progress.loading()
     from blr.compressor import evaluate as library
     from blr.compressor import harness
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
-    from blr.compressor.progress import Progress
 
     if tasks:
         harness.check_installed()
@@ -123,7 +126,6 @@ def evaluate(
     task = "AutoModel" if sts else "AutoModelForCausalLM"
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, **options)
-    progress, result = Progress(quiet), dict[str, Any]()
     if pairs:
         head = read_sentences(folder)
         result = asdict(library.sts_spearman(model, tokenizer, pairs, batch, progress, head))

@@ -25,7 +25,7 @@ from blr.compressor.export.options import (
     check_options,
 )
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.progress import Progress
+from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +73,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     """
     started = monotonic()
     options = check_options(options)
+    progress.loading()
     check_apart(output, folder)
     with Workspace(output, overwrite=options.overwrite, restart=options.restart) as workspace:
         if options.allow_pickle:
@@ -122,6 +123,9 @@ def _make_job(
     return Job(plan_export(checkpoint, options), options, workspace, progress)
 
 
+STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
+
+
 @dataclass
 class Job:
     """One export. `checked` says, once it is written, what was run of it."""
@@ -141,6 +145,7 @@ class Job:
         from blr.compressor.loading.carry import check_carried
 
         workspace = self.workspace
+        self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
         needed = self._estimate()
         with workspace.room(needed):
             workspace.open(self._fingerprint())
@@ -211,12 +216,12 @@ class Job:
         if self.options.kind == "pt2":
             from blr.compressor.export.pt2 import write_pt2
 
-            self.progress.stage("compiling")
+            self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
             from blr.compressor.export.onnx import write_onnx
 
-            self.progress.stage("tracing")
+            self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
         return written
 

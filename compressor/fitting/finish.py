@@ -24,6 +24,7 @@ from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.progress import LAST
 from blr.compressor.rounding.latent import Trained
 from blr.kernels.divergence.op import divergence_sum
 
@@ -47,7 +48,7 @@ def finish_blocks(run: Run, starts: list[Batch]) -> None:
         layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
     ]
     if work.missing(keys):
-        with work.progress.layers(run.finish, "training all blocks together") as advance:
+        with work.progress.layers(run.finish, LAST) as advance:
             found = _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
         states = {n: starts[n].student for n in run.mine}
         float8 = any(map(rounds_to_float8, run.students))

@@ -25,7 +25,7 @@ from blr.compressor.heal.settings import HealOptions, check_options, check_takes
 from blr.compressor.machine.device import device_name
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.progress import Progress
+from blr.compressor.progress import CHECKING, HEALING, OWN, READING, WRITING, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,7 @@ def heal(
         BlrError: any of its kinds.
     """
     started = monotonic()
+    progress.loading()
     options = check_options(options)
     for place in (folder, teacher):
         check_apart(output, place)
@@ -140,6 +141,8 @@ class Job:
         self.progress.notes([line for line in told if line])
         fingerprint = self._fingerprint() if self.processes.first else {}
         self._reading()
+        own = [OWN] * bool(self.options.mix)
+        self.progress.expect(READING, *own, HEALING, WRITING, CHECKING)
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:

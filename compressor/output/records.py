@@ -19,6 +19,12 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads((folder / LAYERS).read_bytes()) if "blr" in config else {}
 
 
+def is_layer(record: dict[str, Any]) -> bool:
+    """Whether a record of a run's journal is a fitted layer's: there are those of whole blocks, texts
+    and statistics as well."""
+    return "spec" in record
+
+
 def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
     """`plan` with its layers as an output has them: a run that found it whole has measured nothing, and
     its own plan is that of headers alone."""

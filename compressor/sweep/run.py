@@ -18,7 +18,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.planning.speed import tokens_per_second
-from blr.compressor.progress import Progress
+from blr.compressor.progress import READING, Progress
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep.chain import PointChain, command_line
 from blr.compressor.sweep.folder import ABOUT, RESULT, Folder
@@ -28,6 +28,7 @@ from blr.compressor.sweep.launch import Pool, slots
 from blr.compressor.sweep.page import page
 from blr.compressor.text.reading import calibration_digest
 
+SWEEPING = "sweeping"  # the step behind the reading
 DENSE = "dense"  # the record of the model itself
 MAX_TEXT = 2 * 2**30  # bytes
 PAGE = "sweep.html"
@@ -72,6 +73,8 @@ def sweep(
     """
     check_apart(output, folder)
     check_outside(output)
+    progress.loading()
+    progress.expect(READING, SWEEPING)
     source, gpu = open_checked(folder), find_gpu(settings.gpu)
     place = Folder(output, _common(source, settings, progress))
     with place.held(settings.restart):
@@ -152,7 +155,7 @@ def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) 
             chain.tidy()  # a run was killed before it did
     if done := len(chains) - len(missing):
         progress.say(f"{done} of {len(chains)} points are there already")
-    with progress.layers(len(missing), "sweeping") as advance:
+    with progress.layers(len(missing), SWEEPING) as advance:
         for chain in missing:
             chain.begun = advance
         if missing:
