@@ -22,8 +22,8 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 
 class Progress:
     """What a long run says while it works. `quiet` silences everything but warnings, `silent` those
-    too: in processes beside the first. `spent` are seconds by what they went into (`timed`), `steps` those
-    that are expected, of which so many are `reached`."""
+    too: in processes beside the first. `spent` are seconds by what they went into (`timed`), `steps`
+    those that are expected, of which so many are `reached`."""
 
     def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
@@ -64,7 +64,7 @@ class Progress:
             print(f"{named} …", file=sys.stderr)
 
     def loading(self) -> None:
-        """Announce, on a terminal, that libraries are loaded, which takes many seconds, unless they are."""
+        """Announce, on a terminal, that libraries are loaded, which takes many seconds."""
         if self.bars and "torch" not in sys.modules:
             print("loading torch …", file=sys.stderr)
 
@@ -125,8 +125,8 @@ class Progress:
 
 
 class Pace:
-    """Of a piece of work that is `done` as far as a share in [0, 1] as it starts: how long the rest takes
-    if it goes on as it went, from the first item that is over on, however long items take."""
+    """Of a piece of work that is `done` as far as a share in [0, 1] as it starts: how long the rest
+    takes if it goes on as it went, from the first item that is over on, however long items take."""
 
     def __init__(self, done: float = 0.0) -> None:
         self.done = self.share = done

@@ -8,12 +8,15 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from running import Invoke
 
 from blr.compressor import progress
+from blr.compressor.errors import CapabilityError
+from blr.compressor.fitting import sequential
 from blr.compressor.progress import Progress, duration
 
 pytestmark = pytest.mark.fast
@@ -218,3 +221,42 @@ def test_libraries_are_announced_before_they_are_loaded(
     monkeypatch.setitem(sys.modules, "torch", pytest)
     Progress().loading()
     assert capsys.readouterr().err == "loading torch …\n"
+
+
+CALIBRATED = (
+    "--method",
+    "svd",
+    "--cf",
+    "2",
+    "--calibration",
+    "self",
+    "--samples",
+    "2",
+    "--seq-len",
+    "16",
+)
+
+
+def test_a_resumed_run_counts_layers_alone_and_its_bars_are_numbered(
+    tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own text, statistics and refits are in the journal, too."""
+    fit, count, bars = sequential.fit_weighted, [0], []
+
+    def stopping(*given: Any) -> Any:
+        count[0] += 1
+        if count[0] == 10:
+            raise CapabilityError("stopped")
+        return fit(*given)
+
+    command = ("compress", tiny, *CALIBRATED, "--refit", "1", "--finish", "1", "-o", tmp_path / "out")
+    monkeypatch.setattr(sequential, "fit_weighted", stopping)
+    assert invoke(*command)[0] == CapabilityError.exit_code
+    shown = Progress._named
+    monkeypatch.setattr(Progress, "_named", lambda *a: bars.append(shown(*a)) or bars[-1])
+    code, _, err = invoke(*command)
+    assert code == 0 and "resumed with 9 of 28 layers" in err, err
+    assert bars == [
+        *("step 1 of 7, reading", "step 4 of 7, factorizing"),
+        *("step 5 of 7, training all blocks together", "step 6 of 7, writing", "step 7 of 7, checking"),
+    ]
