@@ -88,7 +88,7 @@ def plan(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
-    from blr.compressor.planning.roofline import find_gpu
+    from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.recipe.idle import refuse_idle
@@ -104,13 +104,14 @@ def plan(
     asked = {k: v for k, v in given.items() if v is not None}
     resolved = load_recipe(recipe, asked)
     refuse_idle(resolved, {k: v for k, v in asked.items() if k != "gpu"}, calibrated)
-    card = find_gpu(resolved.gpu)
+    card, chosen = chosen_gpu(resolved.gpu)
     found = resolve_model(model, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
     resolved, said = paced(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
+    result["gpu"]["chosen"] = chosen
     if gpus:
         from blr.compressor.fitting.forecast import planned as planned_fits
 

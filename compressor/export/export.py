@@ -25,6 +25,7 @@ from blr.compressor.export.options import (
     check_options,
 )
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
@@ -37,15 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExportSummary:
-    """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
-    the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
-    is stored as well; `plain` counts structured layers that packing would not make smaller; `errors`
-    maps layer type to the mean relative error that quantization adds; `seconds` is the wall time;
-    `check` says what was run and how far its results are from the checkpoint's (`output/check.py`)."""
+    """What an export holds. Sizes in bytes; `gpu_chosen` says why it is for this `gpu`; `densified`
+    counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
+    quantized output head that was the embedding, which is stored as well; `plain` counts structured
+    layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
+    quantization adds; `seconds` is the wall time; `check` says what was run and how far its results are
+    from the checkpoint's (`output/check.py`)."""
 
     output: str
     kind: str
     gpu: str
+    gpu_chosen: str
     batch: int
     context: int | None
     layers: int
@@ -88,7 +91,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     return ExportSummary(
         output=str(workspace.output),
         kind=options.kind,
-        gpu=options.gpu,
+        gpu=options.target,
+        gpu_chosen=chosen_gpu(options.gpu)[1],
         batch=options.batch,
         context=plan.context,
         layers=len(plan.checkpoint.specs),

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
-from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import READING, Progress
 from blr.compressor.recipe.schema import Recipe
@@ -52,7 +52,7 @@ class Settings:
     jobs: int = 1
     keep: bool = False
     restart: bool = False
-    gpu: str = "h200"
+    gpu: str | None = None
     offline: bool = False
 
 
@@ -75,7 +75,7 @@ def sweep(
     check_outside(output)
     progress.loading()
     progress.expect(READING, SWEEPING)
-    source, gpu = open_checked(folder), find_gpu(settings.gpu)
+    source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
     place = Folder(output, _common(source, settings, progress))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
@@ -194,7 +194,7 @@ def _result(
         "model": settings.model,
         "texts": [str(path) for path in settings.texts],
         "dense": base,
-        "gpu": settings.gpu,
+        "gpu": chosen_gpu(settings.gpu)[0].name,
         "points": rows,
         "failed": failed,
         "frontier": [one.name for one in frontier(found)],

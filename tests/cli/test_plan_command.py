@@ -40,7 +40,7 @@ def test_plan_as_json_has_every_layer(tiny: Path, blr: Run) -> None:
     done = blr("plan", tiny, "-m", "ks", "--gpu", "l4", "--format", "json")
     found = json.loads(done.stdout)
     assert len(found["layers"]) == 28
-    assert found["gpu"] == {"name": "l4", "source": "datasheet"}
+    assert found["gpu"] == {"name": "l4", "source": "datasheet", "chosen": "asked for"}
     assert found["from"] == "headers"
     assert found["cf"] == pytest.approx(2.0, rel=0.01)
     assert found["totals"]["parameters"] == sum(layer["parameters"] for layer in found["layers"])
