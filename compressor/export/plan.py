@@ -86,9 +86,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     quantizer = _make_quantizer(staying, options, head)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
-    settings = ExportSettings(
-        LAYOUT, options.target, options.batch, __version__, context, cache, **packed
-    )
+    use = options.target, options.batch
+    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
     config = export_config(staying, settings, options.dtype)
     check_fits(source, config, tensors.shapes)

@@ -120,9 +120,9 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
         f"{result['replaced']} layers replaced{kept}: {totals['dense_parameters']:,} -> "
         f"{totals['parameters']:,} parameters, {_sizes(result)}, {totals['bytes']:,} bytes",
         f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines{chosen}): decode of "
-        f"these layers {totals['decode_us']:,.0f} µs a token (dense {totals['dense_decode_us']:,.0f}), prefill of "
-        f"{PREFILL} tokens {totals['prefill_us'] / 1000:,.1f} ms "
-        f"(dense {totals['dense_prefill_us'] / 1000:,.1f})",
+        f"these layers {totals['decode_us']:,.0f} µs a token "
+        f"(dense {totals['dense_decode_us']:,.0f}), prefill of {PREFILL} tokens "
+        f"{totals['prefill_us'] / 1000:,.1f} ms (dense {totals['dense_prefill_us'] / 1000:,.1f})",
     ]
     if whole := result["whole"]:
         lines.insert(
