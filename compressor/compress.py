@@ -18,6 +18,8 @@ from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_s
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
+from blr.compressor.fitting.room import disk_bytes
+from blr.compressor.fitting.times import Work as Sized
 from blr.compressor.heal.after import Healing, options_of
 from blr.compressor.heal.forecast import kept_bytes
 from blr.compressor.heal.run import HealSummary
@@ -26,6 +28,7 @@ from blr.compressor.machine.threads import use_threads
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storing import what_became
 from blr.compressor.progress import CHECKING, HEALING, OWN, READING, WRITING, Progress
@@ -297,19 +300,15 @@ class Job:
 
     def _estimate(self) -> int:
         """Upper estimate of the disk a run needs: output, journal of factors and small files."""
-        source, layers = self.source, self.plan.layers
-        replaced = {planned.layer.entry.name for planned in layers}
-        kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
-        factors = sum(p.bits for p in layers) // 8
-        extra = sum(path.stat().st_size for path in source.extra_files().values())
-        needed = kept + 2 * factors + extra + (4 << 20)
-        if self.settings.calibration is not None:
-            # refitted and finished ones, and the numbers behind packed ones
-            packed = [p for p in layers if p.spec.quantized]
-            needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
+        source, plan = self.source, self.plan
+        calibrated = self.settings.calibration is not None
+        work = Sized(source, plan, self.recipe, chosen_gpu(None)[0], calibrated)
+        needed = disk_bytes(work)
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
-            needed += kept + factors + extra
-            specs = {planned.layer.module: planned.spec for planned in layers}
+            whole = sum(entry.nbytes for entry in source.entries.values())
+            needed += whole - work.bytes + sum(p.bits for p in plan.layers) // 8
+            needed += sum(path.stat().st_size for path in source.extra_files().values())
+            specs = {planned.layer.module: planned.spec for planned in plan.layers}
             needed += kept_bytes(specs, {}, options_of(self.settings))
         return needed
 

@@ -69,15 +69,15 @@ def plan(
         bool, typer.Option("--calibrated", help="Plan for fits weighted by activations.")
     ] = False,
     heal: Annotated[
-        bool, typer.Option("--heal", help="Also what blr heal would take of that GPU.")
+        bool, typer.Option("--heal", help="Tell what blr heal would take, whatever the model.")
     ] = False,
     gpus: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=4096,
-            help="Also what compressing, and healing, would take of so many of them.",
-            show_default="not told",
+            help="GPUs that compressing, and healing, would have.",
+            show_default="1",
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
@@ -85,6 +85,8 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """What compress would do to every layer, with sizes and predicted times, from headers alone."""
+    from blr.compressor.fitting import forecast as fits
+    from blr.compressor.heal import forecast as healing
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
@@ -112,12 +114,7 @@ def plan(
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
     result["gpu"]["chosen"] = chosen
-    if gpus:
-        from blr.compressor.fitting.forecast import planned as planned_fits
-
-        result["compress"] = planned_fits(made, resolved, card, gpus, calibrated)
-    if heal:
-        from blr.compressor.heal.forecast import planned
-
-        result["heal"] = planned(source, made, card, gpus or 1)
+    result["compress"] = fits.planned(source, made, resolved, card, gpus or 1, calibrated)
+    if heal or healing.is_told(source):
+        result["heal"] = healing.planned(source, made, card, gpus or 1)
     print_result(result, lambda r: plan_text(r, every), format)

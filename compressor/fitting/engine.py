@@ -22,6 +22,7 @@ from blr.compressor.fitting.own import is_own, with_own_text
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
+from blr.compressor.fitting.sizes import FINISH_EPOCHS, GPU_EPOCHS, PACKED_EPOCHS, SENSITIVITY_TOKENS
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
@@ -32,12 +33,8 @@ from blr.compressor.recipe.schema import AUTO, Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import check_known
 
-SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 7  # raise it when the measured sensitivities change
-GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
-FINISH_EPOCHS = 8  # of the last pass, likewise
 NAMED = 6  # layers that a note lists
-PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 

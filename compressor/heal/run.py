@@ -255,7 +255,7 @@ class Job:
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
         crew = Crew(self.processes.count, bool(self.options.fsdp), room)
         found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
-        said = words(found, device_name(device), None).partition(", at most")[0]
+        said = words(found, device_name(device), speed=False)
         if not found.fits:
             raise CapabilityError(said)
         self.progress.notes([said])
