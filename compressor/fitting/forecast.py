@@ -1,4 +1,4 @@
-"""What a compression takes, predicted from headers alone: time, memory of every GPU and of the host, disk."""
+"""What a compression takes, predicted from headers alone: time, memory of GPUs and host, disk."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.progress import duration
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.tables import amount
 
 TOGETHER = 0.85  # of the speed that as many GPUs would have apart
 ALONE = ("libraries and the rest", "reading, writing and the check")  # what one process does
@@ -73,14 +74,10 @@ def _longest(work: Work, gpus: int) -> float:
 def words(found: Fits, gpu: str) -> str:
     """One line that says it."""
     each = gpu if found.gpus == 1 else f"each of {found.gpus} {gpu}"
-    need = f"{_gigabytes(found.memory)} of the {found.room / 1e9:,.0f} of {each}"
+    need = f"{amount(found.memory)} of the {found.room / 1e9:,.0f} of {each}"
     if not found.fits:
         return f"compressing does not fit: {need}; take a larger --gpu or --device cpu"
     if found.taken > 1.1 * found.memory:
-        need += f" needed, {_gigabytes(found.taken)} taken where free"
-    beside = f"{_gigabytes(found.host)} of the host, {_gigabytes(found.disk)} of disk"
+        need += f" needed, {amount(found.taken)} taken where free"
+    beside = f"{amount(found.host)} of the host, {amount(found.disk)} of disk"
     return f"compressing: about {duration(found.seconds)}; {need}; {beside} (predicted)"
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"

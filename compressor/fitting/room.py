@@ -1,8 +1,8 @@
 """What a compression takes of a GPU's memory, the host's and the disk, predicted from headers alone.
 
-*Needed* is what it cannot do without; what all batches have in common (their states, the dense inputs of
-a block, what the sensitivities keep, the last pass) lies on the GPU where that has the room, else on the
-host or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds beside it.
+*Needed* is what it cannot do without. What all batches have (their states, the dense inputs of a block,
+what the sensitivities keep) and the last pass are on the GPU where that has the room, else on the host or
+nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds beside it.
 Compared with runs on H200 and H100 (`scripts/LOG.md`; the test has them).
 """
 
@@ -78,7 +78,9 @@ def _fit(layer: PlannedLayer, calibrated: bool) -> float:
     """Of one layer's fit."""
     spec = layer.spec
     moments = MOMENT * spec.in_features**2 if calibrated else 0.0
-    if calibrated and isinstance(spec.plain, BlastSpec):  # V'H and W H of its descent, and what it remembers
+    if calibrated and isinstance(
+        spec.plain, BlastSpec
+    ):  # V'H and W H of its descent, and what it remembers
         plain, i = spec.plain, spec.in_features
         spread = SINGLE * plain.blocks * i * plain.rank
         moments += SINGLE * spec.dense_parameters + 3 * min(spread, SPREAD_BYTES)
@@ -128,16 +130,22 @@ def disk_bytes(work: Work) -> int:
     factors = sum(p.bits for p in layers) // 8
     extra = sum(path.stat().st_size for path in source.extra_files().values())
     needed = kept + 2 * factors + extra + SMALL
-    if work.calibrated:  # refitted and finished ones, and the numbers behind packed ones
-        packed = [p for p in layers if p.spec.quantized]
-        needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed) + _statistics(work)
-    return needed
+    if not work.calibrated:
+        return needed
+    trained = (work.epochs > 0) + (
+        work.last_epochs > 0
+    )  # factors once more, and what is behind packed ones
+    packed = sum(p.layer.entry.nbytes for p in layers if p.spec.quantized)
+    return needed + trained * factors + (1 + trained) * packed + _statistics(work)
 
 
 def _statistics(work: Work) -> int:
     """What the journal holds of the sensitivities."""
     if work.recipe.allocation == "uniform":
         return 0
-    rows = [(s.out_features, isinstance(s.plain, LowRankSpec | PivotedSpec | CorrectedSpec)) for s in work.specs]
+    rows = [
+        (s.out_features, isinstance(s.plain, LowRankSpec | PivotedSpec | CorrectedSpec))
+        for s in work.specs
+    ]
     outputs = sum(o * o if whole else o for o, whole in rows)
     return SINGLE * (outputs + work.sizes.blocks * work.sizes.width**2)

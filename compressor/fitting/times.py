@@ -29,7 +29,14 @@ from blr.compressor.planning.dimensions import Dimensions, dimensions_of
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, LowRankSpec, Spec, families
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
+    LowRankSpec,
+    Spec,
+    families,
+)
 from blr.compressor.text.reading import BATCH
 
 # Shares of the ceiling of bf16 products that are reached: by BLAST's descent, alone and with moments, by

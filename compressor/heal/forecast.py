@@ -32,11 +32,13 @@ from blr.compressor.structures.specs import (
     Spec,
     leaves,
 )
+from blr.compressor.tables import amount
 
 HALF, SINGLE = 2, 4  # bytes of a number
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
 LOGIT = 20  # bytes of one, of both models, with what its gradient takes
 WIDE, MIDDLE = 11, 4.5  # numbers of a token kept in a block: times its width, times the MLP's
+FASTEST = 500_000  # tokens a second that forecasts tell of
 HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 FILLED = 0.89  # of the room at the most: pools of graphs break it up
@@ -281,7 +283,7 @@ def planned(source: Source, plan: Plan, gpu: Gpu, gpus: int = 1) -> dict[str, An
 
 
 def _beside(sizes: Mapping[str, float]) -> str:
-    least, host, disk = (f"{sizes[name] / 1e9:,.1f} GB" for name in ("least", "host", "disk"))
+    least, host, disk = (amount(sizes[name]) for name in ("least", "host", "disk"))
     return f"; {least} at least, with --checkpointing; {host} of the host, {disk} of disk"
 
 
@@ -323,8 +325,13 @@ def words(found: Forecast, gpu: str, speed: bool = True) -> str:
         return f"healing does not fit: {need}; {REMEDY}"
     how = " with --fsdp" if found.sharded else ""
     how += (" and" if how else " with") + " --checkpointing" if found.checkpointing else ""
-    told = f", about {found.tokens_per_second:,.0f} tokens/s (predicted)" * speed
+    told = f", {_pace(found.tokens_per_second)} tokens/s (predicted)" if speed else ""
     return f"healing{how}: {need}, {found.micro} windows a pass{told}"
+
+
+def _pace(speed: float) -> str:
+    """Tokens a second, where a model is not so small that nobody has measured it."""
+    return f"about {speed:,.0f}" if speed <= FASTEST else f"over {FASTEST:,.0f}"
 
 
 REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"

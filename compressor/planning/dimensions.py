@@ -8,7 +8,6 @@ from typing import Any
 
 from blr.compressor.checkpoint.context import of_text
 
-
 MOST = 1 << 40  # of a size that is one
 
 
