@@ -20,8 +20,7 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.fitting.room import disk_bytes
 from blr.compressor.fitting.times import Work as Sized
-from blr.compressor.heal.after import Healing, options_of
-from blr.compressor.heal.forecast import kept_bytes
+from blr.compressor.heal.after import Healing, disk_beside, steps_of
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
@@ -31,7 +30,7 @@ from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storing import what_became
-from blr.compressor.progress import CHECKING, HEALING, OWN, READING, WRITING, Progress
+from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -173,7 +172,8 @@ class Job:
             workspace.open(self._fingerprint())
             if kept := workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
-            self.progress.expect(*self._steps())
+            steps = steps_of(self.settings, self.recipe, workspace.fingerprint["device"])
+            self.progress.expect(*steps)
             from blr.compressor.loading.carry import check_carried
 
             self.door.check_fits(self.source, self.plan)
@@ -185,22 +185,6 @@ class Job:
                 self._produce(read, healing)
             self.work.processes.leave()
             return read_records(workspace.output)
-
-    def _steps(self) -> list[str]:
-        """The bars that come, in their order; a last pass may turn out to have no room."""
-        from blr.compressor.fitting.engine import expected
-
-        settings, recipe = self.settings, self.recipe
-        text = settings.calibration
-        steps = [
-            READING,
-            *expected(recipe, text, self.workspace.fingerprint["device"]),
-            WRITING,
-            CHECKING,
-        ]
-        if settings.heal:
-            steps += [OWN] * bool(options_of(settings).mix) + [HEALING, WRITING, CHECKING]
-        return steps
 
     def help(self) -> dict[str, Any]:
         """What a process beside the first does: its share of fits and training. It has no records."""
@@ -300,17 +284,9 @@ class Job:
 
     def _estimate(self) -> int:
         """Upper estimate of the disk a run needs: output, journal of factors and small files."""
-        source, plan = self.source, self.plan
         calibrated = self.settings.calibration is not None
-        work = Sized(source, plan, self.recipe, chosen_gpu(None)[0], calibrated)
-        needed = disk_bytes(work)
-        if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
-            whole = sum(entry.nbytes for entry in source.entries.values())
-            needed += whole - work.bytes + sum(p.bits for p in plan.layers) // 8
-            needed += sum(path.stat().st_size for path in source.extra_files().values())
-            specs = {planned.layer.module: planned.spec for planned in plan.layers}
-            needed += kept_bytes(specs, {}, options_of(self.settings))
-        return needed
+        sized = Sized(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
+        return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own,

@@ -212,15 +212,18 @@ class Bar:
     def __init__(self, what: str, pace: Pace) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
 
         self.pace = pace
-        self.bar = BarColumn(complete_style="cyan", finished_style="cyan")
-        said = [
-            TextColumn(f"{{task.{name}}}", markup=False) for name in ("fields[count]", "fields[pace]")
-        ]
-        name = TextColumn("{task.description}", markup=False)
-        columns = (self.bar, said[0], TimeElapsedColumn(), said[1], name)
-        self.bars = Bars(TextColumn(what), *columns, console=_console())
+        self.bar = BarColumn(20, complete_style="cyan", finished_style="cyan")
+        clock = TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True))
+        widths = {"fields[count]": 5, "fields[pace]": 12, "description": 1}  # the name gives way first
+        count, left, name = (
+            TextColumn(f"{{task.{field}}}", markup=False, table_column=Column(min_width=n, no_wrap=True))
+            for field, n in widths.items()
+        )
+        label = TextColumn(what, table_column=Column(min_width=len(what), no_wrap=True))
+        self.bars = Bars(label, self.bar, count, clock, left, name, console=_console())
         self.task = self.bars.add_task("", total=1.0, completed=pace.done, count="", pace=pace)
 
     def reached(self, share: float, count: str, text: str) -> None:

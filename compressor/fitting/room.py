@@ -1,8 +1,8 @@
 """What a compression takes of a GPU's memory, the host's and the disk, predicted from headers alone.
 
 *Needed* is what it cannot do without. What all batches have (their states, the dense inputs of a block,
-what the sensitivities keep) and the last pass are on the GPU where that has the room, else on the host or
-nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds beside it.
+what the sensitivities keep) and the last pass are on the GPU where that has the room, else on the host
+or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds beside it.
 Compared with runs on H200 and H100 (`scripts/LOG.md`; the test has them).
 """
 

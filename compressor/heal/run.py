@@ -21,11 +21,11 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions
+from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions, healing_steps
 from blr.compressor.machine.device import device_name
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.progress import CHECKING, HEALING, OWN, READING, WRITING, Progress
+from blr.compressor.progress import READING, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,6 @@ def heal(
         BlrError: any of its kinds.
     """
     started = monotonic()
-    progress.loading()
     options = check_options(options)
     for place in (folder, teacher):
         check_apart(output, place)
@@ -141,8 +140,7 @@ class Job:
         self.progress.notes([line for line in told if line])
         fingerprint = self._fingerprint() if self.processes.first else {}
         self._reading()
-        own = [OWN] * bool(self.options.mix)
-        self.progress.expect(READING, *own, HEALING, WRITING, CHECKING)
+        self.progress.expect(READING, *healing_steps(self.options))
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
@@ -260,9 +258,8 @@ class Job:
             raise CapabilityError(said)
         self.progress.notes([said])
         micro = found.micro if found.sharded else self.options.micro
-        self.options = replace(
-            self.options, checkpointing=found.checkpointing, fsdp=found.sharded, micro=micro
-        )
+        kept, shared = found.checkpointing, found.sharded
+        self.options = replace(self.options, checkpointing=kept, fsdp=shared, micro=micro)
 
     @contextmanager
     def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:
