@@ -18,14 +18,16 @@ from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_s
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
-from blr.compressor.heal.after import Healing, options_of
-from blr.compressor.heal.forecast import kept_bytes
+from blr.compressor.fitting.room import disk_bytes
+from blr.compressor.fitting.times import Work as Sized
+from blr.compressor.heal.after import Healing, disk_beside, steps_of
 from blr.compressor.heal.run import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
-from blr.compressor.output.records import as_recorded, by_type, read_records, tensor_bytes
+from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storing import what_became
 from blr.compressor.progress import Progress
@@ -113,6 +115,7 @@ def compress(
         BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
     """
     started = monotonic()
+    progress.loading()
     check_apart(output, folder)
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
     if settings.allow_pickle and environment.count() > 1:
@@ -167,8 +170,10 @@ class Job:
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed):
             workspace.open(self._fingerprint())
-            if kept := len(workspace.journal):
+            if kept := workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
+            steps = steps_of(self.settings, self.recipe, workspace.fingerprint["device"])
+            self.progress.expect(*steps)
             from blr.compressor.loading.carry import check_carried
 
             self.door.check_fits(self.source, self.plan)
@@ -279,21 +284,9 @@ class Job:
 
     def _estimate(self) -> int:
         """Upper estimate of the disk a run needs: output, journal of factors and small files."""
-        source, layers = self.source, self.plan.layers
-        replaced = {planned.layer.entry.name for planned in layers}
-        kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
-        factors = sum(p.bits for p in layers) // 8
-        extra = sum(path.stat().st_size for path in source.extra_files().values())
-        needed = kept + 2 * factors + extra + (4 << 20)
-        if self.settings.calibration is not None:
-            # refitted and finished ones, and the numbers behind packed ones
-            packed = [p for p in layers if p.spec.quantized]
-            needed += 2 * factors + 3 * sum(p.layer.entry.nbytes for p in packed)
-        if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
-            needed += kept + factors + extra
-            specs = {planned.layer.module: planned.spec for planned in layers}
-            needed += kept_bytes(specs, {}, options_of(self.settings))
-        return needed
+        calibrated = self.settings.calibration is not None
+        sized = Sized(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
+        return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on. Weights are not in it: each layer's key covers its own,

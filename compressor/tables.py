@@ -28,3 +28,8 @@ def aligned(rows: Sequence[Sequence[str] | str], numbers: Collection[int] = ()) 
     Console(file=out, width=WIDE, color_system=None, force_terminal=False).print(table)
     lines = iter(out.getvalue().splitlines())
     return "\n".join(row if isinstance(row, str) else next(lines).rstrip() for row in rows)
+
+
+def amount(size: float) -> str:
+    """Bytes as a table tells them: "12 MB", "1.5 GB"."""
+    return f"{size / 1e6:,.0f} MB" if size < 999_500_000 else f"{size / 1e9:,.1f} GB"

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,16 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __len__(self) -> int:
-        """Entries there are, whole or not."""
-        return sum(1 for _ in self.folder.glob("*.safetensors"))
+    def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
+        """Of the entries those whose record `counts`; what they hold is not looked at."""
+        return sum(map(counts, self._records()))
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(InputError, OSError, ValueError, KeyError, TypeError):
+                record = json.loads(read_header(path).metadata[METADATA_KEY])["record"]
+                if isinstance(record, dict):
+                    yield record
 
     def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
         """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""

@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.checkpoint.trust import ShardDigests
 from blr.compressor.errors import NumericsError
-from blr.compressor.progress import Progress
+from blr.compressor.progress import READING, Progress
 
 THREADS = 8  # shards read at once
 Place = tuple[Path, int, int]  # of the bytes of a tensor, which may have several names
@@ -46,7 +46,7 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
     """
     shards = ShardDigests(source)
     places = {_place(source.entries[name]) for name in finite}
-    with progress.layers(len(source.stored), "reading") as advance:
+    with progress.layers(len(source.stored), READING) as advance:
         found = _read_shards(source, places, remedy, shards, advance)
     shards.check()
     digests = {name: found[_place(entry)][0] for name, entry in source.entries.items()}

@@ -104,9 +104,12 @@ def layers(
         **{"blocks": grids, "repeats": repeats, "peers": [p.name for p in peers]},
     }
     report = Report("bench layers", settings)
+    from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
     from blr.compressor.bench.layers import LayerBench
     from blr.compressor.bench.session import Options, run_session
-    from blr.compressor.progress import Progress
 
     def cases(runner: Any) -> list[Any]:
         compiled = {min(tokens), max(tokens)} if runner.compiling else ()
@@ -114,7 +117,7 @@ def layers(
         return [bench.case(layer, specs, n) for layer, specs in found for n in tokens]
 
     options = Options(device, repeats, seconds, energy, compiling)
-    code = run_session(report, options, [precision], cases, Progress(quiet))
+    code = run_session(report, options, [precision], cases, progress)
     finish(report, code, layers_summary(report.rows), layers_text, save, draw, output, format)
 
 
@@ -171,16 +174,19 @@ def kernels(
         "peers": [p.name for p in peers],
     }
     report = Report("bench kernels", settings)
+    from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
     from blr.compressor.bench.kronecker import PatternBench
     from blr.compressor.bench.session import Options, run_session
-    from blr.compressor.progress import Progress
 
     def cases(runner: Any) -> list[Any]:
         bench = PatternBench(batch, batch_last, runner, peers)
         return [bench.case(pattern, precision) for pattern in chosen for precision in precisions]
 
     options = Options(device, repeats, seconds, energy, compiling=False)
-    code = run_session(report, options, precisions, cases, Progress(quiet))
+    code = run_session(report, options, precisions, cases, progress)
     finish(report, code, patterns_summary(report.rows), patterns_text, save, draw, output, format)
 
 

@@ -78,10 +78,13 @@ def decode(
 
     if output is not None:
         check_output(output)
+    from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
     from blr.compressor.bench.decode.run import DecodeOptions, run_decode
     from blr.compressor.bench.plots import draw_decode
     from blr.compressor.bench.summary import decode_summary, decode_text
-    from blr.compressor.progress import Progress
 
     options = DecodeOptions(
         models=tuple(words(models)),
@@ -100,6 +103,6 @@ def decode(
         compiling=compiling,
         seconds=seconds,
     )
-    report, code = run_decode(options, Progress(quiet))
+    report, code = run_decode(options, progress)
     summary = decode_summary(report.rows)
     finish(report, code, summary, decode_text, save, draw_decode, output, format)

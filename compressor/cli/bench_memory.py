@@ -77,10 +77,13 @@ def memory(
     shares = _shares(keep)
     if output is not None:
         check_output(output)
+    from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
     from blr.compressor.bench.memory.run import MemoryOptions, run_memory
     from blr.compressor.bench.memory.table import memory_summary, memory_text
     from blr.compressor.bench.plots import draw_memory
-    from blr.compressor.progress import Progress
 
     options = MemoryOptions(
         models=words(models),
@@ -95,7 +98,7 @@ def memory(
         seconds=seconds,
         graphs=graphs,
     )
-    report, code = run_memory(options, Progress(quiet))
+    report, code = run_memory(options, progress)
     finish(report, code, memory_summary(report.rows), memory_text, save, draw_memory, output, format)
 
 

@@ -73,9 +73,12 @@ def prefill(
 
     if output is not None:
         check_output(output)
+    from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
     from blr.compressor.bench.prefill import PrefillOptions, run_prefill
     from blr.compressor.bench.summary import prefill_summary, prefill_text
-    from blr.compressor.progress import Progress
 
     options = PrefillOptions(
         models=tuple(words(models)),
@@ -92,6 +95,6 @@ def prefill(
         runtime=runtime,
         seconds=seconds,
     )
-    report, code = run_prefill(options, Progress(quiet))
+    report, code = run_prefill(options, progress)
     summary = prefill_summary(report.rows)
     finish(report, code, summary, prefill_text, save, lambda *_: None, output, format)

@@ -107,11 +107,14 @@ def evaluate(
     use_threads(threads)
     found_as = resolve_model(checkpoint, offline=offline)
     folder = found_as.folder
+    from blr.compressor.progress import Progress
+
+    progress, result = Progress(quiet), dict[str, Any]()
+    progress.loading()
     from blr.compressor import evaluate as library
     from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
-    from blr.compressor.progress import Progress
     from blr.compressor.text.beginning import beginning_of
 
     pairs = library.read_pairs(sts) if sts else []
@@ -122,7 +125,6 @@ def evaluate(
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
     tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text or ()]
     task = "AutoModel" if sts else "AutoModelForCausalLM"
-    progress, result = Progress(quiet), dict[str, Any]()
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, progress=progress, **options)
     if pairs:

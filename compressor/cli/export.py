@@ -11,6 +11,7 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
+    HERE,
     AllowPickle,
     Check,
     Format,
@@ -26,6 +27,7 @@ from blr.compressor.cli.options import (
     check_text,
     print_result,
 )
+from blr.compressor.planning.roofline import ASKED
 
 
 class Kind(StrEnum):
@@ -55,7 +57,10 @@ def export(
             "as two linear ones each, for tools that look for those.",
         ),
     ] = Kind.folder,
-    gpu: Annotated[str, typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.")] = "h200",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The GPU it is for, a name in configs/gpus.yaml.", show_default=HERE),
+    ] = None,
     batch: Annotated[
         int, typer.Option(callback=values.count, help="Sequences decoded at once, at most: 1 to 16.")
     ] = 1,
@@ -173,11 +178,12 @@ def _layers_text(summary: dict[str, Any]) -> list[str]:
     if summary["kind"] == Kind.plain:
         rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
         return [f"layers: {summary['layers']} low-rank, each two linear ones{rest}"]
-    batch, context = summary["batch"], summary["context"]
+    batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
+    why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
     layers = f"layers: {summary['layers']} structured, in kernel layout"
     if summary["densified"]:
         layers += f"; {summary['densified']} dense, faster so by the table of this GPU"
     if summary["plain"]:
         layers += f"; {summary['plain']} not quantized, which would not make them smaller"
-    return [f"for: {summary['gpu']}{use}", layers]
+    return [f"for: {summary['gpu']}{why}{use}", layers]

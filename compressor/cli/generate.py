@@ -64,11 +64,13 @@ def generate(
     """Continue a prompt with a decoder, streaming to standard output."""
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.machine.threads import use_threads
+    from blr.compressor.progress import Progress
 
     if temperature == 0 and (top_k, top_p) != (None, None):
         raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
+    Progress().loading()
     from blr.compressor import generate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.progress import Progress

@@ -234,10 +234,12 @@ def heal(
             check_output(output, overwrite, (checkpoint, teacher))
         found = resolve_model(checkpoint, revision=revision, offline=offline)
         dense = resolve_model(teacher, offline=offline)
+        progress = Progress(quiet, silent=not first)
+        progress.loading()
         from blr.compressor.heal.run import heal as run
 
         named = options.named(found.name, found.revision, dense.name)
-        summary = run(found.folder, dense.folder, output, named, Progress(quiet, silent=not first))
+        summary = run(found.folder, dense.folder, output, named, progress)
         if summary is None:  # in all processes but the first
             end_member()
     if summary is not None:

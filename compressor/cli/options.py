@@ -192,9 +192,10 @@ Include = Annotated[list[str] | None, typer.Option(help="Only modules matching t
 Exclude = Annotated[
     list[str] | None, typer.Option(help="Not the modules matching this glob; repeatable.")
 ]
+HERE = "this machine's, else h200"  # of the GPU that something is for
 Gpu = Annotated[
     str | None,
-    typer.Option(help="GPU that times are predicted for, as configs/gpus.yaml.", show_default="h200"),
+    typer.Option(help="GPU that times are predicted for, as configs/gpus.yaml.", show_default=HERE),
 ]
 
 

@@ -34,8 +34,8 @@ def plan(
         float | None,
         typer.Option(
             metavar="[MINUTES]",
-            help="Also what blr heal would take of that GPU.",
-            show_default="not told",
+            help="Tell what blr heal would take, whatever the model.",
+            show_default="of decoders",
         ),
     ] = None,
     gpus: Annotated[
@@ -43,8 +43,8 @@ def plan(
         typer.Option(
             min=1,
             max=4096,
-            help="Also what compressing, and healing, would take of so many of them.",
-            show_default="not told",
+            help="GPUs that compressing, and healing, would have.",
+            show_default="1",
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
@@ -56,11 +56,13 @@ def plan(
     """What compress would do to every layer, with sizes and predicted times, from headers alone.
 
     It takes every option of blr compress; those of how that runs change nothing here."""
+    from blr.compressor.fitting import forecast as fits
+    from blr.compressor.heal import forecast as healing
     from blr.compressor.heal.settings import checked_minutes
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
-    from blr.compressor.planning.roofline import find_gpu
+    from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.progress import Progress
@@ -68,7 +70,7 @@ def plan(
     calibrated = calibrated or options["calibration"] is not None
     resolved = asked_recipe(options, calibrated, apart=("gpu",))
     checked_minutes(heal)
-    card = find_gpu(resolved.gpu)
+    card, chosen = chosen_gpu(resolved.gpu)
     found = resolve_model(model, revision=revision, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
@@ -76,12 +78,8 @@ def plan(
     made = make_plan(source, resolved, calibrated=calibrated)
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
-    if gpus:
-        from blr.compressor.fitting.forecast import planned as planned_fits
-
-        result["compress"] = planned_fits(made, resolved, card, gpus, calibrated)
-    if heal is not None:
-        from blr.compressor.heal.forecast import planned
-
-        result["heal"] = planned(source, made, card, gpus or 1)
+    result["gpu"]["chosen"] = chosen
+    result["compress"] = fits.planned(source, made, resolved, card, gpus or 1, calibrated)
+    if heal is not None or healing.is_told(source):
+        result["heal"] = healing.planned(source, made, card, gpus or 1)
     print_result(result, lambda r: plan_text(r, every), format)

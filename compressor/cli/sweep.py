@@ -9,6 +9,7 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
+    HERE,
     Blocks,
     Device,
     EvalWindow,
@@ -108,7 +109,9 @@ def sweep(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep every checkpoint, not its figures.")
     ] = False,
-    gpu: Annotated[str, typer.Option(help="GPU that speed is predicted for.")] = "h200",
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that speed is predicted for.", show_default=HERE)
+    ] = None,
     device: Device = "auto",
     restart: Restart = False,
     offline: Offline = False,
@@ -118,6 +121,7 @@ def sweep(
     """Compress one model in many ways, and show bits a weight against what is lost in texts."""
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.progress import Progress
     from blr.compressor.recipe.schema import AUTO
     from blr.compressor.sweep.grid import NONE, Grid, listed, points_of
@@ -145,8 +149,9 @@ def sweep(
     for minutes in filter(None, heals):
         checked_minutes(minutes)
     grid = Grid(named, *sizes, lines, heals, seeds)
+    card, _ = chosen_gpu(gpu)
     if AUTO in grid.methods:
-        given["gpu"] = gpu  # of equal structures the fastest there
+        given["gpu"] = card.name  # of equal structures the fastest there
     common = {k: v for k, v in given.items() if v is not None}
     recipes = points_of(grid, common, calibration is not None)
     judging = (("--window", window), ("--max-tokens", max_tokens))
@@ -166,7 +171,7 @@ def sweep(
             jobs=jobs,
             keep=keep,
             restart=restart,
-            gpu=gpu,
+            gpu=card.name,
             offline=offline,
         )
         result = run(found.folder, recipes, output, settings, Progress(quiet))

@@ -73,13 +73,16 @@ def tune(
     layers = find_layers(words(shapes))
     if output is not None:
         check_table(output)
-    from blr.compressor.bench.runner import Runner
     from blr.compressor.progress import Progress
+
+    progress = Progress(quiet)
+    progress.loading()
+    from blr.compressor.bench.runner import Runner
     from blr.compressor.tune import run as library
     from blr.compressor.tune.rules import winners_table
     from blr.kernels.common.available import gpu_key
 
-    target, progress = library.tuning_device(device), Progress(quiet)
+    target = library.tuning_device(device)
     gpu = gpu or gpu_key(target)
     path = output or user_table(gpu)
     check_table(path)

@@ -25,7 +25,8 @@ from blr.compressor.export.options import (
     check_options,
 )
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.progress import Progress
+from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExportSummary:
-    """What an export holds. Sizes in bytes; `densified` counts layers made dense because the table of
-    the GPU says so; `untied_bytes` are those of a quantized output head that was the embedding, which
-    is stored as well; `plain` counts structured layers that packing would not make smaller; `errors`
-    maps layer type to the mean relative error that quantization adds; `seconds` is the wall time;
-    `check` says what was run and how far its results are from the checkpoint's (`output/check.py`)."""
+    """What an export holds. Sizes in bytes; `gpu_chosen` says why it is for this `gpu`; `densified`
+    counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
+    quantized output head that was the embedding, which is stored as well; `plain` counts structured
+    layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
+    quantization adds; `seconds` is the wall time; `check` says what was run and how far its results are
+    from the checkpoint's (`output/check.py`)."""
 
     output: str
     kind: str
     gpu: str
+    gpu_chosen: str
     batch: int
     context: int | None
     layers: int
@@ -73,6 +76,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     """
     started = monotonic()
     options = check_options(options)
+    progress.loading()
     check_apart(output, folder)
     with Workspace(output, overwrite=options.overwrite, restart=options.restart) as workspace:
         if options.allow_pickle:
@@ -87,7 +91,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     return ExportSummary(
         output=str(workspace.output),
         kind=options.kind,
-        gpu=options.gpu,
+        gpu=options.target,
+        gpu_chosen=chosen_gpu(options.gpu)[1],
         batch=options.batch,
         context=plan.context,
         layers=len(plan.checkpoint.specs),
@@ -122,6 +127,9 @@ def _make_job(
     return Job(plan_export(checkpoint, options), options, workspace, progress)
 
 
+STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
+
+
 @dataclass
 class Job:
     """One export. `checked` says, once it is written, what was run of it."""
@@ -141,6 +149,7 @@ class Job:
         from blr.compressor.loading.carry import check_carried
 
         workspace = self.workspace
+        self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
         needed = self._estimate()
         with workspace.room(needed):
             workspace.open(self._fingerprint())
@@ -211,12 +220,12 @@ class Job:
         if self.options.kind == "pt2":
             from blr.compressor.export.pt2 import write_pt2
 
-            self.progress.stage("compiling")
+            self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
             from blr.compressor.export.onnx import write_onnx
 
-            self.progress.stage("tracing")
+            self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
         return written
 

@@ -9,7 +9,7 @@ from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.machine.dtypes import DTYPES
 from blr.compressor.machine.packages import check_packages
-from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.planning.roofline import chosen_gpu
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
@@ -38,7 +38,7 @@ class ExportOptions:
 
     source_name: str
     revision: str | None = None
-    gpu: str = "h200"
+    gpu: str | None = None
     batch: int = 1
     context: int | None = None
     dtype: str | None = None
@@ -54,13 +54,18 @@ class ExportOptions:
     text: Path | None = None
     force: bool = False
 
+    @property
+    def target(self) -> str:
+        """The GPU that it is for, as configs/gpus.yaml writes it."""
+        return chosen_gpu(self.gpu)[0].name
+
     def named(self, name: str, revision: str | None) -> ExportOptions:
         """The same for a checkpoint found under another name."""
         return replace(self, source_name=name, revision=revision)
 
 
 def check_options(options: ExportOptions) -> ExportOptions:
-    """`options` with the GPU's name as configs/gpus.yaml writes it, and None for a kind "none".
+    """`options` with None for a kind "none".
 
     Raises UsageError; CapabilityError for more sequences than the kernels take, or packages that are not
     installed.
@@ -83,10 +88,11 @@ def check_options(options: ExportOptions) -> ExportOptions:
         if value is not None and value not in known:
             raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
     head = None if options.quantize_head == NONE else options.quantize_head
-    options = replace(options, gpu=find_gpu(options.gpu).name, quantize_head=head)
+    options = replace(options, quantize_head=head)
     _check_meant(options)
     if options.kind == "onnx":
         check_packages("--as onnx", *GRAPH_WRITERS, extra="onnx")
+    chosen_gpu(options.gpu)
     return options
 
 

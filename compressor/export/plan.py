@@ -86,7 +86,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     quantizer = _make_quantizer(staying, options, head)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
-    settings = ExportSettings(LAYOUT, options.gpu, options.batch, __version__, context, cache, **packed)
+    use = options.target, options.batch
+    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
     config = export_config(staying, settings, options.dtype)
     check_fits(source, config, tensors.shapes)
@@ -117,7 +118,7 @@ def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None
     """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
     if options.quantize:
         return {}
-    found = slower_layers(checkpoint, options.gpu, options.batch, options.dtype)
+    found = slower_layers(checkpoint, options.target, options.batch, options.dtype)
     return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 

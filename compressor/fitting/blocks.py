@@ -30,6 +30,7 @@ from blr.compressor.fitting.found import (
     with_residuals,
 )
 from blr.compressor.fitting.running import Reached, in_place_of, parted
+from blr.compressor.fitting.sizes import STATES
 from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
@@ -44,7 +45,6 @@ NORMS = (  # what the last one is called
     *("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm"),
     *("norm_f", "final_norm", "layer_norm", "ln_out"),
 )
-STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 
 
 class BlockModel:

@@ -22,21 +22,19 @@ from blr.compressor.fitting.own import is_own, with_own_text
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
+from blr.compressor.fitting.sizes import FINISH_EPOCHS, GPU_EPOCHS, PACKED_EPOCHS, SENSITIVITY_TOKENS
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
+from blr.compressor.progress import FITTING, LAST, MEASURING, OWN
 from blr.compressor.recipe.schema import AUTO, Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import check_known
 
-SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 SWEEP = 7  # raise it when the measured sensitivities change
-GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
-FINISH_EPOCHS = 8  # of the last pass, likewise
 NAMED = 6  # layers that a note lists
-PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 
@@ -92,6 +90,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
     finish = finish or finish_epochs(recipe.finish, usual, model, batches)
+    if not finish:
+        work.progress.leave_out(LAST)
     run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
     if not any(student.trained for student in run.students):  # all that is fitted lies outside of blocks
@@ -104,6 +104,17 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves or {}, run.norms)
+
+
+def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
+    """The steps of fitting by `recipe` to `text` (None: to the weights alone) on a kind of `device`, by
+    what their bars say."""
+    if text is None:
+        return [FITTING]
+    own = [OWN] * bool(is_own(text) or recipe.mix)
+    measured = [MEASURING] * (recipe.allocation != "uniform")
+    last = device == "cuda" and recipe.refit != 0 if recipe.finish is None else recipe.finish > 0
+    return [*own, *measured, FITTING, *[LAST] * last]
 
 
 def _short(calibration: Calibration, plan: Plan) -> list[str]:

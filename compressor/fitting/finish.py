@@ -24,15 +24,13 @@ from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.sizes import LAST_SHARE, LOGITS, last_pass_bytes
+from blr.compressor.progress import LAST
 from blr.compressor.rounding.latent import Trained
 from blr.kernels.divergence.op import divergence_sum
 
 FINISH = 5  # raise it when the results change
 RATE = 0.003  # of a tensor's root mean square, a step
-LOGITS = 1 << 30  # bytes of logits that are held of one kind
-STATE = 48  # bytes: a trained number with its gradients, moments and copies
-KINDS = 6  # tensors of the logits' size, at the most
-SHARE = 0.8  # of a GPU's memory
 
 
 def finish_blocks(run: Run, starts: list[Batch]) -> None:
@@ -47,7 +45,7 @@ def finish_blocks(run: Run, starts: list[Batch]) -> None:
         layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
     ]
     if work.missing(keys):
-        with work.progress.layers(run.finish, "training all blocks together") as advance:
+        with work.progress.layers(run.finish, LAST) as advance:
             found = _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
         states = {n: starts[n].student for n in run.mine}
         float8 = any(map(rounds_to_float8, run.students))
@@ -134,13 +132,12 @@ def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: lis
 def _room(device: torch.device) -> float:
     if device.type != "cuda":
         return float("inf")
-    return SHARE * torch.cuda.get_device_properties(device).total_memory
+    return LAST_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _bytes(model: BlockModel, batches: list[Batch]) -> float:
-    """Predicted: all that is trained with its state, one batch's activations, its logits."""
+    """Predicted."""
     tokens = max(batch.mask.numel() for batch in batches)
     weights = sum(p.numel() for p in model.blocks.parameters())
     widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
-    logits = KINDS * min(tokens * logit_bytes(model), 2 * LOGITS)
-    return STATE * weights + 4 * 2 * tokens * widths + logits
+    return last_pass_bytes(weights, widths, tokens, logit_bytes(model))

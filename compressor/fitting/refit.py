@@ -22,6 +22,7 @@ from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike
 from blr.compressor.fitting.running import run_block
+from blr.compressor.fitting.sizes import HELD_BACK, PART_WORK
 from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.processes import Processes
 from blr.compressor.parallel.sums import OrderedSum, rounds
@@ -32,9 +33,7 @@ from blr.compressor.structures.linalg import cholesky
 RATE = 0.01  # of a tensor's root mean square, a step
 PACKED_RATE = 0.005  # where some of them are rounded
 WARM_UP = 0.05  # of all steps
-HELD_BACK = 16  # one batch in so many is not trained on
 RIDGE = 0.01  # of the mean diagonal of the output metric
-PART_WORK = 1 << 37  # floating-point operations that make a part worth a pass of its own
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,10 @@ from blr.compressor.fitting.work import Work
 from blr.compressor.machine.precision import tensor_cores
 from blr.compressor.parallel.shares import share_out
 from blr.compressor.parallel.sums import OrderedSum, rounds
+from blr.compressor.progress import MEASURING
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 
+BACKWARD = 4.4  # times as long as a block's forward pass takes its backward one, with what it measures
 HIDDEN = "hidden"  # the name of a block's own output among those of its layers
 
 
@@ -113,7 +115,9 @@ class Sweep:
         """The curves of all layers, in every process."""
         model = self.model
         levels = [{n: batch.hidden.to(self.home) for n, batch in self.mine.items()}]
-        told = self.work.progress.layers(2 * len(model), "measuring sensitivity")
+        costs = {f"block {n} forward": 1.0 for n in range(len(model))}
+        costs |= {f"block {n} backward": BACKWARD for n in range(len(model))}
+        told = self.work.progress.layers(len(costs), MEASURING, costs)
         with told as advance, tensor_cores(model.device):
             for index in range(len(model)):
                 advance(f"block {index} forward")

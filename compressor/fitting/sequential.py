@@ -43,7 +43,8 @@ CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has 
 
 def fit_blocks(run: Run) -> dict[str, Result]:
     """Factors and records of every planned layer inside the model's blocks, by module name."""
-    with run.work.progress.layers(len(run.plan.layers)) as advance:
+    costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
+    with run.work.progress.layers(len(costs), costs=costs) as advance:
         for index in range(len(run.model)):
             BlockFit(run, index).fit(advance)
     return run.results
@@ -76,8 +77,8 @@ class BlockFit:
         members = {name: module for name, module in named.items() if module in self.run.planned}
         keys = self._keys(list(members.values()))
         missing = set(self.run.work.missing(list(keys.values())))
-        for module in members.values():
-            advance(module)
+        if members:
+            advance(*keys, there=[module for module, key in keys.items() if key not in missing])
         if missing:
             self._fit({key: module for module, key in keys.items() if key in missing}, group)
         for name, module in members.items():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-SHARE = 0.3  # of a GPU's free memory, for each kind of tensors: the rest is for what runs
+from blr.compressor.fitting.sizes import KEPT_SHARE
 
 
 def home(size: int, device: torch.device) -> torch.device:
     """`device` if `size` bytes are a small part of its free memory, else the CPU."""
-    return device if size <= SHARE * free_bytes(device) else torch.device("cpu")
+    return device if size <= KEPT_SHARE * free_bytes(device) else torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:

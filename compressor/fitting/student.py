@@ -13,14 +13,12 @@ from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.sizes import WIDEST
 from blr.compressor.fitting.twins import Twin, make_twin
 from blr.compressor.loading.trained import fuse_trained
 from blr.compressor.rounding.latent import Plain, Trained
 
 NORM = "norm"  # prefix of theirs in the journal
-# Inputs and outputs of a layer that is run by its dense weight. A token's products with that take time
-# as i o does, what BLAST moves for it as b r: they meet at some 8,000 (LOG, 2026-11-26)
-WIDEST = 8192
 
 
 class Student:

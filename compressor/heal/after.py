@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.heal.forecast import kept_bytes
 from blr.compressor.heal.run import HealSummary, Job
-from blr.compressor.heal.settings import SELF, HealOptions, check_options
-from blr.compressor.progress import Progress
+from blr.compressor.heal.settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
+    from blr.compressor.fitting.times import Work
     from blr.compressor.output.check import Check
     from blr.compressor.parallel.processes import Processes
+    from blr.compressor.recipe.schema import Recipe
 
 
 class Healing:
@@ -71,3 +74,22 @@ def options_of(settings: Any) -> HealOptions:
             offline=settings.offline,
         )
     )
+
+
+def steps_of(settings: Any, recipe: Recipe, device: str) -> list[str]:
+    """The steps of a compression (`compress.Settings`) on a kind of device, with those of the healing
+    behind it; a last pass may turn out to have no room."""
+    from blr.compressor.fitting.engine import expected
+
+    steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]
+    return steps + (healing_steps(options_of(settings)) if settings.heal else [])
+
+
+def disk_beside(sized: Work, settings: Any) -> int:
+    """Bytes on disk that a healing takes beside its compression: what that gives, and its own state."""
+    layers, source = sized.plan.layers, sized.source
+    whole = sum(entry.nbytes for entry in source.entries.values())
+    files = sum(path.stat().st_size for path in source.extra_files().values())
+    specs = {planned.layer.module: planned.spec for planned in layers}
+    compressed = whole - sized.bytes + sum(planned.bits for planned in layers) // 8
+    return compressed + files + kept_bytes(specs, {}, options_of(settings))

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from blr.compressor.checkpoint.context import context_of, of_text
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.heal.settings import CHUNK, HealOptions
+from blr.compressor.heal.settings import CHUNK, MINUTES, HealOptions
+from blr.compressor.planning.dimensions import dimensions_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.structures.specs import (
@@ -31,18 +32,19 @@ from blr.compressor.structures.specs import (
     Spec,
     leaves,
 )
+from blr.compressor.tables import amount
 
 HALF, SINGLE = 2, 4  # bytes of a number
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
 LOGIT = 20  # bytes of one, of both models, with what its gradient takes
-WIDE, MIDDLE = 14, 6  # numbers of a token kept in a block: times its width, times the MLP's
+WIDE, MIDDLE = 11, 4.5  # numbers of a token kept in a block: times its width, times the MLP's
+FASTEST = 500_000  # tokens a second that forecasts tell of
+HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
-FILLED = 0.92  # of the room at the most: pools of graphs break it up (142 GB of 150 did not fit an H200)
-EFFICIENCY = 0.35  # of the products' ceiling that a step reaches
-MOVED = 3  # times that a kept number is: the teacher writes it, the student writes and reads it
-# Seconds of a step that no GPU shortens. A guess, below what was seen so that "at most" holds: 2.6e-3 of
-# pico on one CPU core, 3.8e-3 of mini-llama on an H200 (a captured step less its GPU time; LOG).
-HOST = 1e-3
+FILLED = 0.89  # of the room at the most: pools of graphs break it up
+# Of the products' ceiling, and times that a kept number is moved: what runs alone on an H200 took (LOG)
+EFFICIENCY, MOVED = 0.7, 14
+HOST = 3.8e-3  # seconds of a step that no GPU shortens (mini-llama's; LOG)
 SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
@@ -69,7 +71,7 @@ class Sizes:
 class Forecast:
     """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass; `fits` says
     whether they do in `room`, `sharded` whether the models are shared out. `tokens_per_second` of all
-    is what products at `EFFICIENCY`, bytes that must be moved and the host would allow."""
+    is what products at `EFFICIENCY`, bytes that are moved and the host allow."""
 
     teacher: float
     trained: float
@@ -102,23 +104,13 @@ def sizes_of(
         stored: dense parameters in the files, 0 or less than there are where they are not known.
     """
 
-    text = of_text(config)
-
-    def number(*names: str) -> int:
-        found = (text.get(name) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), 0)
-
-    width = number("hidden_size", "n_embd", "dim") or 1
-    blocks = number("num_hidden_layers", "n_layer", "n_layers") or 1
-    middle = number("intermediate_size", "n_inner", "ffn_dim", "hidden_dim") or 4 * width
-    table = number("vocab_size") * width
-    tied = config.get("tie_word_embeddings", True)
+    found = dimensions_of(config)
+    table = found.vocabulary * found.width
     dense = sum(spec.dense_parameters for spec in specs.values())
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in train else 0
-    trained += table * (("embeddings" in train) + ("head" in train and not tied))
-    tables = table * (1 if tied else 2)
-    known = number("vocab_size"), max(stored, dense + tables)
-    return Sizes(blocks, width, middle, *known, trained, tables)
+    trained += table * (("embeddings" in train) + ("head" in train and not found.tied))
+    known = found.vocabulary, max(stored, dense + found.tables)
+    return Sizes(found.blocks, found.width, found.middle, *known, trained, found.tables)
 
 
 def kept_bytes(
@@ -223,14 +215,14 @@ def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, cre
 
 def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu) -> float:
     """Tokens a second of one GPU: the time of a token's products and bytes, and its part of a step's."""
-    products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.bf16_tflops * 1e12)
+    products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.reached_tflops * 1e12)
     moved = MOVED * _inside(sizes) * sizes.blocks + LOGIT * sizes.vocabulary
     tokens, bandwidth = step.windows * step.window, gpu.copy_tbps * 1e12
     update = 2 * TRAINED * sizes.trained / bandwidth
     return 1 / (products + moved / bandwidth + (update + HOST) / tokens)
 
 
-def _inside(sizes: Sizes) -> int:
+def _inside(sizes: Sizes) -> float:
     """Bytes that a block keeps of a token."""
     return (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
 
@@ -266,12 +258,33 @@ def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
     return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
 
 
+def is_told(source: Source) -> bool:
+    """Whether healing is for a model such as in `source`, as far as its config tells."""
+    named = str((source.config.get("architectures") or ["Model"])[0])
+    reads = dimensions_of(source.config).vocabulary and not source.config.get("is_encoder_decoder")
+    return bool(reads) and named.endswith(("ForCausalLM", "LMHeadModel", "Model"))
+
+
 def planned(source: Source, plan: Plan, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing by default the output of `plan` would take, JSON-ready; `said` is one line."""
+    """What healing by default the output of `plan` would take, JSON-ready; `said` is one line. `least`
+    are bytes of a GPU that it cannot do without, `host` and `disk` those of the host and on disk."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
-    found = predicted(source, specs, HealOptions(""), gpu, Crew(gpus))
-    said = words(found, gpu.name, None)
-    return {**asdict(found), "total": found.total, "fits": found.fits, "said": said}
+    options = HealOptions("", minutes=MINUTES)
+    found = predicted(source, specs, options, gpu, Crew(gpus))
+    window = replace(options, batch=gpus * options.window, checkpointing=True)
+    least = min(predicted(source, specs, window, gpu, Crew(gpus)).total, found.total)
+    trained = sum(masters(spec) for spec in specs.values())
+    beside = {"least": least, "host": HOST_BYTES + SINGLE * trained}
+    stored = sum(entry.nbytes for entry in source.entries.values())
+    replaced = sum(layer.layer.entry.nbytes - layer.bits // 8 for layer in plan.layers)
+    beside["disk"] = stored - replaced + kept_bytes(specs, source.entries, options)
+    said = words(found, gpu.name) + (_beside(beside) if found.fits else "")
+    return {**asdict(found), **beside, "total": found.total, "fits": found.fits, "said": said}
+
+
+def _beside(sizes: Mapping[str, float]) -> str:
+    least, host, disk = (amount(sizes[name]) for name in ("least", "host", "disk"))
+    return f"; {least} at least, with --checkpointing; {host} of the host, {disk} of disk"
 
 
 def predicted(
@@ -292,8 +305,8 @@ def predicted(
     return forecast(sizes, specs, options, gpu, replace(crew, sharded=True))
 
 
-def words(found: Forecast, gpu: str, minutes: float | None) -> str:
-    """One line that says it."""
+def words(found: Forecast, gpu: str, speed: bool = True) -> str:
+    """One line that says it, with the `speed` if it is asked for."""
     parts = ", ".join(
         f"{name} {value / 1e9:,.1f}"
         for name, value in (
@@ -312,9 +325,13 @@ def words(found: Forecast, gpu: str, minutes: float | None) -> str:
         return f"healing does not fit: {need}; {REMEDY}"
     how = " with --fsdp" if found.sharded else ""
     how += (" and" if how else " with") + " --checkpointing" if found.checkpointing else ""
-    text = f"healing{how}: {need}, {found.micro} windows a pass, "
-    text += f"at most about {found.tokens_per_second:,.0f} tokens/s (predicted)"
-    return text if minutes is None else text + f", {found.tokens_per_second * 60 * minutes:,.0f} in all"
+    told = f", {_pace(found.tokens_per_second)} tokens/s (predicted)" if speed else ""
+    return f"healing{how}: {need}, {found.micro} windows a pass{told}"
+
+
+def _pace(speed: float) -> str:
+    """Tokens a second, where a model is not so small that nobody has measured it."""
+    return f"about {speed:,.0f}" if speed <= FASTEST else f"over {FASTEST:,.0f}"
 
 
 REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"

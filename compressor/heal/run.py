@@ -21,11 +21,11 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions
+from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions, healing_steps
 from blr.compressor.machine.device import device_name
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.progress import Progress
+from blr.compressor.progress import READING, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +143,7 @@ class Job:
         self.progress.notes([line for line in told if line])
         fingerprint = self._fingerprint() if self.processes.first else {}
         self._reading()
+        self.progress.expect(READING, *healing_steps(self.options))
         workspace, needed = self.workspace, self._estimate()
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
@@ -255,14 +256,13 @@ class Job:
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
         crew = Crew(self.processes.count, bool(self.options.fsdp), room)
         found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
-        said = words(found, device_name(device), None).partition(", at most")[0]
+        said = words(found, device_name(device), speed=False)
         if not found.fits:
             raise CapabilityError(said)
         self.progress.notes([said])
         micro = found.micro if found.sharded else self.options.micro
-        self.options = replace(
-            self.options, checkpointing=found.checkpointing, fsdp=found.sharded, micro=micro
-        )
+        kept, shared = found.checkpointing, found.sharded
+        self.options = replace(self.options, checkpointing=kept, fsdp=shared, micro=micro)
 
     @contextmanager
     def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:

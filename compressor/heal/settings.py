@@ -8,6 +8,7 @@ from typing import Any
 from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
 from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.export.origin import Checkpoint
+from blr.compressor.progress import CHECKING, HEALING, OWN, WRITING
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -143,6 +144,11 @@ def _refuse_idle(options: HealOptions) -> None:
         raise UsageError(f"--vary {options.vary:g} is of --loss kl; leave it out")
     if options.top_k is not None and options.loss != "kl":
         raise UsageError(f"--top-k {options.top_k} is of --loss kl; leave it out")
+
+
+def healing_steps(options: HealOptions) -> list[str]:
+    """The steps of a healing, by what their bars say."""
+    return [*[OWN] * bool(options.mix), HEALING, WRITING, CHECKING]
 
 
 def checked_minutes(minutes: float | None) -> float | None:

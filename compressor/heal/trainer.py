@@ -23,7 +23,7 @@ from blr.compressor.heal.passes import Passes
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.heal.state import State, load_state, save_state
 from blr.compressor.parallel.processes import Processes
-from blr.compressor.progress import Progress
+from blr.compressor.progress import HEALING, Progress
 
 EVALUATIONS = 10  # in a run, besides the one before it
 LOGGED = 100  # lines of metrics in a run
@@ -82,7 +82,7 @@ class Trainer:
         self.spent = self._share()
         if not self.state.before:
             self._judge_start()
-        with self.progress.training("healing", self.spent) as show:
+        with self.progress.training(HEALING, self.spent) as show:
             while not self.state.done:
                 self._step()
                 self._after(show)

@@ -13,7 +13,7 @@ from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
 from blr.compressor.checkpoint.shards import Slot, index_name, write_shards
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.loading.carry import TOKENIZER
-from blr.compressor.progress import Progress
+from blr.compressor.progress import CHECKING, WRITING, Progress
 
 Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 
@@ -80,7 +80,7 @@ def write_whole(
         written = _write_shards(folder, contents, progress)
     for name, data in contents.small.items():
         written[name] = write_stream(folder / name, pieces(data))
-    progress.stage("checking")
+    progress.stage(CHECKING)
     with progress.timed("check"):
         written.update(check(folder))
     fsync_folder(folder)  # the files before the manifest that lists them
@@ -88,7 +88,7 @@ def write_whole(
 
 
 def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:
-    with progress.layers(sum(map(len, contents.shards.values())), "writing") as advance:
+    with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
 
         def read(entry: TensorEntry) -> Iterable[Bytes]:
             advance(entry.name)

@@ -22,6 +22,12 @@ def _read(path: Path) -> dict[str, Any]:
     return parse_json(read_whole(path, MAX_BYTES), path, constants=True)
 
 
+def is_layer(record: dict[str, Any]) -> bool:
+    """Whether a record of a run's journal is a fitted layer's: there are those of whole blocks, texts
+    and statistics as well."""
+    return "spec" in record
+
+
 def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
     """`plan` with its layers as an output has them: a run that found it whole has measured nothing, and
     its own plan is that of headers alone."""

@@ -21,7 +21,7 @@ from math import exp, gcd, log, sqrt
 from blr.compressor.errors import UsageError
 from blr.compressor.planning.assign import Task, nearest_blocks
 from blr.compressor.planning.budget import Item
-from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, find_gpu, layer_time
+from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, chosen_gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import AUTO, PIVOTED, LayerMethod, Recipe
 from blr.compressor.structures.patterns import PENALTIES, choose_patterns, predicted_log_error
 from blr.compressor.structures.registry import STRUCTURES
@@ -58,7 +58,7 @@ def choose_methods(tasks: Sequence[Task], recipe: Recipe, calibrated: bool) -> l
 
     `calibrated` as in `plan.make_plan`. Raises UsageError for an unknown GPU.
     """
-    gpu = find_gpu(recipe.gpu)
+    gpu, _ = chosen_gpu(recipe.gpu)
     return [
         _best(task, recipe, gpu, calibrated) if task.settings.method == AUTO else task for task in tasks
     ]

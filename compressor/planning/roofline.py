@@ -8,6 +8,7 @@ is charged for each kernel: at one token that decides whether a small layer gain
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,7 @@ from importlib.resources import files
 from math import prod
 
 from blr.compressor.errors import UsageError
+from blr.compressor.machine.card import Card, installed_card
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -27,6 +29,10 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 
+USUAL = "h200"  # what times are told of where nothing else is known
+ASKED = "asked for"
+MEMORY = 0.9  # of the memory of a kind of GPUs, at the least, that one of them has
+REACHED = 0.8  # of the peak that a datasheet tells: 790 of 989 TFLOP/s of an H200
 ELEMENT = 2  # bytes of a bf16 number
 DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
@@ -44,6 +50,11 @@ class Gpu:
     memory_gb: float
     sm_ghz: float
 
+    @property
+    def reached_tflops(self) -> float:
+        """Of bf16 products: a datasheet's are a peak."""
+        return self.bf16_tflops * (1.0 if self.source == "measured" else REACHED)
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -56,6 +67,27 @@ class Kernel:
         """Its roofline in microseconds, launch excluded."""
         bytes_us = self.moved * ELEMENT / gpu.copy_tbps * 1e-6
         return max(bytes_us, 2 * self.products / gpu.bf16_tflops * 1e-6)
+
+
+def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
+    """The GPU `name` of configs/gpus.yaml, or else the one of this machine, or else `USUAL`; and, in
+    words, why this one. Raises UsageError as `find_gpu`."""
+    if name is not None:
+        return find_gpu(name), ASKED
+    if (here := gpu_of(installed_card())) is not None:
+        return here, "the one of this machine"
+    return find_gpu(USUAL), "none of configs/gpus.yaml is here"
+
+
+def gpu_of(card: Card | None) -> Gpu | None:
+    """What is known of a card. None for an unknown one, and for a part of one, or one of less memory."""
+    if card is None:
+        return None
+    words = re.findall(r"[a-z0-9]+", card.name.lower())
+    if {"mig", "laptop"} & {*words}:
+        return None
+    named = [gpu for name, gpu in gpus().items() if f"-{name}-" in f"-{'-'.join(words)}-"]
+    return next((gpu for gpu in named if card.memory >= MEMORY * gpu.memory_gb * 1e9), None)
 
 
 def find_gpu(name: str) -> Gpu:

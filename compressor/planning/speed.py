@@ -14,8 +14,8 @@ from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
-from blr.compressor.planning.roofline import DECODE, Gpu, dense_time, find_gpu, layer_time
-from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
+from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
+from blr.compressor.recipe.schema import AUTO, DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.quantized.formats import GROUP
 
@@ -71,13 +71,23 @@ def _head(source: Source, gpu: Gpu) -> float:
     return _dense(words, width, gpu)
 
 
+def decided(recipe: Recipe) -> Recipe:
+    """`recipe` with a GPU by its name where that decides what is made, so that a run which goes on
+    elsewhere makes the same, or says that it cannot."""
+    methods = {layer.method for layer in recipe.layers()}
+    if recipe.gpu is not None or not (AUTO in methods or recipe.tokens_per_second):
+        return recipe
+    return recipe.model_copy(update={"gpu": chosen_gpu(None)[0].name})
+
+
 def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
     """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU, and
     a line about them: int8, int4, then bases corrected by its method, svd or blast, and plain ones.
 
     Raises UsageError: nothing is as fast, or can be planned.
     """
-    wanted, gpu, fastest = recipe.tokens_per_second, find_gpu(recipe.gpu), (0.0, "")
+    recipe = decided(recipe)
+    wanted, (gpu, _), fastest = recipe.tokens_per_second, chosen_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
         return recipe, ""
     refused: UsageError | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
-from blr.compressor.planning.roofline import DECODE, PREFILL, Gpu, dense_time, layer_time
+from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.tables import aligned
 
@@ -114,14 +114,15 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
     groups = [[layer] for layer in result["layers"]] if every else _grouped(result["layers"])
     lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 8))]
     totals, gpu = result["totals"], result["gpu"]
+    chosen = f"; {gpu['chosen']}" if gpu.get("chosen", ASKED) != ASKED else ""
     kept = f", {result['kept_dense']} kept dense" if result["kept_dense"] else ""
     lines += [
         f"{result['replaced']} layers replaced{kept}: {totals['dense_parameters']:,} -> "
         f"{totals['parameters']:,} parameters, {_sizes(result)}, {totals['bytes']:,} bytes",
-        f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines): decode of these layers "
-        f"{totals['decode_us']:,.0f} µs a token (dense {totals['dense_decode_us']:,.0f}), prefill of "
-        f"{PREFILL} tokens {totals['prefill_us'] / 1000:,.1f} ms "
-        f"(dense {totals['dense_prefill_us'] / 1000:,.1f})",
+        f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines{chosen}): decode of "
+        f"these layers {totals['decode_us']:,.0f} µs a token "
+        f"(dense {totals['dense_decode_us']:,.0f}), prefill of {PREFILL} tokens "
+        f"{totals['prefill_us'] / 1000:,.1f} ms (dense {totals['dense_prefill_us'] / 1000:,.1f})",
     ]
     if whole := result["whole"]:
         lines.insert(

@@ -121,7 +121,7 @@ class RecipeFields(_Settings):
     finish: Natural | None = None
     dtype: Dtype | None = None
     seed: Natural = 0
-    gpu: Annotated[str, Field(min_length=1)] = "h200"
+    gpu: Annotated[str, Field(min_length=1)] | None = None
     tokens_per_second: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
 
 

@@ -40,6 +40,7 @@ from blr.compressor.structures.linalg import (
 )
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
 from blr.compressor.structures.replayed import Replayed
+from blr.compressor.structures.sizes import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.blast.launch import mix
 from blr.kernels.cholesky.launch import is_tiled
@@ -47,7 +48,6 @@ from blr.kernels.common.available import kernels_on
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once
-SPREAD_BYTES = 1 << 33  # for the products V_lᵀ H_l of which all block rows are made
 SHARES, LARGE = 8, 1 << 38  # parts of the rows, of a layer whose 2 b i² r is so much
 MIXED = (1, 2, 4, 8, 16)  # blocks that our kernel mixes
 SMALLEST = 1e-6  # relative floor of the diagonal preconditioner of S

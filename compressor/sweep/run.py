@@ -16,9 +16,9 @@ from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
-from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import tokens_per_second
-from blr.compressor.progress import Progress
+from blr.compressor.progress import READING, Progress
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.sweep.chain import PointChain, command_line
 from blr.compressor.sweep.folder import PAGE, Folder
@@ -29,6 +29,7 @@ from blr.compressor.sweep.notes import point_digest
 from blr.compressor.sweep.page import page
 from blr.compressor.text.reading import calibration_digest
 
+SWEEPING = "sweeping"  # the step behind the reading
 DENSE = "dense"  # the record of the model itself
 MAX_TEXT = 2 * 2**30  # bytes
 
@@ -51,7 +52,7 @@ class Settings:
     jobs: int = 1
     keep: bool = False
     restart: bool = False
-    gpu: str = "h200"
+    gpu: str | None = None
     offline: bool = False
 
 
@@ -72,7 +73,9 @@ def sweep(
     """
     check_apart(output, folder)
     check_outside(output)
-    source, gpu = open_checked(folder), find_gpu(settings.gpu)
+    progress.loading()
+    progress.expect(READING, SWEEPING)
+    source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
     place = Folder(output, _common(source, settings, progress), _digests_of(recipes))
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
@@ -170,7 +173,7 @@ def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) 
             chain.tidy()  # a run was killed before it did
     if done := len(chains) - len(missing):
         progress.say(f"{done} of {len(chains)} points are there already")
-    with progress.layers(len(missing), "sweeping") as advance:
+    with progress.layers(len(missing), SWEEPING) as advance:
         for chain in missing:
             chain.begun = advance
         if missing:
@@ -211,7 +214,7 @@ def _result(
         "model": settings.model,
         "texts": [str(path) for path in settings.texts],
         "dense": base,
-        "gpu": settings.gpu,
+        "gpu": chosen_gpu(settings.gpu)[0].name,
         "points": rows,
         "failed": failed,
         "frontier": [one.name for one in frontier(found)],

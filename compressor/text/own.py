@@ -23,7 +23,7 @@ from blr.compressor.checkpoint.journal import Journal, layer_key
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.cache_names import NAMES, cache_name
-from blr.compressor.progress import Progress
+from blr.compressor.progress import OWN, Progress
 from blr.compressor.text.beginning import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
@@ -86,7 +86,7 @@ def write_own_text(
     if mine:
         progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
         shelf, under = Shelf(shelf_folder(), fits), _surroundings(model, tokenizer)
-        with reading, progress.layers(len(mine), "writing own text") as advance:
+        with reading, progress.layers(len(mine), OWN) as advance:
             named = {n: layer_key(text=keys[n], **under) for n in mine}
             for n, ids in shelf.batches(named, written, lambda: advance(""), progress.say):
                 journal.store(keys[n], {"ids": ids}, {})

@@ -20,27 +20,34 @@ def test_plan_of_a_checkpoint_groups_blocks(tiny: Path, blr: Run) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["layers", "structure", "shape", "rank"]
-    assert len(lines) == 1 + 7 + 3
+    assert len(lines) == 1 + 7 + 5
     assert lines[1].startswith("model.layers.0-3.")
     assert "uniform share of cf 1.5" in lines[1]
-    assert "h200 (measured ceilings" in lines[-1]
+    assert "h200 (measured ceilings" in lines[-3]
     every = blr("plan", tiny, "--method", "blast", "--cf", "1.5", "--all")
-    assert len(every.stdout.splitlines()) == 1 + 28 + 3
+    assert len(every.stdout.splitlines()) == 1 + 28 + 5
 
 
-def test_plan_says_what_healing_would_take(tiny: Path, blr: Run) -> None:
-    done = blr("plan", tiny, "--heal")
-    assert done.stdout.splitlines()[-1].startswith("healing: ") and " of h200, " in done.stdout
-    done = blr("plan", tiny, "--heal", "--gpu", "a40", "--format", "json")
-    found = json.loads(done.stdout)["heal"]
-    assert found["fits"] and found["room"] == 48e9 and found["said"].startswith("healing: ")
+def test_plan_says_what_compressing_and_healing_would_take(tiny: Path, blr: Run) -> None:
+    fits, healing = blr("plan", tiny, "--calibrated").stdout.splitlines()[-3:-1]
+    assert fits.startswith("compressing: about ") and " of the 150 of h200" in fits
+    assert " of the host, " in fits and fits.endswith(" of disk (predicted)")
+    assert healing.startswith("healing: ") and " of h200, " in healing and " at least, with " in healing
+    found = json.loads(blr("plan", tiny, "--gpu", "a40", "--format", "json").stdout)
+    assert found["heal"]["fits"] and found["heal"]["room"] == 48e9
+    assert found["heal"]["said"].startswith("healing: ")
+    assert found["compress"]["fits"] and found["compress"]["seconds"] == pytest.approx(
+        sum(found["compress"]["phases"].values())
+    )
+    two = json.loads(blr("plan", tiny, "--calibrated", "--gpus", "2", "--format", "json").stdout)
+    assert two["compress"]["gpus"] == two["heal"]["gpus"] == 2
 
 
 def test_plan_as_json_has_every_layer(tiny: Path, blr: Run) -> None:
     done = blr("plan", tiny, "-m", "ks", "--gpu", "l4", "--format", "json")
     found = json.loads(done.stdout)
     assert len(found["layers"]) == 28
-    assert found["gpu"] == {"name": "l4", "source": "datasheet"}
+    assert found["gpu"] == {"name": "l4", "source": "datasheet", "chosen": "asked for"}
     assert found["from"] == "headers"
     assert found["cf"] == pytest.approx(2.0, rel=0.01)
     assert found["totals"]["parameters"] == sum(layer["parameters"] for layer in found["layers"])

@@ -61,6 +61,16 @@ LARGE = {  # with what forecasts of memory and speed ask for, too
 }
 
 
+SMOL = {  # SmolLM2-135M
+    **_decoder("llama", 576, 1536, 9, 3, 30, vocab_size=49152, max_position_embeddings=8192),
+    **{"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+}
+BILLION = {
+    **CONFIGS["llama-3.2-1b"],
+    **{"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "tie_word_embeddings": True},
+}
+
+
 def model_of(recipe: str) -> str:
     """The model that a shipped recipe's name begins with."""
     return max((name for name in CONFIGS if recipe.startswith(f"{name}-")), key=len)
