@@ -170,6 +170,13 @@ def heal(
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
     check: Check = True,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Go on with a teacher that does not fit, and write a result that loses over one nat.",
+        ),
+    ] = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -220,6 +227,7 @@ def heal(
             restart=restart,
             allow_pickle=allow_pickle,
             check=check,
+            force=force,
             offline=offline,
         )
         options = check_options(options)
