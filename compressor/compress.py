@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
 from blr.compressor.heal.after import Healing, options_of
 from blr.compressor.heal.forecast import kept_bytes
-from blr.compressor.heal.run import HealSummary
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.output.records import as_recorded, by_type, read_records, tensor_bytes
@@ -292,7 +292,7 @@ class Job:
         if self.settings.heal:  # the compressed checkpoint as well, and the state of its training
             needed += kept + factors + extra
             specs = {planned.layer.module: planned.spec for planned in layers}
-            needed += kept_bytes(specs, {}, options_of(self.settings))
+            needed += kept_bytes(specs, source.entries, options_of(self.settings))
         return needed
 
     def _fingerprint(self) -> dict[str, Any]:

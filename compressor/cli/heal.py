@@ -37,11 +37,14 @@ def heal(
         typer.Argument(callback=values.name, help="A folder written by blr compress, or a hub id."),
     ],
     teacher: Annotated[
-        str,
+        str | None,
         typer.Option(
-            callback=values.name, help="The dense model it came from: folder, hub id or short name."
+            callback=values.optional_name,
+            help="The dense model it came from: folder, hub id or short name.",
+            show_default="the one that its manifest names",
         ),
-    ],
+    ] = None,
+    *,
     output: OutputFolder,
     data: Annotated[
         list[str] | None,
@@ -188,6 +191,7 @@ def heal(
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.heal.teacher import named_teacher
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.machine.threads import use_threads
         from blr.compressor.progress import Progress
@@ -195,7 +199,6 @@ def heal(
         use_threads(threads, environment.local_count())
         options = HealOptions(
             source_name=checkpoint,
-            teacher_name=teacher,
             revision=revision,
             data=tuple(data or ()),
             mix=mix,
@@ -233,13 +236,18 @@ def heal(
         options = check_options(options)
         running.output, running.kept = output, "what was saved so far is"
         if first := environment.is_first():
-            check_output(output, overwrite, (checkpoint, teacher))
+            check_output(output, overwrite, filter(None, (checkpoint, teacher)))
+        progress = Progress(quiet, silent=not first)
         found = resolve_model(checkpoint, revision=revision, offline=offline)
-        dense = resolve_model(teacher, offline=offline)
+        if teacher is None:
+            dense = named_teacher(found.folder, offline)
+            progress.notes([f"teacher: {dense.folder}, as the manifest says"])
+        else:
+            dense = resolve_model(teacher, offline=offline)
         from blr.compressor.heal.run import heal as run
 
         named = options.named(found.name, found.revision, dense.name)
-        summary = run(found.folder, dense.folder, output, named, Progress(quiet, silent=not first))
+        summary = run(found.folder, dense.folder, output, named, progress)
         if summary is None:  # in all processes but the first
             end_member()
     if summary is not None:

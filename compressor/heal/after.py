@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
-from blr.compressor.heal.run import HealSummary, Job
+from blr.compressor.heal.run import Job
 from blr.compressor.heal.settings import SELF, HealOptions, check_options
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.progress import Progress
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Healing:
         started = monotonic()
         student = open_checkpoint(folder)
         job = Job(student, self.teacher, self.options, processes, workspace, progress)
+        job.teacher_digest = read  # it is all that the compression reads
         job.work(read, check)
         return job.summary(monotonic() - started)
 
