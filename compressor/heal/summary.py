@@ -10,9 +10,9 @@ from typing import Any
 class HealSummary:
     """What healing achieved. `before` and `after` map each text to nats a token on its held-back
     windows: `kl` from the teacher, and the loss of `student` and `teacher`. `seconds` is the wall time
-    of this run, `trained_seconds` that of training, earlier runs included, `tokens_per_second` the median
-    of its logged parts in this run; `check` says what was run of
-    the output and how far its results are from the dense model's (`output/check.py`)."""
+    of this run, `trained_seconds` that of training, earlier runs included, `tokens_per_second` the
+    median of the logged parts of this run; `check` says what was run of the output and how far its
+    results are from the dense model's (`output/check.py`)."""
 
     output: str
     steps: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ def named_teacher(student: Path, offline: bool = False) -> Found:
         UsageError: the manifest names none that is there. HubError: as `resolve_model`.
     """
     name, revision = _recorded(student)
-    if Path(name).name == name:
-        for place in (Path(name), student.resolve().parent / name):
-            if (place / "config.json").is_file():
-                return resolve_model(f"{place.resolve()}")
-    if REPOSITORY.fullmatch(name):
+    places = (Path(name), student.resolve().parent / name) if Path(name).name == name else ()
+    for place in places:
+        if (place / "config.json").is_file():
+            return resolve_model(f"{place.resolve()}")
+    if revision is not None and REPOSITORY.fullmatch(name) and not os.path.lexists(name):
         return resolve_model(name, revision=revision, offline=offline)
     raise UsageError(
         f"{student}: made of {quote(name, 160)[1:-1]}, which is no folder here or beside it; "

@@ -60,7 +60,6 @@ def load_model(
     if task == GENERATES and sees_and_writes(source):
         task = "AutoModelForImageTextToText"
     target = pick_device(device)
-    transformers.utils.logging.disable_progress_bar()
     model = _from_pretrained(folder, task, dtype, trust)
     try:
         model = model.to(target).eval()
@@ -72,14 +71,15 @@ def load_model(
 
 def _from_pretrained(folder: Path, task: str, dtype: str, trust: bool) -> Any:
     try:
-        model, info = getattr(transformers, task).from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and named below
-        )
+        with quiet_transformers():  # whose report of what is missing is named below, too
+            model, info = getattr(transformers, task).from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=trust,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
         found = misloaded(model, info)
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from heal_models import QUIET, save_characters, save_dense
-from pico import VOCAB
+from pico import MODELS, VOCAB, save_model
 from running import Invoke
 from safetensors.torch import load_file, save_file
 
@@ -88,8 +88,15 @@ def of_other_weights(folder: Path) -> Path:
 
 
 def of_other_family(folder: Path) -> Path:
-    """A GPT-2 of as many tokens."""
+    """A GPT-2 of as many tokens and as wide."""
     return save_dense(folder / "other", "gpt2")
+
+
+def of_other_width(folder: Path) -> Path:
+    name, settings, model = MODELS["llama-tied"]
+    save_model(name, {**settings, "hidden_size": 48, "head_dim": 12}, model, folder / "other")
+    save_characters(folder / "other")
+    return folder / "other"
 
 
 def of_other_tokens(folder: Path) -> Path:
@@ -102,7 +109,8 @@ def of_other_tokens(folder: Path) -> Path:
     ("make", "said"),
     [
         (of_other_weights, f"other: {TABLE} is not the compressed model's nor near it"),
-        (of_other_family, f"other: no matrix of the sizes .* of the compressed model's {TABLE}"),
+        (of_other_family, f"other: {TABLE} is not the compressed model's nor near it"),
+        (of_other_width, f"other: no matrix of the sizes .* of the compressed model's {TABLE}"),
         (of_other_tokens, "other: a tokenizer that gives other ids than the compressed model's"),
     ],
 )
