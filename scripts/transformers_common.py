@@ -1,5 +1,5 @@
-"""transformers' own common tests of model classes, run over ours: `scripts/check_transformers.sh` fetches
-their file and calls pytest with this one. A test that the dense class fails as well is skipped.
+"""transformers' own common tests of model classes, run over ours: `scripts/check_transformers.sh`
+fetches their file and calls pytest with this one. A test that the dense class fails as well is skipped.
 
 BLR_COMMON names the folder that holds ``test_modeling_common.py``.
 """

@@ -1,4 +1,4 @@
-"""First values of structured layers, of models that are made and not loaded. Shipped in every checkpoint.
+"""First values of structured layers, where a model is made, not loaded. Shipped in every checkpoint.
 
 transformers gives the values of the layers that it knows, also to a model that was made on the meta
 device and has whatever lay in memory since. What is packed is not trained: its first values are of the

@@ -1,4 +1,4 @@
-"""What transformers' own common tests ask of a model class (scripts/check_transformers.sh runs them all)."""
+"""What transformers' own common tests ask of a model class; scripts/check_transformers.sh runs them."""
 
 from __future__ import annotations
 
