@@ -7,20 +7,24 @@ would be a traceback, or be taken for a missing package.
 
 from __future__ import annotations
 
+import _signal  # what `signal` wraps in enumerations, whose import takes longer than all before it
 import os
-import signal
 import sys
-from itertools import pairwise
-from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TYPE_CHECKING = False  # not from typing, as in `__init__.py`
+if TYPE_CHECKING:
+    from types import FrameType
+
+SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
+TALK = "TRANSFORMERS_VERBOSITY"
 
 
 def main() -> None:
     """Run the command line; never returns."""
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+        if _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, _leave)
+    os.environ.setdefault(TALK, "error")  # what transformers has to say of a model is ours to say
     from blr.compressor.parallel import environment
 
     if environment.is_started_by_us():
@@ -34,6 +38,9 @@ def main() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Say so and end the process, from whichever import or call the signal has interrupted."""
+    import signal
+    from itertools import pairwise
+
     message, code = f"stopped by {signal.Signals(number).name}", 128 + number
     arguments = sys.argv[1:]
     if os.environ.get("RANK", "0") != "0":  # the first process says so

@@ -21,7 +21,7 @@ from blr.compressor.errors import UsageError
 from blr.compressor.fitting.room import disk_bytes
 from blr.compressor.fitting.times import Work as Sized
 from blr.compressor.heal.after import Healing, disk_beside, steps_of
-from blr.compressor.heal.run import HealSummary
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import gcd
 
 import torch
@@ -36,6 +36,7 @@ from blr.compressor.structures.specs import KroneckerSpec, Pattern
 
 SEEDS = {"x": 0, "w": 1}
 DENSE_WORK = 8  # the dense arm is skipped above this many times the work of bmm
+ALGORITHMS = 4  # beside the dense arm
 BSR_BLOCK = 64  # largest side of the square blocks that a pattern's blocks are cut into
 
 
@@ -52,7 +53,9 @@ class PatternBench:
         """All arms of one pattern, timed together; skipped above 2^31 - 1 elements."""
         spec = single_factor(pattern)
         title = f"{spec.describe()} {precision.name}"
-        return Case(title, precision, lambda: list(self._arms(title, spec, precision)))
+        flops = 2.0 * self.batch * spec.parameters * (ALGORITHMS + DENSE_WORK)
+        arms = partial(self._arms, title, spec, precision)
+        return Case(title, precision, lambda: list(arms()), ALGORITHMS + 1, flops)
 
     def _arms(self, title: str, spec: KroneckerSpec, precision: Precision) -> Iterator[Arm]:
         (pattern,) = spec.patterns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from blr.compressor.planning.roofline import kernels
 from blr.compressor.structures.specs import Spec
 
 SEEDS = {"x": 0, "dense": 1, "structured": 2}
+DRAWN = 32  # tokens whose products take a CPU as long as drawing the weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class LayerBench:
     def case(self, layer: Layer, specs: Sequence[Spec], n: int) -> Case:
         """The dense arms of a layer for n tokens and those of every spec, timed together."""
         title = f"{layer.title} n={n}"
-        return Case(title, self.precision, lambda: list(self._arms(title, layer, specs, n)))
+        dense = layer.in_features * layer.out_features
+        numbers = dense + 2 * sum(spec.parameters for spec in specs)
+        count, flops = 1 + 2 * len(specs), 2.0 * (n + DRAWN) * numbers
+        arms = partial(self._arms, title, layer, specs, n)
+        return Case(title, self.precision, lambda: list(arms()), count, flops)
 
     def _arms(self, title: str, layer: Layer, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
         device = self.runner.device

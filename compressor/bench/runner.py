@@ -59,11 +59,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Case:
-    """Arms that are timed against each other; `arms` makes them, holding the data."""
+    """Arms that are timed against each other; `arms` makes them, holding the data. About `count` of them
+    take `flops` operations together, where that is known."""
 
     title: str
     precision: Precision
     arms: Callable[[], list[Arm]]
+    count: int = 0
+    flops: float = 0.0
 
 
 @dataclass

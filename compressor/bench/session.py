@@ -16,6 +16,7 @@ from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.results import Report
 from blr.compressor.bench.runner import Case, Runner
 from blr.compressor.bench.stopping import Stopped, stoppable
+from blr.compressor.bench.waiting import announce
 from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
 
@@ -81,7 +82,10 @@ def run_session(
                 progress.stage("measuring ceilings")
                 runner.ceilings = measure_ceilings(device, precisions)
             report.machine = describe(runner, meter)
-            runner.run_all(cases(runner), report, progress)
+            made = cases(runner)
+            if device.type == "cpu":
+                progress.say(announce(made, options.seconds))
+            runner.run_all(made, report, progress)
     except Stopped as stop:
         report.stopped = stop.name
         return 128 + stop.number

@@ -21,6 +21,8 @@ bench_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+LARGE, SMALL = ("llama-7b", "1,1024,4096"), ("gpt2-s", "1,64")  # models and tokens, the latter on a CPU
+
 PeerOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -46,12 +48,23 @@ EnergyOption = Annotated[
 @bench_app.command("layers")
 def layers(
     models: Annotated[
-        str, typer.Option(help="Comma-separated, of configs/bench-shapes.yaml.")
-    ] = "llama-7b",
+        str | None,
+        typer.Option(
+            help="Comma-separated, of configs/bench-shapes.yaml.",
+            show_default=f"{LARGE[0]}; {SMALL[0]} on a CPU",
+        ),
+    ] = None,
     structures: Annotated[str, typer.Option(help="Some of svd,monarch,blast,ks.")] = (
         "svd,monarch,blast,ks"
     ),
-    n: Annotated[str, typer.Option("--n", help="Tokens, comma-separated.")] = "1,1024,4096",
+    n: Annotated[
+        str | None,
+        typer.Option(
+            "--n",
+            help="Tokens, comma-separated.",
+            show_default=f"{LARGE[1]}; {SMALL[1]} on a CPU",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, tf32, float16 or bfloat16.")] = "bfloat16",
     cf: Annotated[
         float | None,
@@ -92,31 +105,39 @@ def layers(
     from blr.compressor.bench.shapes import check_structures, find_layers, specs_for
     from blr.compressor.bench.summary import layers_summary, layers_text
 
-    tokens, wanted = counts("--n", n), words(structures)
-    precision, grids = find_precision(dtype), counts("--blocks", blocks) if blocks else ()
+    wanted, precision = words(structures), find_precision(dtype)
+    grids = counts("--blocks", blocks) if blocks else ()
     check_structures(wanted)
-    found = [(one, specs_for(one, wanted, grids, cf)) for one in find_layers(words(models))]
+
+    def chosen(usual: tuple[str, str]) -> tuple[list[str], list[int], list[Any]]:
+        names, sizes = words(usual[0] if models is None else models), usual[1] if n is None else n
+        layers = find_layers(names)
+        return names, counts("--n", sizes), [(one, specs_for(one, wanted, grids, cf)) for one in layers]
+
+    chosen(LARGE)  # whatever is wrong is told before torch is imported
     peers = load_peers(peer or ())
     if output is not None:
         check_output(output)
-    settings = {
-        **{"models": words(models), "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
-        **{"blocks": grids, "repeats": repeats, "peers": [p.name for p in peers]},
-    }
-    report = Report("bench layers", settings)
     from blr.compressor.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()
-    from blr.compressor.bench.layers import LayerBench
     from blr.compressor.bench.session import Options, run_session
+
+    options = Options(device, repeats, seconds, energy, compiling)
+    names, tokens, found = chosen(SMALL if options.pick().type == "cpu" else LARGE)
+    settings = {
+        **{"models": names, "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
+        **{"blocks": grids, "repeats": repeats, "peers": [p.name for p in peers]},
+    }
+    report = Report("bench layers", settings)
+    from blr.compressor.bench.layers import LayerBench
 
     def cases(runner: Any) -> list[Any]:
         compiled = {min(tokens), max(tokens)} if runner.compiling else ()
         bench = LayerBench(precision, runner, peers, sorted(compiled))
         return [bench.case(layer, specs, n) for layer, specs in found for n in tokens]
 
-    options = Options(device, repeats, seconds, energy, compiling)
     code = run_session(report, options, [precision], cases, progress)
     finish(report, code, layers_summary(report.rows), layers_text, save, draw, output, format)
 

@@ -37,11 +37,14 @@ def heal(
         typer.Argument(callback=values.name, help="A folder written by blr compress, or a hub id."),
     ],
     teacher: Annotated[
-        str,
+        str | None,
         typer.Option(
-            callback=values.name, help="The dense model it came from: folder, hub id or short name."
+            callback=values.optional_name,
+            help="The dense model it came from: folder, hub id or short name.",
+            show_default="the one that its manifest names",
         ),
-    ],
+    ] = None,
+    *,
     output: OutputFolder,
     data: Annotated[
         list[str] | None,
@@ -171,6 +174,13 @@ def heal(
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
     check: Check = True,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Go on with a teacher that does not fit, and write a result that loses over one nat.",
+        ),
+    ] = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
@@ -182,6 +192,7 @@ def heal(
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.checkpoint.destination import check_output
         from blr.compressor.checkpoint.sizes import parse_size
+        from blr.compressor.heal.teacher import named_teacher
         from blr.compressor.heal.tracking import check_installed
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.machine.threads import use_threads
@@ -191,7 +202,6 @@ def heal(
         use_threads(threads, environment.local_count())
         options = HealOptions(
             source_name=checkpoint,
-            teacher_name=teacher,
             revision=revision,
             data=tuple(data or ()),
             mix=mix,
@@ -223,6 +233,7 @@ def heal(
             restart=restart,
             allow_pickle=allow_pickle,
             check=check,
+            force=force,
             offline=offline,
         )
         options = check_options(options)
@@ -231,10 +242,14 @@ def heal(
             check_text(text, offline)
         running.output, running.kept = output, "what was saved so far is"
         if first := environment.is_first():
-            check_output(output, overwrite, (checkpoint, teacher))
-        found = resolve_model(checkpoint, revision=revision, offline=offline)
-        dense = resolve_model(teacher, offline=offline)
+            check_output(output, overwrite, filter(None, (checkpoint, teacher)))
         progress = Progress(quiet, silent=not first)
+        found = resolve_model(checkpoint, revision=revision, offline=offline)
+        if teacher is None:
+            dense = named_teacher(found.folder, offline)
+            progress.notes([f"teacher: {dense.folder}, as the manifest says"])
+        else:
+            dense = resolve_model(teacher, offline=offline)
         progress.loading()
         from blr.compressor.heal.run import heal as run
 

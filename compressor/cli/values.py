@@ -31,6 +31,11 @@ def name(param: typer.CallbackParam, value: str) -> str:
     return os.path.expanduser(value)
 
 
+def optional_name(param: typer.CallbackParam, value: str | None) -> str | None:
+    """A `name`, where one is given."""
+    return value if value is None else name(param, value)
+
+
 def place(value: Any) -> Any:
     """A path, or several, with ``~`` expanded, which shells leave as it is in ``--output=~/x``."""
     if isinstance(value, list | tuple):

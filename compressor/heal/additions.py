@@ -33,16 +33,16 @@ def _extends(spec: Spec) -> bool:
     return (isinstance(spec, LowRankSpec) and spec.groups == 1) or isinstance(spec, BlastSpec)
 
 
-def growth(specs: Collection[Spec], rank: int) -> str | None:
-    """One line on layers that additions of `rank` make larger than dense ones; None without any."""
+def growth(specs: Collection[Spec], rank: int) -> list[str]:
+    """A line on layers that additions of `rank` make larger than dense ones, if there are any."""
     grown = [raised(spec, rank) for spec in specs if _extends(spec)]
     large = sum(spec.parameters > spec.dense_parameters for spec in grown)
     if not large:
-        return None
-    return (
+        return []
+    return [
         f"additions of rank {rank} make {large} of {len(specs)} layers larger than dense ones; take a "
         "lower --lora where size counts"
-    )
+    ]
 
 
 def attach(model: Any, rank: int, seed: int) -> set[str]:

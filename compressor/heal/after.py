@@ -10,8 +10,9 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.heal.forecast import kept_bytes
-from blr.compressor.heal.run import HealSummary, Job
+from blr.compressor.heal.run import Job
 from blr.compressor.heal.settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Healing:
         started = monotonic()
         student = open_checkpoint(folder)
         job = Job(student, self.teacher, self.options, processes, workspace, progress)
+        job.teacher_digest = read  # it is all that the compression reads
         job.work(read, check)
         return job.summary(monotonic() - started)
 
@@ -92,4 +94,4 @@ def disk_beside(sized: Work, settings: Any) -> int:
     files = sum(path.stat().st_size for path in source.extra_files().values())
     specs = {planned.layer.module: planned.spec for planned in layers}
     compressed = whole - sized.bytes + sum(planned.bits for planned in layers) // 8
-    return compressed + files + kept_bytes(specs, {}, options_of(settings))
+    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))

@@ -7,7 +7,7 @@ from typing import Any
 SECTION = """
 ## Healed
 
-Trained for {steps:,} steps ({tokens:,} tokens of {texts}, {minutes:.1f} minutes on {device}) to answer
+Trained for {steps:,} steps ({tokens:,} tokens of {texts}, on {device}) to answer
 as `{teacher}` does: {loss}, {parameters:,} parameters ({kinds}) at {rate:g} of their root mean square a
 step, seed {seed}. The state after step {best_step:,} was kept, the best by windows of the same texts
 that were not trained on; {table}
@@ -38,7 +38,7 @@ def healed_card(card: str, facts: dict[str, Any]) -> str:
     """`card` with a section on a run of which `facts` are told (`Job.facts`), behind earlier ones."""
     texts = " and ".join(_label(name, "its own text") for name in facts["before"])
     section = SECTION.format(
-        **{key: facts[key] for key in ("steps", "tokens", "minutes", "device", "teacher", "rate")},
+        **{key: facts[key] for key in ("steps", "tokens", "device", "teacher", "rate")},
         **{key: facts[key] for key in ("parameters", "seed", "best_step")},
         kinds=", ".join(facts["train"]),
         loss=_loss(facts),

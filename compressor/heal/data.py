@@ -186,8 +186,8 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
     share = _own_share(options, reading)
     batch = batch_windows(options, reading, author.gpu)
     if share > 0:
-        length = min(options.window + ROOM, reading.context)
-        count = max(_own_tokens(options, batch * length, author), 3 * length)
+        length = _own_length(options, reading)
+        count = own_tokens(options, reading, author.parameters, author.gpu)
         rows = author.write(OwnText(count, length, options.seed, author.digest()))
         text, beginning = rows[:, len(reading.beginning) :], reading.beginning
         streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
@@ -198,24 +198,38 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
 
 
-def _own_tokens(options: HealOptions, step: int, author: Author) -> int:
+def own_tokens(options: HealOptions, reading: Reading, parameters: int, gpu: bool) -> int:
+    """Tokens of own text that a teacher of so many `parameters` writes, 0 where it has no share."""
+    if not _own_share(options, reading):
+        return 0
+    length = _own_length(options, reading)
+    step = batch_windows(options, reading, gpu) * length
+    return max(_wanted_tokens(options, step, parameters, gpu), LEAST_WINDOWS * length)
+
+
+def _own_length(options: HealOptions, reading: Reading) -> int:
+    """Tokens of a row of own text."""
+    return min(options.window + ROOM, reading.context)
+
+
+def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) -> int:
     """Own tokens to write: as asked for, else no more than steps of so many tokens read, and than usual
     or, on a GPU, where it is more, a quarter of what training will read: what is read more often is
     learnt by heart (SmolLM2, 12 times: divergence .09 on what was read, .23 on what was not). On a CPU,
     where writing takes as long as training, in proportion to the minutes below the default."""
     if options.own_tokens is not None:
         return options.own_tokens
-    usual = GPU_OWN if author.gpu else CPU_OWN
-    if options.minutes is not None and not author.gpu:
+    usual = GPU_OWN if gpu else CPU_OWN
+    if options.minutes is not None and not gpu:
         return round(usual * min(options.minutes / MINUTES, 1.0))
     if options.minutes is not None:
-        read = 60 * options.minutes * min(PACE / author.parameters, MOST_PACE)
+        read = 60 * options.minutes * min(PACE / parameters, MOST_PACE)
     elif options.steps is not None:
         read = options.steps * step
     else:
         return usual
     read *= options.mix or 1.0
-    most = min(max(usual, read / READS), MOST_OWN) if author.gpu else usual
+    most = min(max(usual, read / READS), MOST_OWN) if gpu else usual
     return round(min(read, most))
 
 

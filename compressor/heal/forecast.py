@@ -119,13 +119,15 @@ def kept_bytes(
     """Most bytes on disk of a training's state and of the tensors that it gives.
 
     Args:
-        specs: structured layers. entries: the checkpoint's tensors, for those outside of these layers.
+        specs: structured layers. entries: the checkpoint's tensors, for what else is trained.
     """
+    floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
         trained = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
+    if {"norms", "biases"} & {*options.train}:
+        trained += sum(entry.parameters for entry in floats if len(entry.shape) == 1)
     if {"dense", "embeddings", "head"} & {*options.train}:
-        floats = (entry for entry in entries.values() if entry.is_float)
         trained += sum(e.parameters for e in floats if e.name.rpartition(".")[0] not in specs)
     once = options.minutes is not None and options.minutes < options.save_minutes / 2
     states = 1 if once else 2  # a second one is written before it takes the first one's place

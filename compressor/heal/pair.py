@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
-from blr.compressor.errors import CapabilityError, InputError
+from blr.compressor.errors import CapabilityError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.twins import Twin, make_twin
@@ -22,7 +21,6 @@ from blr.compressor.heal.gauge import balanced
 from blr.compressor.heal.places import Places
 from blr.compressor.heal.settings import KINDS
 from blr.compressor.heal.sharding import Sharding, Slice
-from blr.compressor.loading.carry import token_ids
 from blr.compressor.loading.computing import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
@@ -31,7 +29,6 @@ from blr.compressor.loading.trained import fuse_trained
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.parallel.processes import Processes
-from blr.compressor.quoting import quote
 from blr.compressor.rounding.bank import Banks
 from blr.compressor.rounding.latent import Latent, Plain, Trained
 
@@ -172,33 +169,6 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(gradients)
-
-
-def check_same_vocabulary(student: Checkpoint, teacher: Checkpoint) -> None:
-    """Raise InputError unless the two models speak of the same tokens."""
-    if not student.compressed:
-        raise InputError(
-            f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
-            "give an output of blr compress"
-        )
-    if teacher.compressed:
-        raise InputError(
-            f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
-        )
-    sizes = [of_text(checkpoint.source.config).get("vocab_size") for checkpoint in (student, teacher)]
-    if sizes[0] != sizes[1]:
-        found = f"a vocabulary of {quote(sizes[1])} tokens, not {quote(sizes[0])}"
-        _refuse_vocabulary(teacher, f"{found} as the compressed model")
-    ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
-    if ids[0] is not None and ids[1] is not None and ids[0][1] != ids[1][1]:
-        _refuse_vocabulary(teacher, "a tokenizer that gives other ids than the compressed model's")
-
-
-def _refuse_vocabulary(teacher: Checkpoint, found: str) -> None:
-    raise InputError(
-        f"{teacher.source.folder}: {found}; expected the dense model it "
-        "came from, or one with the same tokenizer"
-    )
 
 
 def task_of(checkpoint: Checkpoint) -> str:

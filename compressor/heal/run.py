@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,14 @@ from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.heal.settings import HealOptions, check_options, check_takes_additions, healing_steps
+from blr.compressor.heal.summary import HealSummary
+from blr.compressor.heal.teacher import recorded_digest
 from blr.compressor.machine.device import device_name
 from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import READING, Progress
+
+SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metrics, a newer code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,25 +43,6 @@ if TYPE_CHECKING:
     from blr.compressor.output.check import Check
     from blr.compressor.parallel.processes import Processes
     from blr.compressor.text.own import OwnText
-
-
-@dataclass
-class HealSummary:
-    """What healing achieved. `before` and `after` map each text to nats a token on its held-back
-    windows: `kl` from the teacher, and the loss of `student` and `teacher`. `seconds` is the wall time
-    of this run, `trained_seconds` that of training, earlier runs included; `check` says what was run of
-    the output and how far its results are from the dense model's (`output/check.py`)."""
-
-    output: str
-    steps: int = 0
-    tokens: int = 0
-    parameters: int = 0
-    best_step: int = 0
-    before: dict[str, dict[str, float]] = field(default_factory=dict)
-    after: dict[str, dict[str, float]] = field(default_factory=dict)
-    trained_seconds: float = 0.0
-    seconds: float = 0.0
-    check: dict[str, Any] | None = None
 
 
 def heal(
@@ -123,28 +109,29 @@ class Job:
     packed: Packed = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, Any] | None = None
+    speeds: list[float] = field(default_factory=list)
+    teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
+    doubted: bool = False  # whether the teacher may be another model than the student came from
 
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
         from blr.compressor.heal.additions import growth
         from blr.compressor.heal.choice import check_has_kinds
-        from blr.compressor.heal.kinship import strangeness
+        from blr.compressor.heal.kinship import check_teacher
         from blr.compressor.heal.output import check_told
-        from blr.compressor.heal.pair import check_same_vocabulary
 
-        check_same_vocabulary(self.checkpoint, self.teacher)
+        told = check_teacher(self.checkpoint, self.teacher, self.options.force)
         check_told(self.checkpoint)
-        told = [strangeness(self.checkpoint, self.teacher)]
         if self.options.lora:
             check_takes_additions(self.checkpoint, self.options.lora)
-            told.append(growth(self.checkpoint.specs.values(), self.options.lora))
+            told += growth(self.checkpoint.specs.values(), self.options.lora)
         else:
             check_has_kinds(self.checkpoint, self.options.train)
-        self.progress.notes([line for line in told if line])
+        self.progress.notes(told)
         fingerprint = self._fingerprint() if self.processes.first else {}
-        self._reading()
+        reading = self._reading()
         self.progress.expect(READING, *healing_steps(self.options))
-        workspace, needed = self.workspace, self._estimate()
+        workspace, needed = self.workspace, self._estimate(reading)
         with workspace.room(needed, check=self.processes.first):
             if self.processes.first:
                 workspace.open(fingerprint)
@@ -199,7 +186,7 @@ class Job:
         with self._tracked() as tell:
             place = Place(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
-            self.state = trainer.run()
+            self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
         self.facts = self._facts(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
@@ -296,13 +283,22 @@ class Job:
                 teacher, reading.tokenizer, wanted, journal, self.progress, share, wait
             )
 
-        source, gpu = self.teacher.source, self.processes.device.type == "cuda"
-        parameters = sum(entry.parameters for entry in source.entries.values())
-        author = Author(parameters, lambda: self._scan(source), write, gpu)
+        def digest() -> str:
+            return self.teacher_digest or self._scan(self.teacher.source)
+
+        author = Author(self._parameters(), digest, write, self.processes.device.type == "cuda")
         return make_data(reading, self.options, author)
+
+    def _parameters(self) -> int:
+        """Of the teacher."""
+        return sum(entry.parameters for entry in self.teacher.source.entries.values())
 
     def _tell(self, line: dict[str, Any]) -> None:
         """Append to metrics.jsonl in the partial folder, for whoever watches."""
+        from blr.compressor.heal.kinship import first_loss
+
+        if self.doubted and line["step"] == 0:
+            self.progress.notes(first_loss(line["held"], self.teacher.source.config))
         if self.processes.first:
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -333,7 +329,6 @@ class Job:
             "device": device_name(pair.device),
             "steps": state.step,
             "tokens": state.step * data.tokens,
-            "minutes": state.seconds / 60,
             "parameters": pair.parameters,
             "best_step": state.best_step,
             "before": state.before,
@@ -356,18 +351,22 @@ class Job:
             "recipe_sha256": earlier.get("recipe_sha256"),
             "fallbacks": earlier.get("fallbacks", []),
             "healed_from": healed,
-            "teacher": {"name": self.options.teacher_name},
+            "teacher": {"name": self.options.teacher_name, "sha256": self.teacher_digest},
             **{"run": self.workspace.fingerprint, "input_sha256": read},
         }
         return json.loads(canonical_json(facts))
 
-    def _estimate(self) -> int:
+    def _estimate(self, reading: Reading) -> int:
         """Upper estimate of the bytes on disk: output, own text, and the state of the training."""
+        from blr.compressor.heal.data import own_tokens
         from blr.compressor.heal.forecast import kept_bytes
 
-        entries, options = self.checkpoint.source.entries, self.options
-        stored = sum(entry.nbytes for entry in entries.values()) + 4 * (options.own_tokens or 0)
-        return stored + kept_bytes(self.checkpoint.specs, entries, options) + (128 << 20)
+        source, options = self.checkpoint.source, self.options
+        small = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
+        stored = sum(entry.nbytes for entry in source.entries.values())
+        small = max(small - stored, 0) + SMALL
+        text = 4 * own_tokens(options, reading, self._parameters(), self.processes.device.type == "cuda")
+        return stored + small + text + kept_bytes(self.checkpoint.specs, source.entries, options)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on; not how many processes there are."""
@@ -384,6 +383,8 @@ class Job:
     def _digest(self) -> str:
         """SHA-256 over everything that is read but the texts, which the fingerprint holds."""
         found = [self._scan(checkpoint.source) for checkpoint in (self.checkpoint, self.teacher)]
+        self.teacher_digest = found[1]
+        self.doubted = found[1] != recorded_digest(self.checkpoint.source.folder)
         return hashlib.sha256(canonical_json(found)).hexdigest()
 
     def _scan(self, source: Source) -> str:
@@ -398,6 +399,7 @@ class Job:
         found = HealSummary(str(self.workspace.output), seconds=seconds, check=self.checked)
         if self.state is not None:
             found.trained_seconds = self.state.seconds
+            found.tokens_per_second = median(self.speeds or [0.0])
             for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):
                 setattr(found, name, self.facts[name])
         return found

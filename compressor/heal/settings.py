@@ -21,7 +21,7 @@ HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the d
 VARY = 0.2  # of the tokens where a text is read for the fourth time and on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
-    *("fsdp", "micro", "track"),
+    *("force", "fsdp", "micro", "track"),
 )
 
 
@@ -37,7 +37,8 @@ class HealOptions:
     `hidden` shape the loss (None: blocks' outputs count `HIDDEN` beside kl, 1 for encoders); `lora` is
     the rank of additions that are trained in place of factors; `fsdp` shares the model out over
     processes (None: where it must), of which each takes `micro` windows a pass (None: what fits);
-    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best.
+    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best;
+    `force` goes on with a teacher that does not fit, and writes a result that loses over one nat.
     """
 
     source_name: str
@@ -75,6 +76,7 @@ class HealOptions:
     allow_pickle: bool = False
     offline: bool = False
     check: bool = True
+    force: bool = False
 
     @property
     def files(self) -> list[str]:

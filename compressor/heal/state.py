@@ -66,7 +66,7 @@ class _Record(Kept):
 class State:
     """Where a run is: `step` steps and `seconds` of training are done; `best` is the merit judged best
     and `best_step` when that was; `values` are the masters then. `worse` counts evaluations since.
-    `log` is what metrics.jsonl will say, `texts` what the texts are called, in their order."""
+    `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in their order."""
 
     step: int = 0
     seconds: float = 0.0

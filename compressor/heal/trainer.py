@@ -68,6 +68,7 @@ class Trainer:
         self.state = State()
         self.kept: dict[str, Tensor] | None = None  # this run's copy of the best masters
         self.spent = 0.0  # share of the budget
+        self.speeds: list[float] = []  # tokens a second in every logged part of this run
 
     def run(self) -> State:
         """Train until the budget is spent or nothing gets better.
@@ -138,8 +139,10 @@ class Trainer:
         now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
         self.spent, late = self.processes.agreed(self._share(), now_late)
         if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
-            self._log({"loss": self.since.mean(), **self.since.speed()})
-            show(self.spent, self._text())
+            loss, speed = self.since.mean(), self.since.speed()
+            self.speeds.append(speed)
+            self._log({"loss": loss}, tokens_per_second=speed)
+            show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
         if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
             self._judge()
         self.state.done = self.spent >= 1 or self._stale()
@@ -148,10 +151,6 @@ class Trainer:
 
     def _stale(self) -> bool:
         return self.options.patience is not None and self.state.worse >= self.options.patience
-
-    def _text(self) -> str:
-        last = self.state.log[-1]
-        return f"loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} tokens/s"
 
     def _merits(self) -> dict[str, Any]:
         return {name: self.objective.merit(held) for name, held in self.held.items()}
@@ -201,12 +200,12 @@ class Trainer:
         self._check()
         self.figures.clear()
 
-    def _log(self, found: dict[str, Any]) -> None:
-        seconds = round(self.state.seconds, 2)
-        tokens = self.state.step * self.data.tokens
-        line = {"step": self.state.step, "tokens": tokens, "seconds": seconds, **found}
+    def _log(self, found: dict[str, Any], **speed: float) -> None:
+        """Keep what was `found` at this step. Of times those who watch are told alone: what is written
+        is the same whenever the steps are."""
+        line = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
-        self.place.tell(line)
+        self.place.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
 
     def _save(self) -> None:
         self._flush()
@@ -272,9 +271,9 @@ class _Since:
     def mean(self) -> float:
         return round(float(self.total) / max(self.steps, 1), 6)
 
-    def speed(self) -> dict[str, float]:
+    def speed(self) -> float:
         """Tokens a second, and a new start."""
-        found = {"tokens_per_second": round(self.tokens / max(monotonic() - self.at, 1e-9), 1)}
+        found = round(self.tokens / max(monotonic() - self.at, 1e-9), 1)
         self._clear()
         return found
 

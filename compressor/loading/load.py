@@ -74,7 +74,6 @@ def load_model(
     if task == EMBEDS and has_encoder(source):
         task = "AutoModelForTextEncoding"
     target = pick_device(device)
-    transformers.utils.logging.disable_progress_bar()
     model = _from_pretrained(source, task, dtype, trust)
     try:
         model = model.to(target).eval()
@@ -96,7 +95,7 @@ def _as_loaded(source: Source, trust: bool) -> Source:
 def _from_pretrained(source: Source, task: str, dtype: str, trust: bool) -> Any:
     folder = source.folder
     try:
-        with quiet_transformers():
+        with quiet_transformers():  # whose report of what is missing is named below, too
             model, info = getattr(transformers, task).from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),

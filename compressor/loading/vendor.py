@@ -64,16 +64,18 @@ _TUNED_TEXT = '''"""Measured kernel tables, as shipped with this version of blr 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 TABLE: dict[str, list[dict[str, Any]]] = {table}
 
 
-@cache
 def tuned_rules(gpu: str) -> list[dict[str, Any]]:
     """Rules for a GPU by its key; [] if nobody measured it."""
     return TABLE.get(gpu, [])
+
+
+def forget_rules() -> None:
+    """Nothing: the table stays as it is."""
 '''
 
 

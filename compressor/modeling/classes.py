@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers.conversion_mapping import (
     USER_REGISTERED_MAPPINGS,
     get_checkpoint_conversion_mapping,
@@ -133,6 +134,16 @@ def planned(model: Any) -> Iterator[tuple[str, Any, str]]:
         style = native.get(generic.removeprefix(base)) if generic.startswith(base) else None
         if style is not None:
             yield generic, module, style
+
+
+def table_plan(model: Any) -> dict[str, str]:
+    """How the embedding and the head are split over processes, which may be one tensor: both or neither.
+    Empty without a native plan for the embedding."""
+    tables = {n: style for n, module, style in planned(model) if isinstance(module, nn.Embedding)}
+    if not tables:
+        return {}
+    modules, heads = dict(model.named_modules()), type(model).made_of._tp_plan or {}
+    return tables | {n: style for n, style in heads.items() if isinstance(modules.get(n), nn.Linear)}
 
 
 def _native_plan(config: Any) -> dict[str, str]:

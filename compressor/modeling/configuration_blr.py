@@ -74,8 +74,8 @@ def native_name(name: str) -> str:
 def config_class(name: str) -> type[Any]:
     """The configuration class ``Blr<Native>Config``, made once.
 
-    Its tensor-parallel plan is empty: the native plan shards ``weight`` matrices that a
-    structured layer does not have.
+    It has no plan of tensor parallelism: the native one shards ``weight`` matrices that a structured
+    layer does not have. Each model gets its own as it is distributed (`splitting.py`).
     """
     if name not in _classes:
         native: Any = getattr(transformers, native_name(name))
@@ -88,7 +88,7 @@ def config_class(name: str) -> type[Any]:
                 "__annotations__": {"blr": "dict | None"},
                 "blr": None,
                 "model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type),
-                "base_model_tp_plan": {},
+                "base_model_tp_plan": None,
             },
         )
         find_processors(native, name)

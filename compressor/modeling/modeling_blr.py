@@ -15,10 +15,17 @@ import transformers
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.classes import NestedMixin, by_module, made_class, module_names
+from blr.compressor.modeling.classes import (
+    NestedMixin,
+    by_module,
+    made_class,
+    module_names,
+    table_plan,
+)
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.initial import initialize_layers
 from blr.compressor.modeling.layers import defer_large, prepare_layers
 from blr.compressor.modeling.pairs import place_pairs
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -46,6 +53,14 @@ class StructuredModelMixin(NestedMixin):
             bound_norms(self)
             fuse(self)
         native.post_init()
+        if self.is_outermost:
+            self._tp_plan = {}  # until it is distributed: nobody else can split it by the native one
+
+    def initialize_weights(self: Any) -> None:
+        """As of transformers, and what the structured layers hold."""
+        native: Any = super()
+        native.initialize_weights()
+        initialize_layers(self)
 
     def _place_layers(self: Any) -> None:
         replace_layers(self, by_module(self, (self.config.blr or {}).get("layers", {})))
@@ -98,10 +113,11 @@ class StructuredModelMixin(NestedMixin):
     ) -> Any:
         """As of transformers, with factors cut where the native plan cuts weights."""
         size = getattr(distributed_config, "tp_size", None) or 1
-        plan = split_plan(model, size) if size > 1 else {}
-        if plan:
-            model._tp_plan = {**plan, **(model._tp_plan or {})}
-            split_layers(model)
+        if size > 1:
+            plan = split_plan(model, size)
+            model._tp_plan = {**table_plan(model), **plan}
+            if plan:
+                split_layers(model)
         native: Any = super()
         return native.maybe_distribute_model(model, distributed_config, *rest, **options)
 
@@ -111,8 +127,9 @@ class StructuredModelMixin(NestedMixin):
     ) -> Any:
         """As of transformers; weights that were loaded onto a GPU are given their kernel layout.
 
-        Raises ValueError when tensors are missing, left over or of another shape, which transformers
-        would replace by random numbers; who asks for the loading info judges it himself.
+        Raises ValueError when tensors are missing, left over or of another shape (unless that is to be
+        ignored), which transformers would replace by random numbers; who asks for the loading info
+        judges it himself.
         """
         native: Any = super()
         model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
@@ -122,6 +139,8 @@ class StructuredModelMixin(NestedMixin):
         share_siblings(model)
         if output_loading_info:
             return model, info
+        if options.get("ignore_mismatched_sizes"):
+            info = {**info, "mismatched_keys": ()}
         if found := misloaded(model, info):
             raise ValueError(
                 f"{found}; expected the tensors that config.json describes, copy them again"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blr.compressor.modeling.classes import NestedMixin, made_class
+from blr.compressor.modeling.classes import NestedMixin, made_class, table_plan
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.pairs import pair_plan, place_pairs
 
@@ -21,7 +21,8 @@ class PlainModelMixin(NestedMixin):
         if self.is_outermost:
             place_pairs(self)
         native.post_init()
-        self._tp_plan = {**pair_plan(self), **(self._tp_plan or {})}
+        if self.is_outermost:
+            self._tp_plan = {**table_plan(self), **pair_plan(self)}
 
 
 def model_class(name: str) -> type[Any]:

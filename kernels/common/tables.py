@@ -30,7 +30,7 @@ import torch
 
 from blr.kernels.common.available import HALF, gpu_key
 from blr.kernels.common.names import FOLDERS
-from blr.kernels.common.tuned import tuned_rules
+from blr.kernels.common.tuned import forget_rules, tuned_rules
 
 BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
@@ -151,7 +151,7 @@ def forget() -> None:
     _choose.cache_clear()
     _product.cache_clear()
     _dequantized.cache_clear()
-    tuned_rules.cache_clear()
+    forget_rules()
 
 
 @cache

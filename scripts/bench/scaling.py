@@ -24,7 +24,6 @@ import json
 import random
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import threading
@@ -135,7 +134,7 @@ class Bench:
         row |= {"seconds": found["seconds"], "tokens": None, "sha256": digest(target)}
         row["spent"] = found.get("spent", {})
         if case in HEALED:
-            row["tokens"] = tokens_a_second(target / "metrics.jsonl")
+            row["tokens"] = found["tokens_per_second"]
         shutil.rmtree(target)
         self.rows.append(row)
         with open(self.lines, "a") as file:
@@ -179,12 +178,6 @@ class Bench:
         command = [*self.blr, "compress", str(TINY), "--method", "blast", "--blocks", "4", *options]
         run(command, self.out / "warm.log")
         shutil.rmtree(target)
-
-
-def tokens_a_second(metrics: Path) -> float:
-    """Median of a run's logged lines."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return statistics.median(line["tokens_per_second"] for line in lines if "loss" in line)
 
 
 def predicted(rows: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, Any]]:

@@ -33,20 +33,20 @@ def test_folders_that_cannot_be_used(
 @pytest.mark.parametrize("content", ["", "[]", "gpu: 3", "\xff", "rules: [" * 100])
 def test_tables_that_are_none(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of the user's that cannot be read is a warning: the shipped one is followed."""
-    from blr.kernels.common.tuned import tuned_rules
+    from blr.kernels.common.tuned import forget_rules, tuned_rules
 
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
     (tmp_path / "h200.yaml").write_bytes(content.encode("latin-1"))
-    tuned_rules.cache_clear()
+    forget_rules()
     with pytest.warns(UserWarning, match="h200.yaml"):
         rules = tuned_rules("h200")
-    tuned_rules.cache_clear()
+    forget_rules()
     assert rules
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "link-loop"])
 def test_tables_that_are_no_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from blr.kernels.common.tuned import tuned_rules
+    from blr.kernels.common.tuned import forget_rules, tuned_rules
 
     path = tmp_path / "h200.yaml"
     {
@@ -56,13 +56,13 @@ def test_tables_that_are_no_files(kind: str, tmp_path: Path, monkeypatch: pytest
         "link-loop": lambda: path.symlink_to(path.name),
     }[kind]()
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
-    tuned_rules.cache_clear()
+    forget_rules()
     if kind == "link-loop":
         assert tuned_rules("h200")
     else:
         with pytest.warns(UserWarning, match="h200.yaml"):
             tuned_rules("h200")
-    tuned_rules.cache_clear()
+    forget_rules()
 
 
 # --- What a machine lacks -------------------------------------------------------------------------

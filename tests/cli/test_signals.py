@@ -210,12 +210,24 @@ def test_stopped_before_the_command_has_begun(number: int, module: str) -> None:
 
 def test_next_to_nothing_is_imported_before_signals_have_handlers() -> None:
     """Until then Ctrl-C is a traceback of Python's."""
-    code = "import re, sys; known = {*sys.modules}; import blr.compressor.__main__"
+    code = "import sys; known = {*sys.modules}; import blr.compressor.__main__"
     code += "; print(*sorted({*sys.modules} - known))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = done.stdout.split()
     others = {name for name in found if not name.startswith("blr")}
-    assert others <= {"__future__", "signal", "functools"} and len(found) < 10
+    assert others <= {"__future__"} and len(found) < 8
+
+
+def test_transformers_is_told_to_be_silent_before_it_is_imported() -> None:
+    """Unless the user says otherwise: what it has to say of a model is in our one line."""
+    code = "import os, sys, types; told = lambda: print(os.environ['TRANSFORMERS_VERBOSITY']); "
+    code += "sys.modules['blr.compressor.cli'] = types.SimpleNamespace(main=told); "
+    code += "from blr.compressor.__main__ import main; main()"
+    for more, level in (({}, "error"), ({"TRANSFORMERS_VERBOSITY": "info"}, "info")):
+        environment = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"} | more
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout == f"{level}\n"
 
 
 def test_handlers_are_restored() -> None:

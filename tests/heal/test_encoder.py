@@ -16,8 +16,9 @@ from torch.nn.functional import cosine_similarity
 from blr.compressor.errors import BlrError
 from blr.compressor.heal.embedding import PADDING, Embedding, sentence_stream
 from blr.compressor.heal.pair import load_pair, load_teacher
-from blr.compressor.heal.run import HealSummary, heal
+from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from heal_models import QUIET
 
+from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import CapabilityError
 from blr.compressor.export.origin import open_checkpoint
 from blr.compressor.heal.forecast import (
@@ -27,7 +28,7 @@ from blr.compressor.heal.forecast import (
     sizes_of,
     words,
 )
-from blr.compressor.heal.run import Job
+from blr.compressor.heal.run import Job, heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
@@ -227,10 +228,33 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
 def test_room_for_two_states_where_a_second_is_saved(dense: Path) -> None:
     source, _ = open_or_outline(dense)
     specs = {p.layer.module: p.spec for p in make_plan(source, Recipe(method="svd", cf=1.5)).layers}
-    trained = sum(spec.parameters for spec in specs.values())
+    vectors = sum(e.parameters for e in source.entries.values() if len(e.shape) == 1)
+    trained = sum(spec.parameters for spec in specs.values()) + vectors
     for minutes, save, each in ((3.0, 10.0, 20), (30.0, 10.0, 36), (None, 10.0, 36)):
         options = HealOptions("", minutes=minutes, save_minutes=save)
         assert kept_bytes(specs, source.entries, options) == each * trained
     every = HealOptions("", minutes=3.0, train=("factors", "embeddings"), save_minutes=10.0)
     assert kept_bytes(specs, source.entries, every) > 20 * trained
-    assert kept_bytes(specs, source.entries, replace(every, train=("norms",))) == 0
+    assert kept_bytes(specs, source.entries, replace(every, train=("norms",))) == 20 * vectors > 0
+
+
+def test_a_small_model_asks_for_little_disk(
+    compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as it takes, with what it writes of its own and a MiB for small files."""
+    asked, taken = [], []
+    room, commit = Workspace.room, Workspace.commit
+
+    def noted(self: Workspace, needed: int, check: bool = True) -> Any:
+        asked.append(needed)
+        return room(self, needed, check)
+
+    def measured(self: Workspace) -> None:
+        taken.append(self.used_bytes())
+        commit(self)
+
+    monkeypatch.setattr(Workspace, "room", noted)
+    monkeypatch.setattr(Workspace, "commit", measured)
+    options = HealOptions("c", "d", window=16, batch=64, steps=2, device="cpu", check=False)
+    heal(compressed, dense, tmp_path / "out", options, QUIET)
+    assert taken[0] < asked[0] < taken[0] + (4 << 20)

@@ -24,8 +24,9 @@ from blr.compressor.export.export import export
 from blr.compressor.export.options import ExportOptions
 from blr.compressor.heal import passes, trainer
 from blr.compressor.heal import run as healing_run
-from blr.compressor.heal.run import HealSummary, heal
+from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.loading import computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import doors
@@ -98,7 +99,7 @@ def test_the_output_tells_what_was_done(healed: Any, compressed: Path) -> None:
     assert card.startswith((compressed / "README.md").read_text())
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["held"] == summary.before and lines[-1]["step"] == 30
-    assert {"loss", "tokens_per_second"} <= lines[1].keys()
+    assert "loss" in lines[1] and summary.tokens_per_second > 0
     records = [json.loads((f / "blr_layers.json").read_text()) for f in (compressed, output)]
     assert records[0].keys() == records[1].keys()
     assert all(records[0][m]["error"] != records[1][m]["error"] for m in records[0])

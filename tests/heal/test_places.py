@@ -11,9 +11,10 @@ from pico import save_pico
 from safetensors.torch import load_file, save_file
 
 from blr.compressor.compress import Settings, compress
-from blr.compressor.heal.run import HealSummary, heal
+from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions
 from blr.compressor.heal.state import State
+from blr.compressor.heal.summary import HealSummary
 from blr.compressor.recipe.schema import Recipe
 
 SHORT = {"window": 16, "batch": 128, "steps": 20, "rate": 0.02, "device": "cpu", "check": False}

@@ -1,16 +1,34 @@
-"""What is silenced for a while speaks again as before."""
+"""What transformers has to say of a checkpoint is said in one line of ours."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from transformers.utils import logging
+import torch
+import transformers
+from pico import save_pico
+from safetensors.torch import load_file, save_file
 
-from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.errors import InputError
+from blr.compressor.loading.load import load_model
 
 
-@pytest.mark.parametrize("bars", [True, False])
-def test_bars_are_as_before(bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "_tqdm_active", bars)
-    with quiet_transformers():
-        assert not logging.is_progress_bar_enabled()
-    assert logging.is_progress_bar_enabled() == bars
+@pytest.mark.parametrize("spoil", ["missing", "unexpected", "mismatched"])
+def test_no_report_of_its_own(spoil: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, name = save_pico("llama", tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    if spoil == "unexpected":
+        tensors["model.layers.1.mlp.side_proj.weight"] = torch.ones(4, 4)
+    elif spoil == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    transformers.logging.set_verbosity_warning()  # as in a process of its own
+    try:
+        with pytest.raises(InputError, match=r"layers\.1\.mlp"):
+            load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
+    finally:
+        transformers.logging.set_verbosity_error()
+    assert capfd.readouterr() == ("", "")

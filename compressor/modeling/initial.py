@@ -1,0 +1,59 @@
+"""First values of structured layers, where a model is made, not loaded. Shipped in every checkpoint.
+
+transformers gives the values of the layers that it knows, also to a model that was made on the meta
+device and has whatever lay in memory since. What is packed is not trained: its first values are of the
+right size, and the same at every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import initialization as init
+
+from blr.compressor.modeling.corrected import CorrectedLinear
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.quantized import QuantizedLinear
+from blr.kernels.fp8.reference import E4M3
+
+MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
+SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
+FLOAT8 = 0.6  # root mean square of such numbers
+
+
+@torch.no_grad()
+def initialize_layers(model: Any) -> None:
+    """Give the structured layers of `model` first values, but for tensors that have been loaded or lie
+    on the meta device."""
+    for layer in model.modules():
+        if isinstance(layer, CorrectedLinear) and layer.bias is not None:
+            init.zeros_(layer.bias)
+        elif isinstance(layer, StructuredLinear | QuantizedLinear):
+            _initialize(layer)
+
+
+def _initialize(layer: Any) -> None:
+    """Factors of unit gain over the last axis, no bias, indices in order."""
+    for name, factor in layer.named_parameters():
+        if name == "bias":
+            init.zeros_(factor)
+        else:
+            init.normal_(factor, std=factor.shape[-1] ** -0.5)
+    for _, buffer in layer.named_buffers():
+        if buffer.is_meta or getattr(buffer, "_is_hf_initialized", False):
+            continue
+        init.copy_(buffer, _first(buffer, layer))
+
+
+def _first(buffer: Tensor, layer: Any) -> Tensor:
+    """First values of packed numbers, their scales, or indices, like `buffer`."""
+    places = torch.arange(buffer.numel(), device=buffer.device)
+    if buffer.dtype == torch.int32:
+        return places
+    if buffer.dtype not in (torch.uint8, torch.int8, E4M3):
+        spread = FLOAT8 if layer.packing.fp8 else 2**layer.bits / 12**0.5
+        return torch.full_like(buffer, layer.in_features**-0.5 / spread)
+    mixed = (places * MIXER >> SHIFT) & (SMALL if buffer.dtype == E4M3 else BYTE)
+    return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
