@@ -29,6 +29,7 @@ HEADER = "# Kernel variants measured by `blr tune`; format: kernels/common/table
 if TYPE_CHECKING:
     Kind = str
 else:
+    # "token": of tables of earlier versions, read and not used
     Kind = Literal[(*FOLDERS.values(), PRODUCT, *FLOAT8.values(), "token", "forward")]
 
 

@@ -5,13 +5,13 @@ counts. A rule is a mapping of conditions, all optional, to a choice:
 
     structure   lowrank, monarch, blast or kronecker; fp8: one product in float8, inputs and outputs of
                 each of its blocks; fp8_dense, fp8_lowrank, fp8_monarch or fp8_blast: a layer with
-                weights in float8; token: a whole decoded token, of a model whose hidden size counts
-                as inputs and outputs, n of its rows; forward: a forward pass likewise, n of its tokens
+                weights in float8; forward: a forward pass of a model whose hidden size counts as
+                inputs and outputs, n of its tokens; token: read by earlier versions only
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
     variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
                 fp8 "library", or "tile" and its fields; for a layer with weights in float8 "float8",
-                or "dequantized", at every call; for a token "graph" or "persistent"; for a
+                or "dequantized", at every call; for a
                 forward pass "bounded", whose intermediates are within config's `mib` (`transient.py`)
     config      its keyword arguments, {} if left out
 
@@ -91,13 +91,6 @@ def prefers_dequantized(
     """Whether a layer with float8 weights was measured to be faster for n tokens with its weights
     dequantized and its inputs as they are. `structure`: a key of `FLOAT8`."""
     return _dequantized(structure, shape, bucket(n), dtype, gpu_key(device))
-
-
-def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """How a token of a model is decoded fastest: "graph", or "persistent" where that was measured."""
-    shape = Shape(hidden, hidden)
-    rule = first_match(tuned_rules(gpu_key(device)), "token", shape, bucket(rows), dtype)
-    return "graph" if rule is None or "structure" not in rule else rule["variant"]
 
 
 def bucket(n: int) -> int:
