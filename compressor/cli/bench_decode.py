@@ -32,7 +32,7 @@ def decode(
             help="Comma-separated: hf- or ours- with dense, lowrank or, for a checkpoint, own; ours- "
             "also with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, "
             "-int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values "
-            "in int8, then -graph, -persistent or -eager.",
+            "in int8, then -graph or -eager.",
             show_default="all usual ones",
         ),
     ] = None,
@@ -50,7 +50,7 @@ def decode(
     dtype: ModelDtype = "bfloat16",
     ops: Annotated[str, typer.Option(help="Ours: auto, triton or torch (references).")] = "auto",
     mode: Annotated[
-        str, typer.Option(help="Ours, where the arm names none: auto, graph, persistent or eager.")
+        str, typer.Option(help="Ours, where the arm names none: auto, graph or eager.")
     ] = "auto",
     compiling: Annotated[
         bool | None,

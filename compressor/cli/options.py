@@ -103,7 +103,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         *("--method", "-m"),
-        help="svd, monarch, blast, ks (Kronecker-sparse), auto; dense, to --quantize.",
+        help="svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.",
         show_default="svd",
     ),
 ]

@@ -49,7 +49,8 @@ def sweep(
         ),
     ],
     methods: Annotated[
-        str | None, typer.Option(help="Structures, as svd,svd-pivot,blast,auto.", show_default=METHODS)
+        str | None,
+        typer.Option(help="Structures, as svd,svd-pivot,blast,monarch.", show_default=METHODS),
     ] = None,
     cf: Annotated[
         str, typer.Option(help="Compression factors of structures alone, as 1.5,2.", show_default="none")
@@ -123,7 +124,6 @@ def sweep(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.progress import Progress
-    from blr.compressor.recipe.schema import AUTO
     from blr.compressor.sweep.grid import NONE, Grid, listed, points_of
     from blr.compressor.sweep.page import table
     from blr.compressor.sweep.run import Settings
@@ -150,8 +150,6 @@ def sweep(
         checked_minutes(minutes)
     grid = Grid(named, *sizes, lines, heals, seeds)
     card, _ = chosen_gpu(gpu)
-    if AUTO in grid.methods:
-        given["gpu"] = card.name  # of equal structures the fastest there
     common = {k: v for k, v in given.items() if v is not None}
     recipes = points_of(grid, common, calibration is not None)
     judging = (("--window", window), ("--max-tokens", max_tokens))

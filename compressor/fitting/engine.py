@@ -29,7 +29,7 @@ from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.progress import FITTING, LAST, MEASURING, OWN
-from blr.compressor.recipe.schema import AUTO, Recipe
+from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import check_known
 
@@ -175,9 +175,8 @@ def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan
 
 def _rows(recipe: Recipe, replan: Replan) -> set[str]:
     """Modules whose fits weigh the rows of outputs alone, whatever their ranks will be; none where the
-    sensitivities choose structures or bits, too."""
-    methods = [recipe.method, *(rule.method for rule in recipe.rules)]
-    if recipe.bpw is not None or AUTO in methods:
+    sensitivities choose bits, too."""
+    if recipe.bpw is not None:
         return set()
     return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
 

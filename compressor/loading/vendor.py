@@ -99,8 +99,6 @@ class Contents:
             absent.update(f"blr.kernels.integer.{part}" for part in ("form", "launch", "looped"))
         if not self.generates:
             absent.add("blr.compressor.runtime")
-        if not picks_persistent(self.gpu):
-            absent.add("blr.compressor.runtime.persistent")
         return frozenset(absent)
 
 
@@ -118,12 +116,6 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
 def exported_classes(auto_map: Mapping[str, str], file: str = EXPORTED) -> dict[str, str]:
     """The `auto_map` of an export, from that of a checkpoint. file: where its models are."""
     return {auto: name.replace("modeling_blr.", f"{file}.") for auto, name in auto_map.items()}
-
-
-@cache
-def picks_persistent(gpu: str) -> bool:
-    """Whether the shipped table of a GPU has a whole token in one kernel somewhere."""
-    return any(rule["variant"] == "persistent" for rule in read_table(shipped_table(gpu)))
 
 
 def vendored_files(contents: Contents | None = None) -> dict[str, bytes]:

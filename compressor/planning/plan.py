@@ -15,7 +15,7 @@ from blr.compressor.planning.cached import KINDS as CACHED_KINDS
 from blr.compressor.planning.cached import Cached, cache_notes
 from blr.compressor.planning.layers import Layer, find_layers, select
 from blr.compressor.planning.storing import stored_spec
-from blr.compressor.recipe.schema import AUTO, DENSE, NONE, PIVOTED, Recipe
+from blr.compressor.recipe.schema import DENSE, FORMER, NONE, PIVOTED, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
@@ -129,11 +129,10 @@ def make_plan(
         UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
             reach.
     """
-    notes: list[str] = []
+    notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
     layers = select(find_layers(source, recipe, notes), recipe, source)
     cached = Cached(layers, recipe, curves or {})
     tasks = [_task(layer, recipe, cached) for layer in layers]
-    tasks = _decide(tasks, recipe, calibrated)
     fixed, kept = _dense(tasks, notes)
     done = {p.layer.module for p in fixed} | {layer.layer.module for layer in kept}
     structured = [task for task in tasks if task.layer.module not in done]
@@ -234,15 +233,6 @@ def _whole(source: Source) -> Whole | None:
         return None  # an outline
     entries = source.entries.values()
     return Whole(sum(e.parameters for e in entries), sum(e.nbytes for e in entries))
-
-
-def _decide(tasks: list[Task], recipe: Recipe, calibrated: bool) -> list[Task]:
-    """Put a method in the place of every `auto`."""
-    if all(task.settings.method != AUTO for task in tasks):
-        return tasks
-    from blr.compressor.planning.auto import choose_methods
-
-    return choose_methods(tasks, recipe, calibrated)
 
 
 def _planned(task: Task, spec: Spec, rule: str, notes: list[str]) -> PlannedLayer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from blr.compressor.errors import UsageError
-from blr.compressor.recipe.schema import AUTO, DENSE, NONE, LayerSettings, Recipe
+from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
 from blr.compressor.structures.specs import BlastSpec
 
@@ -60,7 +60,7 @@ def refuse(name: str, value: object, whose: str) -> NoReturn:
 
 def _fits(layer: LayerSettings, uses: Use) -> bool:
     structure = STRUCTURES.get(layer.method)
-    return layer.method == AUTO or bool(structure and uses(structure))
+    return bool(structure and uses(structure))
 
 
 def _shares(layer: LayerSettings) -> bool:
@@ -79,6 +79,6 @@ def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
         found["couplings"] = "method blast with --quantize or --base"
     if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):
         found["base"] = f"a --method that corrects it, not {DENSE}"
-    if all(layer.method != AUTO for layer in layers):
-        found["gpu"] = "--tokens-per-second and method auto"
+    if not recipe.former_methods:  # `auto` took it
+        found["gpu"] = "--tokens-per-second"
     return found

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import Dtype
@@ -26,7 +34,7 @@ from blr.compressor.recipe.wording import said_of
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
 
-AUTO = "auto"  # the best structure of each layer
+FORMER = {"auto": "blast"}  # methods of earlier versions, by what they became
 DENSE = "dense"  # as it is, or in the bits that `quantize` says
 NONE = "none"
 FP8 = "fp8"
@@ -39,8 +47,8 @@ CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked f
 if TYPE_CHECKING:
     Method: TypeAlias = str
 else:
-    Method = Literal[(*(name for name in STRUCTURES if name != PIVOTED), AUTO, DENSE)]
-LayerMethod: TypeAlias = str  # a structure, auto or dense
+    Method = Literal[(*(name for name in STRUCTURES if name != PIVOTED), DENSE)]
+LayerMethod: TypeAlias = str  # a structure or dense
 Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
@@ -65,6 +73,18 @@ class _Settings(BaseModel):
     couplings: Couplings | None = None
     base: Base | None = None
     bpw: Bits | None = None
+    _former: str | None = PrivateAttr(default=None)  # the method as it was written
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _current(cls, data: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take a method of earlier versions for what it became."""
+        named = data.get("method") if isinstance(data, dict) else None
+        if not isinstance(named, str) or named not in FORMER:
+            return validated(data)
+        made = validated({**data, "method": FORMER[named]})
+        made._former = named
+        return made
 
 
 class Rule(_Settings):
@@ -72,7 +92,7 @@ class Rule(_Settings):
 
     Attributes:
         match: glob over module names (`*` spans dots).
-        method: a family, `auto`, or `dense` to keep the layers; None takes the recipe's.
+        method: a family, or `dense` to keep the layers; None takes the recipe's.
         cf: compression factor of these layers together; without it and `rank` they share
             the recipe's budget with all other layers.
         rank, blocks, pattern, pivot, heads, solver, rounds: as in `Recipe`; None takes the recipe's
@@ -130,7 +150,7 @@ class Recipe(RecipeFields):
 
     Attributes:
         extends: a shipped recipe or a path relative to this one; None once resolved.
-        method: structured family of the replaced layers, or `auto` to choose one a layer.
+        method: structured family of the replaced layers.
         cf: compression factor, dense over structured parameters, of all layers that are
             neither excluded nor left out; layers that a rule keeps dense count in it.
         rank: fixed rank instead of one that follows from `cf`; of each group of heads.
@@ -179,6 +199,12 @@ class Recipe(RecipeFields):
         for layer in resolved:
             _refuse_unfit(layer)
         return self
+
+    @property
+    def former_methods(self) -> list[str]:
+        """Methods of earlier versions, as they were written, each once."""
+        named = [self._former, *(rule._former for rule in self.rules)]
+        return list(dict.fromkeys(name for name in named if name))
 
     @property
     def caches_ranks(self) -> bool:
@@ -315,7 +341,7 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
     if settings.pivot and method != "svd":
         raise ValueError(f"pivot belongs to method svd, not {method}")
     _refuse_correction(method, settings.base)
-    if settings.rank is not None and (method == AUTO or (structure and not structure.ranked)):
+    if settings.rank is not None and structure and not structure.ranked:
         raise ValueError(f"rank does not belong to method {method}; give cf")
 
 

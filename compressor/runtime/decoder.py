@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import capturing
 from blr.kernels.common.placing import on_gpu
-from blr.kernels.common.tables import token_mode
-
-if TYPE_CHECKING:
-    from blr.kernels.persistent.program import Tuning
 
 __all__ = ["Decoder", "supports"]
 
@@ -64,16 +60,13 @@ class Decoder:
             on one device, in evaluation mode.
         batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
         mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
-            power of two of the context; "persistent" has all phases in one kernel, whose programs
-            wait for each other between them (batches 1 and 2, plain weights, ops "triton"); "eager"
-            launches the phases one by one; "auto" is the faster of the first two by the table of the
-            GPU. Without a GPU, or with ops "torch", "graph" runs as "eager".
+            power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
+            Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
         deterministic: besides, the attention splits every context at the same slots, whatever the
             batch: results of a row then differ with the batch only through the matrix products.
         cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head,
             half the memory and bytes to read.
-        tuning: sizes of the persistent kernel, None for the defaults.
 
     Attributes:
         pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
@@ -93,13 +86,12 @@ class Decoder:
         ops: str = "triton",
         deterministic: bool = False,
         cache: str = CACHES[0],
-        tuning: Tuning | None = None,
     ) -> None:
         self.plan = make_plan(model)
         _check(model, batch, context, mode, ops, cache)
         self.model, self.batch, self.context = model, batch, context
         self.ops, self.deterministic = ops, deterministic
-        self.mode = self._fastest() if mode == "auto" else mode
+        self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
         self.state = State(model, self.plan, batch, context, cache)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
@@ -108,14 +100,6 @@ class Decoder:
         self.position = 0  # the slot of the next token, the same for all rows
         self._runs: dict[tuple[int, int], Run] = {}
         self._turn = Turn()
-        self.persistent = None
-        if self.mode == "persistent":
-            try:
-                self.persistent = self._one_kernel(tuning)
-            except UnsupportedError:
-                if mode != "auto":
-                    raise
-                self.mode = "graph"
 
     @torch.no_grad()
     @_on_own_gpu
@@ -244,8 +228,7 @@ class Decoder:
 
         Phases that differ in the layer only are timed together, all layers in a row, so that their
         weights come from memory; the layer's number is then "*" and the figures are of one of them.
-        The last entry, "token", is a whole token: in mode "persistent" that of its one kernel, beside
-        phases as mode "graph" launches them. What was decoded so far is forgotten.
+        The last entry, "token", is a whole token. What was decoded so far is forgotten.
         """
         if self.rows == 0:
             raise BatchError("profile before any prompt: expected a prefill; call prefill first")
@@ -267,19 +250,7 @@ class Decoder:
 
     def token(self, rows: int, bucket: int) -> Run:
         """A whole token of `rows` rows in contexts of up to `bucket` slots."""
-        if self.persistent is None:
-            return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
-        run = partial(self.persistent.run, rows, bucket)
-        return self.capture([run]) if self.persistent.tuning.captured else run
-
-    def _one_kernel(self, tuning: Tuning | None) -> Any:
-        """A token as one kernel. Raises UnsupportedError where it cannot be, or has been left out."""
-        try:
-            from blr.compressor.runtime.persistent import PersistentToken
-        except ImportError as error:
-            raise UnsupportedError(f"mode 'persistent': {error}; use mode 'graph'") from error
-        made = (self.plan, self.state, self.model, self.context)
-        return PersistentToken(*made, fixed=self.fixed_splits, tuning=tuning)
+        return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
 
     def capture(self, runs: list[Run]) -> Run:
         """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.
@@ -302,13 +273,6 @@ class Decoder:
             for run in runs:
                 run()
         return partial(_replay, graph, runs)
-
-    def _fastest(self) -> str:
-        """The mode that the table of the GPU names."""
-        model = self.model
-        if self.ops != "triton":
-            return "graph"
-        return token_mode(model.config.hidden_size, self.batch, model.dtype, model.device)
 
     def _advance(self) -> None:
         """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""
@@ -344,8 +308,6 @@ def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str
         raise UnsupportedError(
             f"ops 'triton' on {model.device}: expected a GPU with Triton; use 'torch'"
         )
-    if mode == "persistent" and ops != "triton":
-        raise UnsupportedError(f"mode 'persistent' with ops {ops!r}: expected ops 'triton'")
     if not 1 <= batch <= MAX_BATCH:
         raise BatchError(f"batch {batch}: expected 1 to {MAX_BATCH}; decode in several batches")
     limit = context_of(model.config.to_dict())

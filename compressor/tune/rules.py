@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from blr.kernels.common.tables import BUCKETS, DENSE, ORDERS, PLAIN, Shape, heuristic
+from blr.kernels.common.tables import BUCKETS, DENSE, PLAIN, Shape, heuristic
 
 MARGIN = 1.02  # a time within this of the best is as good: noise, and rules that hold for longer
 OURS = 1.03  # times as fast as the plain form a kernel of ours must be to be chosen in its place
@@ -125,7 +125,7 @@ def _as_good(point: Point, labels: Sequence[str], limit: float) -> str | None:
 def _general_rules(
     points: Sequence[Point], where: dict[str, Any], known: Mapping[str, Candidate]
 ) -> Iterator[dict[str, Any]]:
-    """For shapes that were not measured: no arguments and no orders, which belong to a shape."""
+    """For shapes that were not measured: no arguments, which belong to a shape."""
     tokens = sorted({point.n for point in points})
     winners = [_least_loss([p for p in points if p.n == n], known) for n in tokens]
     for low, high, label in _ranges(tokens, winners):
@@ -136,8 +136,7 @@ def _general_rules(
 def _least_loss(points: Sequence[Point], known: Mapping[str, Candidate]) -> str | None:
     """The candidate without arguments that loses least, by the geometric mean over the shapes that
     any candidate ran; it must have run all of those. A plain form where ours is no better."""
-    without = (DENSE, *ORDERS.get(points[0].structure, ()))
-    free = [label for label, c in known.items() if not c.config and label not in without]
+    free = [label for label, c in known.items() if not c.config and label != DENSE]
     best = [(point.times, found[1]) for point in points if (found := fastest(point))]
     losses = {
         label: fmean(log(times[label] / ms) for times, ms in best)

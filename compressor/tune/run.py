@@ -42,7 +42,7 @@ from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
 from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
-from blr.kernels.common.tables import DENSE, LEAST, MOST, PRODUCT, REFERENCE
+from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
 
 FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
 QUICK = (1, 8, 256, 4096)
@@ -72,7 +72,7 @@ def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, lis
 def candidates(structure: str, n: int) -> list[Candidate]:
     """What is timed for n tokens: every variant meant for as many, with each configuration it lists."""
     table, configs = variants_of(structure)
-    names = [name for name in table if LEAST.get(name, n) <= n <= MOST.get(name, n)]
+    names = [name for name in table if n <= MOST.get(name, n)]
     meant = [name for name in names if name != REFERENCE]
     return [Candidate(name, config) for name in meant for config in configs.get(name, [{}])]
 

@@ -23,13 +23,6 @@ HELD = 8192
 STREAMED_FROM = 1 << 30
 
 
-def split_count(programs: int, bucket: int) -> int:
-    """Splits, a power of two, of a context of up to `bucket` slots (a power of two), for
-    `programs` heads and rows together."""
-    wanted = _power_below(max(PROGRAMS // programs, 1))
-    return max(min(wanted, bucket // MIN_CHUNK, MAX_SPLITS), 1)
-
-
 def even_count(programs: int, bucket: int, most: int) -> int:
     """Splits that share out evenly what a token sees, for `programs` heads and rows together, `most`
     programs in all; a power of two where that is nearly as many."""

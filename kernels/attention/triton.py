@@ -100,21 +100,11 @@ def finish(
 
 
 @triton.jit
-def reach(here, zero, split, window, chunk, WINDOW: tl.constexpr):
-    """(begin, stop, first, last) of the token at slot `here` of a row that starts at slot `zero`:
-    the slots that a split sees, and the splits that see any."""
-    lowest = zero
-    if WINDOW:
-        lowest = tl.maximum(zero, here - window + 1)
-    begin = tl.maximum(lowest, split * chunk)
-    stop = tl.minimum(here + 1, (split + 1) * chunk)
-    return begin, stop, lowest // chunk, here // chunk
-
-
-@triton.jit
 def stretch(here, zero, split, splits, window, chunk, BN: tl.constexpr, WINDOW: tl.constexpr):
-    """`reach`; with a chunk of 0 the slots that the token sees are shared out evenly, in whole tiles of
-    BN, over as many of `splits` as there are tiles for: none is idle, however far the bucket goes."""
+    """(begin, stop, first, last) of the token at slot `here` of a row that starts at slot `zero`:
+    the slots that a split of `chunk` slots sees, and the splits that see any. With a chunk of 0 the
+    slots that the token sees are shared out evenly, in whole tiles of BN, over as many of `splits` as
+    there are tiles for: none is idle, however far the bucket goes."""
     lowest = zero
     if WINDOW:
         lowest = tl.maximum(zero, here - window + 1)
@@ -143,7 +133,7 @@ def attend_split(
     """One split of one head of one row, from the first tile of its keys and values on.
 
     qkv, out: of the row. k, v, partial, state, counter: of the head. key, value: [BN, DP] from slot
-    `begin` on. c, s: of `rotation`. begin, stop, first, last: of `reach`.
+    `begin` on. c, s: of `rotation`. begin, stop, first, last: of `stretch`.
     """
     d = tl.arange(0, DP)
     lane = tl.arange(0, BN)

@@ -98,20 +98,6 @@ def bmm(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) 
     return _outputs(w.permute(1, 2, 0), U, bias, x.shape[:-1])
 
 
-def materialize(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
-) -> Tensor:
-    """The dense weight, made in the call from the columns of the identity, and one dense product.
-
-    Costs what `bmm_mix` takes for as many tokens as there are inputs: for very many tokens, where a
-    dense layer is the faster one. config: of `bmm_mix`.
-    """
-    weight = bmm_mix(
-        torch.eye(V.shape[0] * V.shape[1], dtype=x.dtype, device=x.device), U, S, V, **config
-    )
-    return torch.nn.functional.linear(x, weight.t(), bias)
-
-
 VARIANTS = {
     "reference": reference,
     "gemv": gemv,
@@ -119,5 +105,4 @@ VARIANTS = {
     "bmm_mix": bmm_mix,
     "bmm": bmm,
     "plain": plain,
-    "materialize": materialize,
 }

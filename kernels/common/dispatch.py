@@ -15,10 +15,8 @@ from blr.kernels.common.replay import Again, Replayed
 from blr.kernels.common.tables import MOST, REFERENCE, Shape, bucket, choose, heuristic
 from blr.kernels.common.tables import forget as forget_tables
 from blr.kernels.common.transient import chunks, transient_bytes
-from blr.kernels.common.transient import forget as forget_bounds
 
 MIXED = ("monarch", "blast")  # structures whose products have intermediates of blocks x tokens x ranks
-WEIGHTS = ("materialize",)  # variants that have none, since they make the dense weight
 FEWEST = 2048  # tokens of a chunk at least
 # Variants that take x [..., i] as it is
 ANY_AXES = (REFERENCE, "gemm", "plain", "bmm", "bmm_mix", "permuted_store")
@@ -60,9 +58,9 @@ def dispatch(
     if x.shape[0] == 0:
         return x.new_zeros(0, shape.outputs)
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    name, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
+    _, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
     call = partial(run, **config)
-    bounded = run is not on_cpu and name not in WEIGHTS and structure in MIXED
+    bounded = run is not on_cpu and structure in MIXED
     return _in_chunks(call, shape, x, factors, bias) if bounded else _whole(call, x, factors, bias)
 
 
@@ -169,7 +167,6 @@ def forget() -> None:
     _chosen.cache_clear()
     for plans in _PLANS:
         plans.clear()
-    forget_bounds()
     forget_tables()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.registration import Operator
-from blr.kernels.common.tables import ORDERS, PLAIN, REFERENCE, Shape, choose
+from blr.kernels.common.tables import PLAIN, REFERENCE, Shape, choose
 
 VARIABLE = "BLR_COMPILED"
 FORMS = ("auto", "plain", "operator")
@@ -82,7 +82,7 @@ def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
     if _is_bound_by_calls(structure, shape, x.shape[0]):
         return True
     chosen, _ = choose(structure, shape, x.shape[0], x.dtype, x.device)
-    return chosen in (*PLAIN[structure][-1:], *ORDERS.get(structure, ()), REFERENCE)
+    return chosen in (*PLAIN[structure][-1:], REFERENCE)
 
 
 def _is_bound_by_calls(structure: str, shape: Shape, n: int) -> bool:

@@ -5,14 +5,12 @@ counts. A rule is a mapping of conditions, all optional, to a choice:
 
     structure   lowrank, monarch, blast or kronecker; fp8: one product in float8, inputs and outputs of
                 each of its blocks; fp8_dense, fp8_lowrank, fp8_monarch or fp8_blast: a layer with
-                weights in float8; token: a whole decoded token, of a model whose hidden size counts
-                as inputs and outputs, n of its rows; forward: a forward pass likewise, n of its tokens
+                weights in float8; token and forward: read by earlier versions only
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
     variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
                 fp8 "library", or "tile" and its fields; for a layer with weights in float8 "float8",
-                or "dequantized", at every call; for a token "graph" or "persistent"; for a
-                forward pass "bounded", whose intermediates are within config's `mib` (`transient.py`)
+                or "dequantized", at every call
     config      its keyword arguments, {} if left out
 
 The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
@@ -35,7 +33,6 @@ from blr.kernels.common.tuned import forget_rules, tuned_rules
 BUCKETS = tuple(1 << power for power in range(15))
 DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
 MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
-LEAST = {"turned": DECODE + 1}  # tokens that a variant is timed from, where fewer are for others
 PRODUCT = "fp8"  # the structure of rules for one product in float8
 # That of rules for a layer with float8 weights, by the folder of its kernels or dense.
 FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
@@ -47,9 +44,6 @@ PLAIN: dict[str, tuple[str, ...]] = {
     PRODUCT: ("library",),
     **dict.fromkeys(FLOAT8.values(), ("float8",)),
 }
-# The plain products with results stored in another order: for shapes where they were measured to beat
-# the plain form as ours must. A compiled graph gets the plain form, which costs the host no call.
-ORDERS = {"lowrank": ("turned",)}
 DENSE = "dense"
 REFERENCE = "reference"
 
@@ -91,13 +85,6 @@ def prefers_dequantized(
     """Whether a layer with float8 weights was measured to be faster for n tokens with its weights
     dequantized and its inputs as they are. `structure`: a key of `FLOAT8`."""
     return _dequantized(structure, shape, bucket(n), dtype, gpu_key(device))
-
-
-def token_mode(hidden: int, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """How a token of a model is decoded fastest: "graph", or "persistent" where that was measured."""
-    shape = Shape(hidden, hidden)
-    rule = first_match(tuned_rules(gpu_key(device)), "token", shape, bucket(rows), dtype)
-    return "graph" if rule is None or "structure" not in rule else rule["variant"]
 
 
 def bucket(n: int) -> int:

@@ -2,28 +2,19 @@
 
 A number is MiB, `off` is no bound at all: every intermediate is made whole. What is over the bound is
 computed in chunks of tokens, of sequences or of heads, with the same results up to rounding. Where the
-variable is not set it is 64 MiB on a CPU. On a GPU it is what its table says of a model's width and a
-call's tokens: rules of structure "forward" with ``config: {mib: N}``, for what was measured to cost at
-most 5% (`scripts/bench/bound.py`); none where there is no rule.
+variable is not set it is 64 MiB on a CPU, and there is none on a GPU: chunks cost time there (`LOG.md`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 
-import torch
 from torch import Tensor
-
-from blr.kernels.common.available import gpu_key
-from blr.kernels.common.tables import Shape, bucket, first_match
-from blr.kernels.common.tuned import tuned_rules
 
 VARIABLE = "BLR_TRANSIENT"
 DEFAULT = 64  # MiB, about what the last cache of a large GPU holds
-FORWARD = "forward"  # a table's rules of the bound, for a hidden size as inputs and outputs
-UNBOUNDED = ("cuda",)  # types of devices that have no bound unless one is asked for or in a table
+UNBOUNDED = ("cuda",)  # types of devices that have no bound unless one is asked for
 LEAST = 512  # tokens that are worth a product of their own
 _MIB = 1 << 20
 
@@ -50,22 +41,7 @@ def bound_for(x: Tensor) -> int | None:
 
     Raises RuntimeError as `transient_bytes`.
     """
-    if x.device.type in UNBOUNDED and not os.environ.get(VARIABLE):
-        tokens = x.numel() // max(x.shape[-1], 1)
-        return _tabled(x.shape[-1], bucket(tokens), x.dtype, x.device)
     return transient_bytes(x.device.type)
-
-
-@cache
-def _tabled(width: int, n: int, dtype: torch.dtype, device: torch.device) -> int | None:
-    rules = [rule for rule in tuned_rules(gpu_key(device)) if rule.get("structure") == FORWARD]
-    rule = first_match(rules, FORWARD, Shape(width, width), n, dtype)
-    return None if rule is None else int(rule["config"]["mib"] * _MIB)
-
-
-def forget() -> None:
-    """Read the tables again at the next call."""
-    _tabled.cache_clear()
 
 
 def chunks(total: int, most: int) -> Iterator[tuple[int, int]]:

@@ -13,8 +13,6 @@ from blr.kernels.gemv.launch import stage_tile
 from blr.kernels.lowrank.reference import lowrank_linear as reference
 from blr.kernels.narrow.layers import lowrank as narrow
 
-ALIGNED = 16  # bytes: products of the library are several times as slow where rows start elsewhere
-
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels for up to 16 tokens."""
@@ -41,15 +39,4 @@ def gemm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x @ V, U, bias)
 
 
-def turned(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`gemm` of x [n, i] by way of z stored [r, n], which the library is faster with for some sizes and
-    slower for others. It is `gemm` where such rows do not start at multiples of 16 bytes."""
-    if x.shape[0] * x.dtype.itemsize % ALIGNED:
-        return gemm(x, U, V, bias)
-    return torch.nn.functional.linear(torch.mm(V.t(), x.t()).t(), U, bias)
-
-
-VARIANTS = {
-    **{"reference": reference, "gemv": gemv, "narrow": narrow},
-    **{"gemm": gemm, "turned": turned},
-}
+VARIANTS = {"reference": reference, "gemv": gemv, "narrow": narrow, "gemm": gemm}

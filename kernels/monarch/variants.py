@@ -90,19 +90,10 @@ def _second(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> 
     return y.view(*batch, blocks * U.shape[1])
 
 
-def materialize(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
-    """The dense weight, made in the call from the columns of the identity, and one dense product: for
-    very many tokens, where a dense layer is the faster one. config: of `permuted_store`."""
-    identity = torch.eye(V.shape[0] * V.shape[1], dtype=x.dtype, device=x.device)
-    weight = permuted_store(identity, U, V, **config)
-    return torch.nn.functional.linear(x, weight.t(), bias)
-
-
 VARIANTS = {
     "reference": reference,
     "gemv": gemv,
     "narrow": narrow,
     "permuted_store": permuted_store,
     "bmm": bmm,
-    "materialize": materialize,
 }

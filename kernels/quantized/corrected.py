@@ -26,8 +26,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from blr.kernels.gemv.triton import activate, store_rows
-    from blr.kernels.persistent.access import arrive
-    from blr.kernels.quantized.correction import leave
+    from blr.kernels.quantized.correction import arrive, leave
     from blr.kernels.quantized.grouped import (
         apart,
         pair_stages,
@@ -58,7 +57,7 @@ def run_firsts(
     if COUNT > 2:  # noqa: SIM102
         if program >= ends[1]:
             run_segment(program - ends[1], v2, gain, eps, tokens, N, V2, PDL)
-    arrive(counter, True)
+    arrive(counter)
 
 
 @triton.jit

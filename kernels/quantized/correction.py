@@ -10,7 +10,20 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.persistent.access import wait
+
+@triton.jit
+def wait(counter, target):
+    """Until programs have arrived `target` times in all; one thread polls (`ld.acquire`)."""
+    seen = tl.atomic_add(counter, 0, sem="acquire")
+    while seen < target:
+        seen = tl.atomic_add(counter, 0, sem="acquire")
+
+
+@triton.jit
+def arrive(counter):
+    """Everything that this program stored is there for those that wait for its arrival."""
+    tl.debug_barrier()  # all stores of the program before its one arrival
+    tl.atomic_add(counter, 1, sem="release")
 
 
 @triton.jit
@@ -34,7 +47,7 @@ def correction(s, narrow, token, T: tl.constexpr):
     """[BR] of one token, 0 where nothing corrects. narrow: of `narrow_rows`."""
     if T.RANKS > 0:
         if T.AWAIT:
-            wait(s.counter, s.arrivals, True)
+            wait(s.counter, s.arrivals)
         u, at, there = narrow
         return tl.sum(u * tl.load(s.z + token * s.z_token + at, mask=there, other=0.0), 1)
     else:
@@ -46,7 +59,7 @@ def corrections(s, narrow, tokens, N: tl.constexpr, T: tl.constexpr):
     """[BR, N] of several tokens."""
     u, at, there = narrow
     if T.AWAIT:
-        wait(s.counter, s.arrivals, True)
+        wait(s.counter, s.arrivals)
     sums = tl.zeros([u.shape[0], N], tl.float32)
     for token in range(tokens):
         z = tl.load(s.z + token * s.z_token + at, mask=there, other=0.0)

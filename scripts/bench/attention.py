@@ -104,7 +104,7 @@ def case(model: str, rows: int, slots: int, quick: bool) -> list[dict[str, Any]]
         arms = [("registers", {"streamed": False})] if kind == "whole" else []
         arms += [("streamed", {"streamed": True, **tile}) for tile in (TILES[:1] if quick else TILES)]
         programs = rows * MODELS[model][1]
-        splits = {launch.split_count(programs, slots) * n for n in (1, 2, 4)}
+        splits = {launch.even_count(programs, slots, launch.PROGRAMS) * n for n in (1, 2, 4)}
         splits = sorted(n for n in splits if n <= launch.MAX_SPLITS and slots // n >= 64)
         for (name, options), count in product(arms, splits):
             told = {"model": model, "rows": rows, "slots": slots, "cache": kind, "kernel": name}

@@ -224,7 +224,7 @@ class Way:
             ("eval", small, "--text", text, "--max-tokens", "512", *half),
             ("generate", small, "Once upon a time", "--max-new-tokens", "4", *half),
             ("generate", dense, "Once upon a time", "--max-new-tokens", "4"),
-            ("compress", dense, "--method", "auto", "--cf", "1.5", "-o", f"{dense}-auto"),
+            ("compress", dense, "--method", "blast", "--cf", "1.5", "-o", f"{dense}-blast"),
             ("compress", dense, "--base", "int2", "--rank", "4", "--group", "32", "-o", f"{dense}-few"),
             ("eval", f"{dense}-few", "--text", text, "--max-tokens", "512"),
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from graphs import captured
+from published import ffn
 from torch.nn import functional
 
 from blr.compressor.bench.memory.run import milliseconds
@@ -24,7 +25,6 @@ from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.modeling.layers import LowRankLinear
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import VARIABLE
-from blr.kernels.paper import ffn
 
 CASES = [
     *(("gelu", 32768, 768, 3072, rank) for rank in (192, 384, 768)),

@@ -92,7 +92,7 @@ class Wide(Tuning):
 
         def more(structure: str, tokens: int) -> list[Candidate]:
             name = tune.STRUCTURES[structure].folder
-            found = [c for c in usual(structure, tokens) if c.variant not in ("narrow", "materialize")]
+            found = [c for c in usual(structure, tokens) if c.variant != "narrow"]
             wanted = narrow_configs(name, tokens) if tokens <= 64 else []
             return found + [Candidate("narrow", config) for config in wanted]
 

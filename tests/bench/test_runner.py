@@ -166,7 +166,7 @@ def test_the_variant_named_is_the_one_dispatched(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(available, "kernel_device", lambda tensor: True)
     monkeypatch.setattr(tables, "gpu_key", lambda device: "fake")
-    rule = {"structure": "blast", "blocks": [4, 4], "n": [512, 1024], "variant": "materialize"}
+    rule = {"structure": "blast", "blocks": [4, 4], "n": [512, 1024], "variant": "bmm"}
     monkeypatch.setattr(tables, "tuned_rules", lambda gpu: [rule])
     tables._choose.cache_clear()
     bfloat16 = PRECISIONS["bfloat16"]
@@ -176,5 +176,5 @@ def test_the_variant_named_is_the_one_dispatched(monkeypatch: pytest.MonkeyPatch
         factors = our_variant(chain, 1, bfloat16, CPU)
     finally:
         tables._choose.cache_clear()
-    assert found == ["materialize", "gemv"]
+    assert found == ["bmm", "gemv"]
     assert factors == "fused:decode fused:decode"

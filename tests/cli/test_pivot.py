@@ -172,7 +172,7 @@ def test_a_calibrated_fit_is_that_of_svd_with_pivots(dense: Path, sample: Path, 
     ("options", "said"),
     [
         (("--method", "blast", "--pivot"), "pivot belongs to method svd, not blast"),
-        (("--method", "auto", "--pivot"), "pivot belongs to method svd, not auto"),
+        (("--method", "auto", "--pivot"), "pivot belongs to method svd, not blast"),
         (("--pivot", "--heads", "per-head"), "pivot takes whole layers, not heads per-head"),
         (("--pivot", "--base", "int2", "--rank", "4"), "pivot corrects no int2"),
         (("--pivot", "--tokens-per-second", "100"), "leave out pivot"),

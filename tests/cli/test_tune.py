@@ -86,21 +86,6 @@ def test_shapes_that_were_not_measured_get_what_loses_least() -> None:
     assert chosen(rules, SHAPE, torch.float16) == [(1, None)]
 
 
-def test_an_order_of_products_is_for_shapes_it_was_measured_to_be_faster_for() -> None:
-    """The library's choices for one shape say nothing of another."""
-    known = {name: Candidate(name) for name in ("gemm", "turned", "dense")}
-    times = {128: (1.0, 0.98), 256: (1.0, 0.9), 512: (1.0, 1.3)}
-    shape = Shape(11008, 4096, 1, 1488)
-    points = [
-        Point("lowrank", shape, "bfloat16", n, {"gemm": t[0], "turned": t[1], "dense": 2.0})
-        for n, t in times.items()
-    ]
-    rules = rules_of(points, known)
-    for sizes, wanted in ((shape, ["gemm", "turned", "gemm"]), (Shape(64, 64, 1, 16), ["gemm"] * 3)):
-        found = [first_match(rules, "lowrank", sizes, n, torch.bfloat16) for n in times]
-        assert [rule and rule["variant"] for rule in found] == wanted
-
-
 def test_where_dense_wins_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = rules_of(points(), KNOWN)
     monkeypatch.setattr(tables, "tuned_rules", lambda gpu: rules)
@@ -131,7 +116,7 @@ def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
     table, _ = tune.variants_of(structure)
     assert few | many == set(table) - {"reference"}
     assert few - many == few & {"gemv"}
-    assert many - few == many & {"turned"}
+    assert many <= few
 
 
 def test_listed_configurations_are_candidates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

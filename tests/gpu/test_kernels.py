@@ -150,10 +150,8 @@ def test_variants(structure: str, index: int, precision: str, device: str, judge
 
 
 def published(structure: str) -> dict[str, Callable[..., Tensor]]:
-    """The paper's kernels, which no table picks."""
-    from blr.kernels.paper.fused_mix import fused_mix
-    from blr.kernels.paper.staged import staged
-    from blr.kernels.paper.transposed import transposed
+    """The paper's kernels."""
+    from comparisons import fused_mix, staged, transposed
 
     blast = {"fused_mix": fused_mix, "transposed": transposed}
     return {"monarch": {"staged": staged}, "blast": blast}.get(structure, {})

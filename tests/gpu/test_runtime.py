@@ -16,31 +16,30 @@ from torch import Tensor
 
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.failures import UnsupportedError
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
 
 PROMPT = 100  # tokens
 BORDERS = (1, 63, 64, 120, 127, 128, 129, 140, 250, 511, 512, 513, 1020, 1023, 1024, 1030)
-MODES = pytest.mark.parametrize("mode", ["graph", "persistent"])
+MODE = "graph"
 
 
 class Case:
-    """A checkpoint on a device, with a text that its positions hold."""
+    """A checkpoint on a device, with a text that its positions hold.
 
-    def __init__(self, checkpoint: str | Path, mode: str, device: str, work: Path) -> None:
-        """Skips what cannot run there; `checkpoint`: of `METHODS`, or a folder."""
-        if device == "cpu" and mode == "persistent":
-            pytest.skip("takes minutes in the interpreter")
-        self.mode, self.device = mode, device
+    checkpoint: of `METHODS`, or a folder.
+    """
+
+    def __init__(self, checkpoint: str | Path, device: str, work: Path) -> None:
+        self.device = device
         self.folder = compressed(work, checkpoint) if checkpoint in METHODS else Path(checkpoint)
-        self.group = f"{self.folder.name} {mode}"
+        self.group = f"{self.folder.name} {MODE}"
         self.ops = "triton" if device == "cuda" else "torch"
         self.model = self.load("float32")
         self.context = min(self.model.config.max_position_embeddings, 2048)
         self.ids = prompt_ids(self.folder, self.model.config.vocab_size, self.context)
-        self.batches = (1, 2) if mode == "persistent" else (1, 2, 3, 8)
+        self.batches = (1, 2, 3, 8)
 
     def load(self, dtype: str, device: str | None = None) -> Any:
         place = {"dtype": dtype, "device": device or self.device}
@@ -48,18 +47,13 @@ class Case:
         return model
 
     def decoder(self, model: Any = None, **options: Any) -> Decoder:
-        given = {"mode": self.mode, "ops": self.ops, "context": self.context, **options}
+        given = {"mode": MODE, "ops": self.ops, "context": self.context, **options}
         return Decoder(model or self.model, **given)
 
 
 @pytest.fixture
-def case(checkpoint: str | Path, mode: str, device: str, work: Path) -> Case:
-    made = Case(checkpoint, mode, device, work)
-    if (checkpoint, mode) == ("ks", "persistent"):
-        with pytest.raises(UnsupportedError, match="use mode 'graph'"):
-            made.decoder()
-        pytest.skip("refused, as it should be: Kronecker-sparse layers are no part of one kernel")
-    return made
+def case(checkpoint: str | Path, device: str, work: Path) -> Case:
+    return Case(checkpoint, device, work)
 
 
 def prompt_ids(folder: Path, vocabulary: int, length: int) -> Tensor:
@@ -104,7 +98,6 @@ def test_transformers_says_the_same_on_both_devices(
     assert found == expected
 
 
-@MODES
 def test_tokens(case: Case, judge: Judge) -> None:
     """Greedy tokens in float32, as many as 256: again, launched one by one, with fixed splits, and
     transformers' on both devices."""
@@ -112,24 +105,23 @@ def test_tokens(case: Case, judge: Judge) -> None:
 
 
 def compare_tokens(case: Case) -> Iterator[Row]:
-    ids, model, mode = case.ids[:, :PROMPT], case.model, case.mode
+    ids, model = case.ids[:, :PROMPT], case.model
     new = min(256, case.context - PROMPT)
     decoder = case.decoder(batch=case.batches[-1])
     found, wanted = decoder.generate(ids, max_new_tokens=new), native(model, ids, new)
     why = margin(model, ids, found[0], wanted[0])
     distinct = f"{len(set(found[0]))} distinct, pdl {decoder.pdl}"
-    yield tokens_row(case.group, f"{mode} = transformers", found, wanted, why or distinct)
+    yield tokens_row(case.group, f"{MODE} = transformers", found, wanted, why or distinct)
     again = decoder.generate(ids, max_new_tokens=new)
-    yield tokens_row(case.group, f"{mode} = {mode} again", again, found)
+    yield tokens_row(case.group, f"{MODE} = {MODE} again", again, found)
     for name, options in {"eager": {"mode": "eager"}, "fixed splits": {"deterministic": True}}.items():
         other = case.decoder(**options).generate(ids, max_new_tokens=new)
         yield tokens_row(case.group, f"{name} = transformers", other, wanted)
     on_cpu = native(case.load("float32", "cpu"), ids, new)
     why = margin(model, ids, found[0], on_cpu[0])
-    yield tokens_row(case.group, f"{mode} = transformers on the CPU", found, on_cpu, why)
+    yield tokens_row(case.group, f"{MODE} = transformers on the CPU", found, on_cpu, why)
 
 
-@MODES
 def test_batches(case: Case, judge: Judge) -> None:
     """Rows of different lengths, padded on the left and on the right."""
     judge(compare_batches(case))
@@ -152,7 +144,6 @@ def compare_batches(case: Case) -> Iterator[Row]:
         yield tokens_row(case.group, f"batch {rows}, right padding", moved, found)
 
 
-@MODES
 def test_borders(case: Case, judge: Judge) -> None:
     """Prompts whose continuation crosses buckets, splits and chunks; logits of a given text."""
     judge(compare_borders(case))
@@ -183,7 +174,6 @@ def logits_row(case: Case, name: str, model: Any, decoder: Any, ids: Tensor, dty
     return bounded(case.group, f"{name} in {dtype}", relative(torch.stack(steps), truth), allowed)
 
 
-@MODES
 def test_half_precision(case: Case, judge: Judge) -> None:
     """Logits in bfloat16 against the same rounded weights in float32; sampling follows the seed."""
     judge(compare_half(case))
@@ -194,7 +184,7 @@ def compare_half(case: Case) -> Iterator[Row]:
     exact.load_state_dict({n: t.float() for n, t in half.state_dict().items()})
     context = min(case.context, 512)
     ids = case.ids[:, : min(164, context)]
-    for rows in (1, 2 if case.mode == "persistent" else 4):
+    for rows in (1, 4):
         decoder = case.decoder(half, context=context, batch=rows)
         yield logits_row(case, f"batch {rows}", exact, Repeated(decoder, rows), ids, torch.bfloat16)
     options = {"max_new_tokens": 32, "temperature": 0.8, "top_k": 50, "top_p": 0.9}

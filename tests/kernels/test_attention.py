@@ -279,8 +279,7 @@ def test_even_splits_fill_a_large_gpu() -> None:
 def test_splits_fill_a_large_gpu_but_are_never_short() -> None:
     for programs in (1, 8, 32, 256, 1024):
         for bucket in (128, 1024, 131072):
-            splits = launch.split_count(programs, bucket)
-            assert splits & (splits - 1) == 0
+            splits = launch.even_count(programs, bucket, launch.PROGRAMS)
             assert 1 <= splits <= launch.MAX_SPLITS
             assert splits == 1 or bucket // splits >= launch.MIN_CHUNK
             assert splits * programs <= max(launch.PROGRAMS, programs)

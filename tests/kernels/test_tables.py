@@ -116,16 +116,10 @@ def test_choosing_never_runs_or_times_anything(tuned: None) -> None:
     assert choose("blast", SHAPE, 1, BF16, "mine")[0] == "a"
 
 
-@pytest.mark.parametrize(
-    ("hidden", "rows", "mode"),
-    [(4096, 1, "persistent"), (4096, 2, "persistent"), (4096, 3, "graph"), (1024, 1, "graph")],
-)
-def test_a_token_runs_as_its_rule_says(
-    hidden: int, rows: int, mode: str, tuned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tables.token_mode(hidden, rows, BF16, torch.device("cpu")) == "graph"  # nobody measured
-    monkeypatch.setattr(tables, "gpu_key", lambda device: "mine")
-    assert tables.token_mode(hidden, rows, BF16, torch.device("cpu")) == mode
+def test_rules_of_earlier_versions_are_read(tuned: None) -> None:
+    """`token` chose how a token was decoded: a table that has it keeps its other rules."""
+    read = [(rule["structure"], rule["variant"]) for rule in read_table(user_table("mine"))]
+    assert read == [(rule["structure"], rule["variant"]) for rule in RULES]
 
 
 def test_a_variant_that_this_version_lacks_falls_back(

@@ -47,20 +47,15 @@ def test_chunks_of_products(
     assert error <= TOLERANCES[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "width", "mib"), [(4096, 64, None), (8192, 64, 12), (30000, 64, 12), (30000, 32, None)]
-)
-def test_a_table_bounds_what_it_was_measured_for(
-    tokens: int, width: int, mib: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's rules, here of a CPU that counts as one; the variable has the last word."""
-    rule = {"structure": "forward", "features": [48, 128], "n": [8192, 16384], "variant": "bounded"}
-    monkeypatch.setattr(tuned, "_READERS", [lambda gpu: [{**rule, "config": {"mib": 12}}]])
+def test_a_gpu_has_no_bound_but_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a CPU that counts as one; whatever rules its table has of earlier versions."""
+    rule = {"structure": "forward", "variant": "bounded", "config": {"mib": 12}}
+    monkeypatch.setattr(tuned, "_READERS", [lambda gpu: [rule]])
     monkeypatch.setattr(transient, "UNBOUNDED", ("cpu",))
     monkeypatch.delenv(transient.VARIABLE, raising=False)
     forget()
-    x = torch.empty(1, 1).expand(tokens, width)
-    assert transient.bound_for(x) == (None if mib is None else mib << 20)
+    x = torch.empty(1, 1).expand(30000, 64)
+    assert transient.bound_for(x) is None
     monkeypatch.setenv(transient.VARIABLE, "5")
     assert transient.bound_for(x) == 5 << 20
     monkeypatch.setenv(transient.VARIABLE, "off")

@@ -21,7 +21,6 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.bundling.module import BundleError
 from blr.compressor.bundling.scopes import bound_names
 from blr.compressor.compress import Settings, compress
-from blr.compressor.loading import vendor
 from blr.compressor.loading.vendor import ROOTS, Contents, read_modules, vendored_files
 from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
@@ -169,10 +168,7 @@ def test_every_file_can_be_imported_from_its_folder(contents: Contents | None, t
 
 @each_kind
 def test_every_name_is_defined(contents: Contents | None, tmp_path: Path) -> None:
-    """In functions too, which no import runs; and what they import from other files is there.
-
-    But for what is left out: its import says so.
-    """
+    """In functions too, which no import runs; and what they import from other files is there."""
     trees = {name: ast.parse(data) for name, data in vendored_files(contents).items()}
     defined = {name: set(bound_names(tree.body)) for name, tree in trees.items()}
     for name, tree in trees.items():
@@ -182,9 +178,7 @@ def test_every_name_is_defined(contents: Contents | None, tmp_path: Path) -> Non
             asked = {alias.name for alias in node.names}
             assert asked <= defined[f"{node.module}.py"], (name, node.module)
     found = ruff("check", "--select", "F811,F82,E9", "--output-format", "json", tmp_path)
-    left_out = {"Undefined name `Tuning`", "Undefined name `PersistentToken`"}
-    undefined = {row["message"] for row in json.loads(found.stdout)}
-    assert undefined <= (left_out if contents else set())
+    assert [row["message"] for row in json.loads(found.stdout)] == []
 
 
 def test_a_linter_leaves_the_files_alone(tmp_path: Path) -> None:
@@ -200,12 +194,12 @@ def test_a_linter_leaves_the_files_alone(tmp_path: Path) -> None:
 EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     "everything": (
         *(EVERYTHING, 6, {"kronecker.variants", "blast.variants", "quantized.launch"}),
-        {"persistent.triton"},
+        {"cholesky.triton"},
     ),
     "one structure": (
         Contents(frozenset({"blast"}), "h200", quantized=False, generates=True),
         *(6, {"blast.variants", "attention.triton"}),
-        {"kronecker.triton", "monarch.variants", "quantized.triton", "persistent.triton"},
+        {"kronecker.triton", "monarch.variants", "quantized.triton"},
     ),
     "encoder": (
         Contents(frozenset({"svd"}), "unheard-of", quantized=False, generates=False),
@@ -223,22 +217,6 @@ def test_an_export_carries_only_the_kernels_it_runs(
     assert len(files) == count
     held = set(re.findall(r"^    blr\.kernels\.(\S+)$", files["kernels_blr.py"].decode(), re.MULTILINE))
     assert there <= held and not absent & held
-
-
-def test_a_token_in_one_kernel_travels_where_the_table_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rule = {"structure": "token", "variant": "persistent"}
-    kept = (vendor._bundled, vendor._module, vendor.picks_persistent)
-    for each in kept:
-        each.cache_clear()
-    monkeypatch.setattr(vendor, "read_table", lambda path: [rule])
-    files = vendored_files(EVERYTHING)
-    for each in kept:
-        each.cache_clear()
-    assert len(files) == 6
-    assert "token_kernel" in bound_names(ast.parse(files["kernels_blr.py"]).body)
-    assert "PersistentToken" in bound_names(ast.parse(files["runtime_blr.py"]).body)
 
 
 def test_a_checkpoint_has_four_files_with_the_kernels_of_every_structure() -> None:

@@ -9,11 +9,10 @@ import pytest
 
 from blr.compressor.architectures import Family, families
 from blr.compressor.errors import InputError, RecipeError, UsageError
-from blr.compressor.planning.assign import nearest_blocks
-from blr.compressor.planning.auto import known_losses
 from blr.compressor.planning.outline import open_or_outline, outline
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.globs import matches
+from blr.compressor.recipe.idle import refuse_idle
 from blr.compressor.recipe.schema import Recipe, make_recipe
 from blr.compressor.recipe.shipped import describe_recipe, load_recipe, shipped_recipes
 from blr.compressor.structures.specs import MonarchSpec
@@ -89,41 +88,31 @@ def _layers(name: str, folder: Path) -> list[Any]:
     return planned(model_of(name), load_recipe(name), folder).layers
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("model", ["llama-7b", "llama-3.1-8b"])
-def test_auto_loses_no_more_than_the_best_single_method(
-    model: str, calibrated: bool, tmp_path: Path
-) -> None:
-    """Small layers that gain no time are not left dense at the cost of the others; curves change ranks
-    as those of that method."""
-    source = outline(save_config(model, tmp_path))
-    modules = [p.layer.module for p in make_plan(source, make_recipe()).layers]
-    curves = {name: [0.99**n * (1 + k % 3) for n in range(512)] for k, name in enumerate(modules)}
-    plans = [
-        make_plan(source, make_recipe(method=method, cf=2.0), curves, calibrated=calibrated)
-        for method in ("auto", "blast")
-    ]
-    assert not plans[0].kept
-    assert [layer.spec for layer in plans[0].layers] == [layer.spec for layer in plans[1].layers]
-    assert all("predicted loss" in layer.rule for layer in plans[0].layers)
+@pytest.mark.parametrize("settings", [{"method": "auto"}, {"rules": [{"match": "*", "method": "auto"}]}])
+def test_auto_is_blast_and_says_so(settings: dict[str, Any], tmp_path: Path) -> None:
+    """In a recipe and in its rules; the GPU that it took is accepted."""
+    source = outline(save_config("llama-3.1-8b", tmp_path))
+    curves = {
+        p.layer.module: [0.99**n * (1 + k % 3) for n in range(512)]
+        for k, p in enumerate(make_plan(source, make_recipe()).layers)
+    }
+    auto, blast = (
+        make_plan(source, make_recipe(cf=2.0, **given), curves, calibrated=True)
+        for given in (settings, {"method": "blast"})
+    )
+    assert [layer.spec for layer in auto.layers] == [layer.spec for layer in blast.layers]
+    assert auto.notes == ["method auto is blast, which it always chose", *blast.notes]
+    assert make_recipe(**settings).own().method == ("blast" if "method" in settings else "svd")
+    refuse_idle(make_recipe(gpu="h100", **settings), {"gpu": "h100"}, calibrated=False)
+    with pytest.raises(UsageError, match="gpu h100: nothing would use it"):
+        refuse_idle(make_recipe(gpu="h100"), {"gpu": "h100"}, calibrated=False)
 
 
-@pytest.mark.parametrize(("heads", "attention"), [("whole", "pivoted"), ("per-head", "svd")])
-def test_auto_takes_no_blast_that_is_hardly_fitted(heads: str, attention: str, tmp_path: Path) -> None:
-    """But pivots, which hold whole layers."""
-    recipe = make_recipe(method="auto", rounds=5, heads=heads, cf=1.5)
-    plan = planned("llama-3.1-8b", recipe, tmp_path)
-    found = {layer.layer.type: layer.spec.structure for layer in plan.layers}
-    assert {found[name] for name in ("q_proj", "o_proj")} == {attention}
-    assert plan.cf == pytest.approx(1.5, rel=0.01)
-
-
-@pytest.mark.parametrize("sizes", [(896, 128), (384, 1000), (12, 36)])
-def test_auto_has_the_blocks_that_blast_would_have(sizes: tuple[int, int]) -> None:
-    """Sixteen do not divide every layer."""
-    usual = nearest_blocks(*sizes, 16)
-    assert ("blast", usual) in known_losses(*sizes, calibrated=True)
-    assert all(not (sizes[0] % b or sizes[1] % b) for _, b in known_losses(*sizes, calibrated=False))
+def test_auto_in_a_file_is_blast(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        written(tmp_path, parent="method: auto\n", child="extends: parent.yaml\ncf: 3\n")
+    )
+    assert (recipe.method, recipe.former_methods) == ("blast", ["auto"])
 
 
 def test_child_rules_come_first_and_settings_replace(tmp_path: Path) -> None:
@@ -190,7 +179,7 @@ def test_options_replace_the_same_settings_of_rules(tmp_path: Path) -> None:
         ({"a": "heads: grouped"}, "a.yaml:1: key 'heads'"),
         ({"a": "cf: 1"}, "a.yaml:1: key 'cf'"),
         ({"b": "method: blast", "a": "extends: b.yaml\npattern: butterfly"}, "belongs to method ks"),
-        ({"a": "method: auto\nrank: 4"}, "rank does not belong to method auto"),
+        ({"a": "method: ks\nrank: 4"}, "rank does not belong to method ks"),
     ],
 )
 def test_what_is_wrong_is_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -252,7 +241,7 @@ def test_outline_needs_a_known_family_with_its_sizes(tmp_path: Path) -> None:
         outline(tmp_path)
 
 
-@pytest.mark.parametrize(("method", "rank"), [("ks", None), ("auto", None), ("blast", 16)])
+@pytest.mark.parametrize(("method", "rank"), [("ks", None), ("auto", 16), ("blast", 16)])
 def test_a_rank_is_for_what_has_ranks(method: str, rank: int | None) -> None:
     recipe = make_recipe(method="svd", rank=16, rules=[{"match": "*o_proj", "method": method}])
     assert recipe.settings_for("a.o_proj").rank == rank

@@ -25,7 +25,7 @@ RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none), the kind of the cache; ``ours-lowrank-persistent``: our decoder's
+    of the output head ("" for none), the kind of the cache; ``ours-lowrank-eager``: our decoder's
     mode ("" for the bench's)."""
 
     runtime: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
 from blr.compressor.errors import UsageError
 from blr.compressor.progress import Progress
-from blr.compressor.runtime.modes import MODES, OPS
+from blr.compressor.runtime.modes import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.
@@ -85,6 +85,20 @@ class DecodeOptions:
     seconds: float | None = None
 
 
+def _current(options: DecodeOptions, progress: Progress) -> DecodeOptions:
+    """The options with modes of earlier versions, also at the end of arms, by what does their work."""
+    named = [options.mode, *(arm.rpartition("-")[2] for arm in options.arms)]
+    for old in FORMER.keys() & set(named):
+        progress.say(f"mode {old!r} is gone: the CUDA graph is faster; timed as {FORMER[old]!r}")
+    arms = [_current_arm(arm) for arm in options.arms]
+    return replace(options, mode=FORMER.get(options.mode, options.mode), arms=tuple(dict.fromkeys(arms)))
+
+
+def _current_arm(arm: str) -> str:
+    rest, dash, mode = arm.rpartition("-")
+    return rest + dash + FORMER.get(mode, mode)
+
+
 @dataclass
 class DecodeBench(WholeModels):
     """One run."""
@@ -93,6 +107,7 @@ class DecodeBench(WholeModels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.options = _current(self.options, self.progress)
         for name, value, known in (
             ("mode", self.options.mode, MODES),
             ("ops", self.options.ops, ("auto", *OPS)),

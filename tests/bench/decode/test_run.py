@@ -172,7 +172,7 @@ def test_tied_ends_stay_tied_in_other_models() -> None:
         "ours-lowrank-int4-head8",
         "ours-dense-head4",
         "ours-own-int8",
-        "ours-own-persistent",
+        "ours-own-eager",
         "ours-corrected-int2",
     ],
 )
@@ -182,6 +182,23 @@ def test_arms_say_what_they_are(arm: str) -> None:
     assert (found.runtime, found.structure, found.kind, found.head) == (
         *("ours", "lowrank", "int4", "int8"),
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "arms", "mode"),
+    [
+        ({"arms": ["ours-dense-persistent", "ours-dense-graph"]}, ["ours-dense-graph"], "auto"),
+        ({"arms": ["ours-dense"], "mode": "persistent"}, ["ours-dense"], "graph"),
+    ],
+)
+def test_a_mode_that_is_gone_is_timed_as_the_graph_and_said(
+    options: dict[str, Any], arms: list[str], mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = DecodeOptions(models=["pico"], device="cpu", **options)
+    made = DecodeBench(given, Report("bench decode", {}), Progress(quiet=False))
+    assert ([str(arm) for arm in made.subjects[0][1]], made.options.mode) == (arms, mode)
+    said = capsys.readouterr().err
+    assert said == "blr: note: mode 'persistent' is gone: the CUDA graph is faster; timed as 'graph'\n"
 
 
 def test_arms_of_quantized_heads_are_right_and_timed(tiny: Path) -> None:
@@ -216,7 +233,7 @@ def test_unknown_arms_are_refused(name: str) -> None:
         ({"models": ["13b"]}, "neither one of 7b, 8b, 1b, pico nor a folder"),
         ({"arms": ["ours-own"]}, "none of the arms fits pico"),
         ({"dtype": "float64"}, "expected float32, float16 or bfloat16"),
-        ({"mode": "fast"}, "mode .fast.: expected one of auto, graph, persistent, eager"),
+        ({"mode": "fast"}, "mode .fast.: expected one of auto, graph, eager"),
         ({"ops": "cuda"}, "ops .cuda.: expected one of auto, triton, torch"),
     ],
 )

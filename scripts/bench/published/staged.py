@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.paper.parts import product, spans
+from published.parts import product, spans
 
 
 def staged(

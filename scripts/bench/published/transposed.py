@@ -30,7 +30,7 @@ except ImportError as error:  # callers go through kernels.common.available
     ) from error
 
 from blr.kernels.gemm.launch import dot_precision
-from blr.kernels.paper.parts import fitting, product, spans
+from published.parts import fitting, product, spans
 
 LINE = 64  # elements: 128 bytes of 16-bit numbers
 MIX_ELEMENTS = 8192  # of a mixed tile: 64 accumulators a thread in four warps

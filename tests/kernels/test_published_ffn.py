@@ -24,7 +24,7 @@ SHAPES = [
 @pytest.mark.parametrize("form", ["v1", "v2"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[-1])
 def test_equal_to_the_reference(shape: tuple, form: str, dtype: torch.dtype, bias: bool) -> None:
-    from blr.kernels.paper.ffn import FORMS, Factors, reference
+    from comparisons import FORMS, Factors, reference
 
     n, inputs, width, outputs, rank, gate_rank, out_rank, activation = shape
     torch.manual_seed(n)
@@ -47,7 +47,7 @@ def test_equal_to_the_reference(shape: tuple, form: str, dtype: torch.dtype, bia
 @pytest.mark.parametrize("form", ["v1", "v2"])
 @pytest.mark.parametrize("biased", ["gate", "up"])
 def test_one_bias_of_a_gated_layer(biased: str, form: str) -> None:
-    from blr.kernels.paper.ffn import FORMS, Factors, reference
+    from comparisons import FORMS, Factors, reference
 
     torch.manual_seed(0)
     bias = {biased: torch.randn(20)}
@@ -58,7 +58,7 @@ def test_one_bias_of_a_gated_layer(biased: str, form: str) -> None:
 
 
 def test_no_tokens() -> None:
-    from blr.kernels.paper.ffn import FORMS, Factors
+    from comparisons import FORMS, Factors
 
     layer = Factors(torch.randn(8, 3), torch.randn(8, 3))
     assert [form(torch.empty(0, 8), layer, layer, "gelu").shape for form in FORMS.values()] == [

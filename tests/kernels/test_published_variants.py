@@ -9,15 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from comparisons import fused_mix, product, staged, transposed
 from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.blast.reference import blast_linear
 from blr.kernels.monarch.reference import monarch_linear
-from blr.kernels.paper.fused_mix import fused_mix
-from blr.kernels.paper.parts import product
-from blr.kernels.paper.staged import staged
-from blr.kernels.paper.transposed import transposed
 
 pytestmark = pytest.mark.usefixtures("poison")
 DTYPES = [torch.float32, torch.float16]
