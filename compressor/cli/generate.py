@@ -70,17 +70,20 @@ def generate(
         raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
     use_threads(threads)
     folder = resolve_model(checkpoint, offline=offline).folder
-    Progress().loading()
+
+    progress = Progress()
+    progress.loading()
     from blr.compressor import generate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
-    from blr.compressor.progress import Progress
 
     if profile:
         library.check_profile(device)
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=prompt)
     dtype = dtype or library.default_dtype(folder, device)
-    options = {"trust": trust_remote_code, "verify": verify, "progress": Progress()}
-    model = load_model(folder, "AutoModelForCausalLM", dtype=dtype, device=device, **options)
+    options = {"trust": trust_remote_code, "verify": verify}
+    model = load_model(
+        folder, "AutoModelForCausalLM", dtype=dtype, device=device, progress=progress, **options
+    )
     sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     stream = sys.stdout if format is Format.text else None
     result = library.generate(model, tokenizer, prompt, sampling, stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +283,7 @@ def _rendered(data: dict[str, Any]) -> dict[str, bytes]:
     return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
 
 
-def _update(data: dict[str, Any], records: dict[str, Any], specs: dict[str, Spec]) -> None:
+def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, Spec]) -> None:
     """Give a report the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
         layer["error"] = records.get(layer["module"], layer)["error"]

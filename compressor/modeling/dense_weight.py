@@ -59,5 +59,7 @@ class DenseWeight(Tensor):
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of torch would write into a weight."""
-    sets = func == Tensor.data.__set__ or (func not in HARMLESS and writes(func, kwargs))
+    sets = func == vars(torch._C.TensorBase)["data"].__set__ or (
+        func not in HARMLESS and writes(func, kwargs)
+    )
     return sets and isinstance(kwargs.get("out", args[0]), DenseWeight)

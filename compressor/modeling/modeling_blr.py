@@ -54,7 +54,9 @@ class StructuredModelMixin(NestedMixin):
             fuse(self)
         native.post_init()
         if self.is_outermost:
-            self._tp_plan = {}  # until it is distributed: nobody else can split it by the native one
+            self._tp_plan = dict[
+                str, str
+            ]()  # until it is distributed: nobody else can split it by the native one
 
     def initialize_weights(self: Any) -> None:
         """As of transformers, and what the structured layers hold."""

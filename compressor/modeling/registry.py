@@ -29,7 +29,8 @@ def register(model_type: str) -> type:
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for mapping in [m for m in vars(modeling_auto).values() if isinstance(m, _LazyAutoMapping)]:
+    mappings: list[Any] = [m for m in vars(modeling_auto).values() if isinstance(m, _LazyAutoMapping)]
+    for mapping in mappings:
         if native in mapping and (names := _known(mapping[native])):
             classes = tuple(model_class(PREFIX + name) for name in names)
             mapping.register(config, classes[0] if len(classes) == 1 else classes, exist_ok=True)

@@ -57,6 +57,6 @@ def check_reload(source: Source, folder: Path) -> Written:
     found = {name: entry.shape for name, entry in written.entries.items()}
     if wrong := {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}:
         names = quote(sorted(wrong)[:3], 240)[1:-1]
-        found = f"tensors {names} of {len(wrong)} are not as config.json says"
-        raise OutputError(f"{folder}: {found}; this is a bug in blr, keep the checkpoint")
+        told = f"tensors {names} of {len(wrong)} are not as config.json says"
+        raise OutputError(f"{folder}: {told}; this is a bug in blr, keep the checkpoint")
     return {}

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
-from blr.compressor.recipe.schema import AUTO, DENSE, PACED, Recipe, make_recipe
+from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.quantized.formats import GROUP
 
@@ -74,8 +74,7 @@ def _head(source: Source, gpu: Gpu) -> float:
 def decided(recipe: Recipe) -> Recipe:
     """`recipe` with a GPU by its name where that decides what is made, so that a run which goes on
     elsewhere makes the same, or says that it cannot."""
-    methods = {layer.method for layer in recipe.layers()}
-    if recipe.gpu is not None or not (AUTO in methods or recipe.tokens_per_second):
+    if recipe.gpu is not None or not recipe.tokens_per_second:
         return recipe
     return recipe.model_copy(update={"gpu": chosen_gpu(None)[0].name})
 

@@ -13,7 +13,7 @@ from blr.compressor.checkpoint.kept import Kept, Told, read_kept
 from blr.compressor.checkpoint.manifest import read_manifest
 from blr.compressor.errors import BlrError, OutputError
 
-ABOUT = "sweep of blr"
+ABOUT: Literal["sweep of blr"] = "sweep of blr"
 REMEDY = "move it away, or choose another --output"
 ANEW = "remove it, and the point is made again"
 Figure = Annotated[float, Field(gt=0)]
