@@ -20,7 +20,7 @@ VAGUE = re.compile(
 SAYS = re.compile(  # what was expected, or what to type
     r"expected|known:|\bmust |\bneeds? |--exclude"
     r"|([;:(,] |^|`)(or |to plan it )?(add|change|check|choose|compress|convert|copy|create|download|"
-    r"free|give|heal|keep|leave|loosen|lower|make|mend|name|pass|pip|put|raise|repair|remove|run|save|"
+    r"free|give|heal|keep|leave|loosen|lower|make|mend|move|name|pass|pip|put|raise|repair|remove|run|save|"
     r"see|set|shorten|start|store|take|try|use|wait|write)\b"
     r"|bug in blr, keep"
 )
