@@ -224,7 +224,8 @@ class Bar:
         )
         label = TextColumn(what, table_column=Column(min_width=len(what), no_wrap=True))
         self.bars = Bars(label, self.bar, count, clock, left, name, console=_console())
-        self.task = self.bars.add_task("", total=1.0, completed=pace.done, count="", pace=pace)
+        self.task = self.bars.add_task("", total=1.0, count="", pace=pace)
+        self.bars.update(self.task, completed=pace.done)
 
     def reached(self, share: float, count: str, text: str) -> None:
         """As of `Lines`."""
