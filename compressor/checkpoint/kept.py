@@ -59,7 +59,8 @@ def read_kept(
             refuse(path, "a link", "a file that blr wrote", remedy)
         return fitted(parse_json(read_whole(path, limit), path), model, path, remedy)
     except InputError as error:
-        raise kind(str(error)) from None
+        said, _, _ = str(error).rpartition("; ")
+        raise kind(f"{said}; {remedy}") from None
 
 
 def fitted(

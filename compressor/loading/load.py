@@ -17,6 +17,7 @@ from blr.compressor.checkpoint.trust import check_listed
 from blr.compressor.errors import CapabilityError, InputError, UsageError
 from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
+from blr.compressor.loading.defaults import check_defaults
 from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet import quiet_transformers
@@ -163,6 +164,7 @@ def _open(folder: Path) -> Source:
     """
     source = open_source(folder)
     check_transformers(source, "text is read and written by")
+    check_defaults(folder)  # whose errors would otherwise be said to be the tokenizer's
     ours = "blr" in source.config and source.model_type.startswith("blr_")
     if ours and source.model_type not in CONFIG_MAPPING:
         found = f"model type {quote(source.model_type)}"

@@ -84,6 +84,7 @@ def test_state_that_no_sweep_wrote_is_one_line(case: str, begun: Path) -> None:
         use(begun)
     said = str(error.value)
     assert Path(file).name.partition(".")[0] in said and said.isprintable() and len(said) < 600
+    assert said.endswith(("the point is made again", "or choose another --output"))
 
 
 def _links(path: Path) -> None:
