@@ -127,7 +127,7 @@ def _placed(source: Source, keys: Keys) -> Source:
 
 def _listed(entries: list[TensorEntry]) -> str:
     first = quote(entries[0].name)[1:-1]
-    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more tensors"
+    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
 
 
 # --- Which are one --------------------------------------------------------------------------------

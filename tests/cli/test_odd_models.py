@@ -14,7 +14,12 @@ from odd import ODDITIES, save_odd
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 from spoiling import give_words, spoil
-from transformers import AutoModelForCausalLM, DistilBertConfig, DistilBertModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DistilBertConfig,
+    DistilBertModel,
+)
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.hints import inert
@@ -110,7 +115,10 @@ def test_results_as_tuples(command: str, limited: Limited, model: Path) -> None:
 
 # --- What transformers loads though it saves it otherwise ------------------------------------------
 
-LOADED = ("head-gpt2", "own-llama", "masks-gpt2", "unnamed-llama", "values-llama", "bare-gpt2")
+LOADED = (
+    *("head-gpt2", "own-llama", "masks-gpt2", "unnamed-llama", "values-llama", "bare-gpt2"),
+    *("further-qwen3.5", "further-glm4-moe"),
+)
 FULL = ("--method", "svd", "--rank", "64")
 CALIBRATED = ("--calibration", "t.txt", "--samples", "2", "--seq-len", "16")
 
@@ -158,9 +166,25 @@ def test_it_teaches(name: str, limited: Limited, odd: Path) -> None:
     assert (found - expected).norm() < 1.05 * (before - expected).norm()
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["pretraining-bert", "own-bert", "head-bert", "unnamed-masks"])
+def test_so_do_encoders(name: str, limited: Limited, odd: Path) -> None:
+    expected = _logits(odd, AutoModelForMaskedLM)
+    for command in (
+        ("compress", "model", *FULL, *CALIBRATED, "-o", "calibrated"),
+        ("export", "model", "--quantize", "int8", "-o", "packed"),
+        ("export", "calibrated", "--as", "dense", "-o", "dense"),
+    ):
+        ended = limited.run(*command, cwd=odd.parent)
+        assert ended.code == 0, ended.err
+    for folder, most in (("calibrated", 1e-3), ("packed", 0.05), ("dense", 1e-3)):
+        found = _logits(odd.parent / folder, AutoModelForMaskedLM)
+        assert (found - expected).norm() < most * expected.norm()
+
+
 @torch.no_grad()
-def _logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def _logits(folder: Path, auto: Any = AutoModelForCausalLM) -> torch.Tensor:
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     return model(input_ids=torch.arange(5, 37)[None]).logits
 
 
@@ -202,7 +226,7 @@ def test_types_of_tokens_are_left_out_for_encoders_without_them(
     DistilBertModel(config).save_pretrained(tmp_path / "model")
     give_words(tmp_path / "model")
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    spoil(tmp_path / "model", "tokenizer_config.json", model_input_names=names, pad_token="[UNK]")
+    spoil(tmp_path / "model", "tokenizer_config.json", model_input_names=names)
     rows = ("the,protocol,1", "is,a,2", "the,a,3")
     (tmp_path / "pairs.csv").write_text("\n".join(rows) + "\n")
     ended = limited.run("eval", "model", "--sts", "pairs.csv", cwd=tmp_path)

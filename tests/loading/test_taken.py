@@ -13,6 +13,7 @@ from odd import ODDITIES, class_of, save_odd
 from pico import MODELS, save_pico
 from safetensors.torch import load_file, save_file
 
+from blr.compressor.checkpoint.scan import scan_source
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import InputError
 from blr.compressor.loading.checked import open_checked
@@ -20,6 +21,7 @@ from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.streamed import streamed_model, whole_model
 from blr.compressor.loading.trial import first_trial
 from blr.compressor.loading.usual import is_usual
+from blr.compressor.progress import Progress
 
 pytestmark = pytest.mark.fast
 
@@ -42,6 +44,8 @@ def _assert_whole(source: Source) -> None:
     assert len(source.stored) == len(stored) == len({entry.start for entry in source.stored})
     assert [entry.start for entry in source.stored] == sorted(entry.start for entry in source.stored)
     assert source.config["architectures"] == [type(meta_model(source)).__name__]
+    floats = {name for name, entry in source.entries.items() if entry.is_float}
+    assert scan_source(source, floats, "", Progress(silent=True)).norms.keys() == floats
 
 
 @pytest.mark.parametrize("name", ["own-llama", "own-gpt2", "own-bert"])

@@ -23,7 +23,8 @@ def words_tokenizer(*, normalizer: Any = None, split: str | None = None) -> Toke
 def give_words(folder: Path) -> None:
     """Give the model in `folder` a tokenizer of words, whatever its type."""
     words_tokenizer().save(str(folder / "tokenizer.json"))
-    spoil(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    kind = "PreTrainedTokenizerFast"
+    spoil(folder, "tokenizer_config.json", tokenizer_class=kind, pad_token="[UNK]")
 
 
 def spoil(folder: Path, name: str, **values: Any) -> None:
