@@ -175,7 +175,7 @@ class Run(Told):
 
     recipe: dict[str, Any] | None = None
     calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    heal: float | None = None
+    heal: float | dict[str, Any] | None = None  # minutes behind a compression; settings of `blr heal`
     max_shard_size: int | None = None
     threads: int | None = None
     device: Line | None = None

@@ -347,7 +347,7 @@ def test_a_model_that_the_runtime_does_not_know(
     prompt = inputs_for(source)["input_ids"][:1]
     options = {"pad_token_id": 0, **GREEDY}
     assert torch.equal(model.generate(prompt, **options), source.generate(prompt, **options))
-    assert calls == [] and "blr_gpt2" in caplog.text
+    assert calls == [] and "'gpt2'" in caplog.text
 
 
 def test_settings_of_the_models_own_generation_config_count(model: Any) -> None:

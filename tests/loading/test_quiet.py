@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def test_no_report_of_its_own(spoil: str, tmp_path: Path, monkeypatch: pytest.Mo
     logging.getLogger("transformers").addHandler(handler)
     transformers.logging.set_verbosity_warning()  # as in a process of its own
     try:
-        with pytest.raises(InputError, match=r"layers\.1\.mlp"):
+        left = spoil == "unexpected"  # out, as transformers does
+        refused = nullcontext() if left else pytest.raises(InputError, match=r"layers\.1\.mlp")
+        with refused:
             load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
     finally:
         transformers.logging.set_verbosity_error()
