@@ -49,6 +49,8 @@ SLICED = 4 * SINGLE  # bytes of one in its slice (`sharding.py`)
 ROUNDING = 5 * SINGLE  # bytes a number while the gradient of what is rounded is collected
 TOGETHER = 0.9  # of the speed that as many GPUs would have apart
 KEPT = 4 * SINGLE  # bytes on disk of a trained one in a state: its master, two moments and its best
+SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metrics, a newer code
+OWN = 4  # bytes of a token of own text
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
 
@@ -111,6 +113,15 @@ def sizes_of(
     trained += table * (("embeddings" in train) + ("head" in train and not found.tied))
     known = found.vocabulary, max(stored, dense + found.tables)
     return Sizes(found.blocks, found.width, found.middle, *known, trained, found.tables)
+
+
+def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
+    """Upper estimate of the bytes on disk of a run on the compressed checkpoint `source`: its output,
+    `own` tokens of own text, and the state of the training."""
+    found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
+    stored = sum(entry.nbytes for entry in source.entries.values())
+    files = stored + max(found - stored, 0) + SMALL
+    return files + OWN * own + kept_bytes(specs, source.entries, options)
 
 
 def kept_bytes(

@@ -30,8 +30,6 @@ from blr.compressor.parallel import environment
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.progress import READING, Progress
 
-SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metrics, a newer code
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -357,16 +355,12 @@ class Job:
         return json.loads(canonical_json(facts))
 
     def _estimate(self, reading: Reading) -> int:
-        """Upper estimate of the bytes on disk: output, own text, and the state of the training."""
         from blr.compressor.heal.data import own_tokens
-        from blr.compressor.heal.forecast import kept_bytes
+        from blr.compressor.heal.forecast import disk_bytes
 
-        source, options = self.checkpoint.source, self.options
-        small = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
-        stored = sum(entry.nbytes for entry in source.entries.values())
-        small = max(small - stored, 0) + SMALL
-        text = 4 * own_tokens(options, reading, self._parameters(), self.processes.device.type == "cuda")
-        return stored + small + text + kept_bytes(self.checkpoint.specs, source.entries, options)
+        gpu = self.processes.device.type == "cuda"
+        written = own_tokens(self.options, reading, self._parameters(), gpu)
+        return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on; not how many processes there are."""

@@ -14,8 +14,11 @@ from torch import Tensor
 from transformers import initialization as init
 
 from blr.compressor.modeling.corrected import CorrectedLinear
+from blr.compressor.modeling.drawn import spread
+from blr.compressor.modeling.kernel_layout import SUFFIX
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear
+from blr.compressor.structures.specs import PACKED, SCALE
 from blr.kernels.fp8.reference import E4M3
 
 MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
@@ -25,9 +28,11 @@ FLOAT8 = 0.6  # root mean square of such numbers
 
 @torch.no_grad()
 def initialize_layers(model: Any) -> None:
-    """Give the structured layers of `model` first values, but for tensors that have been loaded or lie
-    on the meta device."""
+    """Give the structured layers of `model` first values, but for layers and tensors that have theirs,
+    of which transformers keeps a mark, and what lies on the meta device."""
     for layer in model.modules():
+        if getattr(layer, "_is_hf_initialized", False):
+            continue
         if isinstance(layer, CorrectedLinear) and layer.bias is not None:
             init.zeros_(layer.bias)
         elif isinstance(layer, StructuredLinear | QuantizedLinear):
@@ -35,25 +40,30 @@ def initialize_layers(model: Any) -> None:
 
 
 def _initialize(layer: Any) -> None:
-    """Factors of unit gain over the last axis, no bias, indices in order."""
+    """Factors of unit gain, no bias, indices in order."""
+    shapes = getattr(layer, "spec", layer.described).shapes()
     for name, factor in layer.named_parameters():
         if name == "bias":
             init.zeros_(factor)
         else:
-            init.normal_(factor, std=factor.shape[-1] ** -0.5)
-    for _, buffer in layer.named_buffers():
+            canonical = name.replace(SUFFIX, "")
+            init.normal_(factor, std=spread(canonical, shapes[canonical]))
+    for name, buffer in layer.named_buffers():
         if buffer.is_meta or getattr(buffer, "_is_hf_initialized", False):
             continue
-        init.copy_(buffer, _first(buffer, layer))
+        stem = name.replace(PACKED, "").replace(SCALE, "")
+        unit = spread(stem, shapes[stem]) if stem in shapes else layer.in_features**-0.5
+        init.copy_(buffer, _first(buffer, layer, unit))
 
 
-def _first(buffer: Tensor, layer: Any) -> Tensor:
-    """First values of packed numbers, their scales, or indices, like `buffer`."""
+def _first(buffer: Tensor, layer: Any, unit: float) -> Tensor:
+    """First values of packed numbers, scales that make them a standard deviation of `unit`, or indices,
+    like `buffer`."""
     places = torch.arange(buffer.numel(), device=buffer.device)
     if buffer.dtype == torch.int32:
         return places
     if buffer.dtype not in (torch.uint8, torch.int8, E4M3):
-        spread = FLOAT8 if layer.packing.fp8 else 2**layer.bits / 12**0.5
-        return torch.full_like(buffer, layer.in_features**-0.5 / spread)
+        levels = FLOAT8 if layer.packing.fp8 else 2**layer.bits / 12**0.5
+        return torch.full_like(buffer, unit / levels)
     mixed = (places * MIXER >> SHIFT) & (SMALL if buffer.dtype == E4M3 else BYTE)
     return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)

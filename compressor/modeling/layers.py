@@ -19,6 +19,7 @@ from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.chunked import by_tokens, has_tokens
 from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
+from blr.compressor.modeling.drawn import drawn
 from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.products import LowRankProduct, Product
 from blr.compressor.modeling.settings import caches_ranks
@@ -180,7 +181,7 @@ class StructuredLinear(nn.Module):
 
     def _allocate(self) -> None:
         for name, shape in self.spec.shapes().items():
-            self.register_parameter(name, _initialized(shape))
+            self.register_parameter(name, drawn(name, shape))
         self._allocate_indices()
 
     def _allocate_indices(self) -> None:
@@ -314,8 +315,7 @@ class KroneckerLinear(StructuredLinear):
     factors: Any  # an nn.ParameterList, or a list of views of what is stored
 
     def _allocate(self) -> None:
-        shapes = self.spec.shapes().values()
-        self.factors = Factors([_initialized(shape) for shape in shapes])
+        self.factors = Factors([drawn(*each) for each in self.spec.shapes().items()])
 
     def ordered(self) -> list[Tensor]:
         return self.factors()
@@ -388,9 +388,3 @@ def _contiguous_entries(module: Any, state: dict[str, Any], prefix: str, _: Any)
             continue
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             state[prefix + name] = tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _initialized(shape: tuple[int, ...]) -> nn.Parameter:
-    """Random numbers of unit gain over the contracted axis, for training from scratch."""
-    drawn = torch.empty(shape)
-    return nn.Parameter(drawn if drawn.is_meta else drawn.normal_() / shape[-1] ** 0.5)

@@ -60,9 +60,9 @@ class StructuredModelMixin(NestedMixin):
 
     def initialize_weights(self: Any) -> None:
         """As of transformers, and what the structured layers hold."""
+        initialize_layers(self)  # first: then transformers marks all layers
         native: Any = super()
         native.initialize_weights()
-        initialize_layers(self)
 
     def _place_layers(self: Any) -> None:
         replace_layers(self, by_module(self, (self.config.blr or {}).get("layers", {})))

@@ -200,6 +200,7 @@ def _result(
             why = {"why": lost.failure, "code": lost.code}
             failed.append({"name": point.name, **why, "command": line})
             continue
+        assert record.bits is not None and record.bytes is not None  # the dense model's alone has none
         losses = [math.log(p / d) for p, d in zip(record.perplexities, base, strict=True)]
         facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
         one = Found(*facts, speed, (line,), record.bytes, record.seconds)

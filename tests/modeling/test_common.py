@@ -55,8 +55,9 @@ def test_what_was_made_on_the_meta_device_gets_the_same_first_values(folder: Pat
     drawn = dict(here.named_parameters())
     for name, tensor in moved.named_parameters():
         assert torch.isfinite(tensor).all(), name
-        wanted = float(drawn[name].detach().std())
-        assert float(tensor.detach().std()) == pytest.approx(wanted, rel=0.5, abs=1e-6), name
+        if tensor.numel() >= 128:
+            wanted = float(drawn[name].detach().std())
+            assert float(tensor.detach().std()) == pytest.approx(wanted, rel=0.5, abs=1e-6), name
 
 
 def test_first_values_compute_something(folder: Path) -> None:
@@ -66,7 +67,7 @@ def test_first_values_compute_something(folder: Path) -> None:
         for layer in model.model.layers:
             x = torch.randn(4, layer.mlp.up_proj.in_features)
             y = layer.mlp.up_proj(x)
-            assert 0.05 < y.std() < 20 and not torch.allclose(y[0], y[1])
+            assert 0.3 < y.std() < 3 and not torch.allclose(y[0], y[1])
         logits = model(ids).logits
     assert torch.isfinite(logits).all() and not torch.allclose(logits[0], logits[1])
 
