@@ -62,8 +62,8 @@ class StructuredLora(LoraLinear):
             super().update_layer(adapter_name, *arguments, config=config, **options)
         finally:
             self.base_layer = layer
-        product = -self.scaling[adapter_name] * self.lora_B[adapter_name].weight
-        add_product(layer, product, self.lora_A[adapter_name].weight)
+        A, B = (self.get_parameter(f"{name}.{adapter_name}.weight") for name in ("lora_A", "lora_B"))
+        add_product(layer, -self.scaling[adapter_name] * B, A)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters into the factors, whose rank grows by theirs.
@@ -129,8 +129,9 @@ def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
 def register() -> None:
     """Make peft take structured layers; names by default are those of the native model type."""
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
-    if not hasattr(BaseTuner.inject_adapter, "__wrapped__"):
-        BaseTuner.inject_adapter = _refusing(BaseTuner.inject_adapter)
+    tuner: Any = BaseTuner
+    if not hasattr(tuner.inject_adapter, "__wrapped__"):
+        tuner.inject_adapter = _refusing(tuner.inject_adapter)
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
             table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
@@ -155,7 +156,8 @@ def stand_in(layer: Any) -> nn.Linear:
     """A dense layer of the weight and bias of one of ours."""
     with torch.no_grad():
         weight = layer.composed()
-    dense = nn.Linear(*weight.mT.shape, bias=layer.bias is not None, device="meta", dtype=weight.dtype)
+    outputs, inputs = weight.shape
+    dense = nn.Linear(inputs, outputs, layer.bias is not None, device="meta", dtype=weight.dtype)
     dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), layer.bias
     return dense
 
