@@ -53,16 +53,21 @@ def text(dense: Path) -> Path:
     return write_text(dense.parent / "text.txt", 6000)
 
 
+@pytest.mark.parametrize("around", ["$A", "{|$A"])
 def test_the_loss_of_a_calibrated_output_is_that_of_blr_eval(
-    dense: Path, text: Path, tmp_path: Path, invoke: Invoke
+    around: str, text: Path, tmp_path: Path, invoke: Invoke
 ) -> None:
-    """On windows that no fit has read, before and after, in JSON, card and report alike."""
+    """On windows that no fit has read, before and after, in JSON, card and report alike; also where a
+    tokenizer begins every text with tokens of its own."""
+    dense = save_dense(tmp_path / "dense", around=around)
     given = ("--method", "svd", "--cf", 1.5, "--calibration", text, "--samples", 16)
     code, out, err = invoke("compress", dense, *given, "-o", tmp_path / "out", *QUICK)
     assert code == 0, err
     found = json.loads(out)["check"]
     facts = json.loads((tmp_path / "out/report.json").read_bytes())["facts"]["calibration"]
-    assert found["first"] == facts["tokens"] and found["tokens"] >= 1024
+    windows = facts["tokens"] // 64
+    assert windows == 16 and found["first"] == windows * (64 - around.index("$"))
+    assert found["tokens"] >= 1024
     for name, folder in (("before", dense), ("after", tmp_path / "out")):
         assert found["perplexity"][name] == pytest.approx(judged(folder, text, found), rel=0.01)
     ratio = found["perplexity"]["after"] / found["perplexity"]["before"]
