@@ -225,6 +225,7 @@ def test_libraries_are_announced_before_they_are_loaded(
 
 
 CALIBRATED = (
+    "--force",
     "--method",
     "svd",
     "--cf",

@@ -302,7 +302,7 @@ def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, S
     """Give a report the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
         record = records.get(layer["module"], layer)
-        layer["error"] = record["error"]
+        layer["error"] = float(record["error"])
         if "weighted_error" not in record:  # of the factors before
             layer.pop("weighted_error", None)
         if spec := specs.get(layer["module"]):
