@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from blr.compressor.checkpoint.destination import check_apart
 from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, Slot, assign_shards
+from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES, assign_shards
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.errors import UsageError
@@ -24,6 +25,7 @@ from blr.compressor.heal.after import Healing, disk_beside, steps_of
 from blr.compressor.heal.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.machine.threads import use_threads
+from blr.compressor.output.better import advice, better_fit
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.parallel import environment
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from blr.compressor.fitting.work import Work
     from blr.compressor.output.check import Check
     from blr.compressor.output.doors import Door
+    from blr.compressor.output.produce import Written
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -48,7 +51,8 @@ class Settings:
     `source_name` and `revision` are recorded in the output; `device` is a torch device name or
     "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
     bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    `heal` are minutes of training after it; the rest is as on the command line.
+    `heal` are minutes of training after it; `force` writes what loses over a nat a token, too; the rest
+    is as on the command line.
     """
 
     source_name: str
@@ -63,6 +67,7 @@ class Settings:
     offline: bool = False
     check: bool = True
     heal: float | None = None
+    force: bool = False
 
 
 @dataclass
@@ -75,8 +80,9 @@ class Summary:
     maps layer type to the mean relative error of its weights, `output_errors` to that of its outputs on
     the calibration's text, where there was one; `seconds` is the wall time of this run and `spent` what
     of it went into what, in the first process, the loading of libraries last;
-    `check` says what was run of the output and how far its results are from the dense model's
-    (`output/check.py`), `healed` what training it brought (`heal/run.py`), `advice` what loses less.
+    `check` says what was run of the output, how far its results are from the dense model's and what it
+    loses (`output/check.py`), `healed` what training it brought (`heal/run.py`), `advice` what would
+    lose less.
     """
 
     output: str
@@ -225,10 +231,7 @@ class Job:
         return work
 
     def _produce(self, read: str, healing: Healing | None) -> None:
-        from blr.compressor.output.check import Check
-
-        reload = partial(self.door.check_reload, self.source)
-        check = Check(self.source, reload, self.settings.check)
+        check = self._check(healing)
         if healing is None:
             self._write(self.workspace.partial, check, read)
             self.workspace.commit()
@@ -236,16 +239,29 @@ class Job:
             folder = self.workspace.partial / UNHEALED
             processes = self.work.processes
             if processes.told(not self.workspace.holds_result(folder, read)):
-                self._write(folder, check, read)
+                self._write(folder, check.unjudged, read)
             place = self.workspace, self.progress
             with self.progress.timed("healing"):
                 self.healed = healing.run(folder, check, processes.told(read), *place, processes)
         self.checked = check.facts
 
-    def _write(self, folder: Path, check: Check, read: str) -> None:
+    def _check(self, healing: Healing | None) -> Check:
+        """Compares the output with the source, which runs now."""
+        from blr.compressor.output.check import Bar, Check
+        from blr.compressor.output.sample import calibration_text
+
+        settings, text = self.settings, self.settings.calibration is not None
+        remedy = better_fit(self.recipe, text, bool(settings.heal))
+        bar = Bar(self.workspace.output, remedy, settings.force, self.progress.warn)
+        reload = partial(self.door.check_reload, self.source)
+        given = (self.source, self.recipe, settings.calibration, settings.offline)
+        held = partial(calibration_text, *given) if healing is None else healing.held
+        return Check(self.source, reload, bar, settings.check, held)
+
+    def _write(self, folder: Path, check: Callable[[Path], Written], read: str) -> None:
         """The compressed checkpoint, whole, in the partial folder or one in it."""
         from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import Contents, write_whole
+        from blr.compressor.output.produce import Contents, slots_of, write_whole
 
         source, fitted = self.source, self._fit(read)
         results, measured = fitted.results, fitted.measured
@@ -255,7 +271,8 @@ class Job:
         facts = self._facts(records)
         contents = Contents(
             assign_shards(
-                _slots(source, self.plan, fitted), self.settings.max_shard_size, source.library
+                slots_of(source, self.plan, results, fitted.norms),
+                *(self.settings.max_shard_size, source.library),
             ),
             self.workspace.journal.reader(source),
             small_files(
@@ -351,7 +368,7 @@ class Job:
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
-            advice=_advice(plan, source, self.settings),
+            advice=advice(plan, source, bool(self.settings.calibration or self.settings.heal)),
         )
 
     def _spent(self, seconds: float) -> dict[str, float]:
@@ -361,32 +378,9 @@ class Job:
         return {what: round(time, 1) for what, time in (spent | rest).items()}
 
 
-def _advice(plan: Plan, source: Source, settings: Settings) -> str | None:
-    """A line on fits that know the weights alone, of a model that continues text."""
-    writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
-    fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
-    if settings.calibration is not None or settings.heal or not (writes and fewer):
-        return None
-    return "these fits know the weights alone; with --calibration TEXT the loss is several times smaller"
-
-
 def _calibration(settings: Settings) -> str | None:
     if settings.calibration is None:
         return None
     from blr.compressor.text.reading import calibration_digest
 
     return calibration_digest(settings.calibration)
-
-
-def _slots(source: Source, plan: Plan, fitted: Fitted) -> list[Slot]:
-    """The output's tensors in the source's order, factors in the place of their weight."""
-    replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
-    slots = []
-    for entry in source.entries.values():
-        module = replaced.get(entry.name)
-        if module is None:
-            slots.append(Slot(entry.name, fitted.norms.get(entry.name, entry)))
-        else:
-            factors, _ = fitted.results[module]
-            slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
-    return slots

@@ -51,13 +51,14 @@ class Spearman:
     pairs: int
 
 
-def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None) -> Tensor:
-    """Token ids [n] of a text, .jsonl or .json file, without special tokens, cut to `max_tokens`.
+def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
+    """Token ids [n] of a text, .jsonl or .json file, without special tokens, without the first `skip`,
+    cut to `max_tokens`.
 
     Raises InputError for a file that is missing, empty, malformed or not UTF-8.
     """
     text = read_whole_text(path, MAX_BYTES)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     return torch.tensor(ids)

@@ -108,6 +108,7 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "parameters": spec.parameters,
         "cf": spec.dense_parameters / spec.parameters,
         "bits": bits,
+        "output_error": record.get("weighted_error"),
         "error": record["error"],
         "notes": record["notes"],
     }
@@ -120,17 +121,20 @@ def _check_sizes(name: str, spec: Spec) -> None:
 
 
 def _check_said(name: str, record: dict[str, Any]) -> None:
-    kind, error, notes = record["type"], record["error"], record["notes"]
-    measured = type(error) in (int, float) and math.isfinite(error)
-    if type(kind) is not str or not (measured or error is None):
-        raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)} and error {quote(error, 40)}")
+    kind, notes = record["type"], record["notes"]
+    for error in (record["error"], record.get("weighted_error")):
+        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
+        if type(kind) is not str or not (measured or error is None):
+            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
     if type(notes) is not list or not all(type(note) is str for note in notes):
         raise ValueError(f"layer {quote(name)} with notes that are no texts")
 
 
 def inspect_text(result: dict[str, Any]) -> str:
     """The table of `inspect_output` as aligned text."""
-    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "bits", "error")
+    known = any(row["output_error"] is not None for row in result["layers"])
+    error, of = ("output_error", "error of outputs") if known else ("error", "error of weights")
+    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "bits", of)
     rows = [
         (
             row["module"],
@@ -140,7 +144,7 @@ def inspect_text(result: dict[str, Any]) -> str:
             f"{row['parameters']:,}",
             f"{row['cf']:.3f}",
             f"{row['bits']:.3f}",
-            "-" if row["error"] is None else f"{row['error']:.4f}",
+            "-" if row[error] is None else f"{row[error]:.4f}",
         )
         for row in result["layers"]
     ]

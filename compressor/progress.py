@@ -41,6 +41,11 @@ class Progress:
                 print(f"blr: note: {printable(line)}", file=sys.stderr)
             self.said.add(line)
 
+    def warn(self, line: str) -> None:
+        """Say what is not as it should be, whatever is `quiet`."""
+        if not self.silent:
+            print(f"blr: warning: {printable(line)}", file=sys.stderr)
+
     def say(self, line: str) -> None:
         """What is good to know and no decision."""
         if not self.quiet:

@@ -117,6 +117,7 @@ def test_a_summary_says_where_the_time_went(tiny: Path, tmp_path: Path, invoke: 
         "self",
         "--samples",
         "2",
+        "--force",
     )
     code, out, err = invoke(*command, "--seq-len", "16", "-o", tmp_path / "out", "--format", "json")
     assert code == 0, err
@@ -224,6 +225,7 @@ def test_libraries_are_announced_before_they_are_loaded(
 
 
 CALIBRATED = (
+    "--force",
     "--method",
     "svd",
     "--cf",

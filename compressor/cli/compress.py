@@ -20,6 +20,7 @@ from blr.compressor.cli.options import (
     Couplings,
     Device,
     Exclude,
+    Force,
     Format,
     FormatOption,
     Gpu,
@@ -152,6 +153,7 @@ def compress(
     overwrite: Overwrite = False,
     restart: Restart = False,
     allow_pickle: AllowPickle = False,
+    force: Force = False,
     check: Check = True,
     stream: Annotated[
         bool,
@@ -204,6 +206,7 @@ def compress(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
+            force=force,
             check=check,
             calibration=calibration,
             offline=offline,

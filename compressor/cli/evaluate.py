@@ -74,6 +74,12 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, callback=values.count, help="Only the first tokens.")
     ] = None,
+    skip_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0, callback=values.count, help="Not the first tokens.", show_default="read them all"
+        ),
+    ] = None,
     batch: Annotated[
         int, typer.Option(min=1, callback=values.count, help="Windows or sentences at once.")
     ] = 8,
@@ -101,7 +107,7 @@ def evaluate(
     if stride is not None and stride > (window or WINDOW):
         most = window or WINDOW
         raise UsageError(f"--stride {stride} would pass tokens by; give at most --window {most}")
-    _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens)
+    _refuse_idle("--text", text, stride=stride, max_tokens=max_tokens, skip_tokens=skip_tokens)
     if tasks:
         harness.check_installed()
     use_threads(threads)
@@ -123,7 +129,8 @@ def evaluate(
     data = [*(text or ()), *([sts] if sts else ())]
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=start)
-    tokens = [library.read_tokens(path, tokenizer, max_tokens) for path in text or ()]
+    part = max_tokens, skip_tokens or 0
+    tokens = [library.read_tokens(path, tokenizer, *part) for path in text or ()]
     task = "AutoModel" if sts else "AutoModelForCausalLM"
     options = {"trust": trust_remote_code, "verify": verify}
     model = load_model(folder, task, dtype=dtype, device=device, progress=progress, **options)

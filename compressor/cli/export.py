@@ -14,6 +14,7 @@ from blr.compressor.cli.options import (
     HERE,
     AllowPickle,
     Check,
+    Force,
     Format,
     FormatOption,
     MaxShardSize,
@@ -96,13 +97,11 @@ def export(
         Path | None,
         typer.Option(
             callback=values.place,
-            help="Text on which the loss by quantization is measured.",
+            help="Text on which the loss of a decoder is measured.",
             show_default="what a small model writes itself",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Export what loses over 1 nat a token, too.")
-    ] = False,
+    force: Force = False,
     threads: Threads = None,
     max_shard_size: MaxShardSize = "5GB",
     revision: Revision = None,

@@ -232,8 +232,8 @@ def heal(
             overwrite=overwrite,
             restart=restart,
             allow_pickle=allow_pickle,
-            check=check,
             force=force,
+            check=check,
             offline=offline,
         )
         options = check_options(options)

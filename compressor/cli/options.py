@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
+from blr.compressor.output.told import told
 from blr.compressor.quoting import printable_all
 
 WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
@@ -89,8 +90,11 @@ Restart = Annotated[bool, typer.Option("--restart", help="Discard what an interr
 Check = Annotated[
     bool,
     typer.Option(
-        "--check/--no-check", help="Run what was written, and compare, before it is committed."
+        "--check/--no-check", help="Run what was written, and measure its loss, before it is committed."
     ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Write what loses over 1 nat a token of a decoder, too.")
 ]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only).")
@@ -104,12 +108,14 @@ Method = Annotated[
     typer.Option(
         *("--method", "-m"),
         help="svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.",
-        show_default="svd",
+        show_default="svd; dense for --quantize alone",
     ),
 ]
 Cf = Annotated[
     float | None,
-    typer.Option(help="Compression factor of the replaced layers, over 1.", show_default="2"),
+    typer.Option(
+        help="Compression factor of the replaced layers, over 1.", show_default="2 of a structure"
+    ),
 ]
 Rank = Annotated[int | None, typer.Option(help="Fixed rank in place of --cf.")]
 Blocks = Annotated[
@@ -159,7 +165,7 @@ KvQuantize = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help="int8, int4, int3, int2 or fp8: what factors, or dense weights, are stored in.",
+        help="int8, int4, int3, int2 or fp8: what dense weights are stored in, or --method's factors.",
         show_default="none; int4 of a correction",
     ),
 ]
@@ -202,11 +208,10 @@ Gpu = Annotated[
 def check_text(found: dict[str, Any] | None) -> str:
     """What running an output showed (`output/check.py`), as a line of a summary."""
     if found is None:
-        return "check: not run"
-    line = f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
-    return line + (
-        f"; {found['loss']:.3f} nats a token lost on {found['read']}" if "loss" in found else ""
-    )
+        return "check: not run, perplexity not measured"
+    if "loss" in found or "unmeasured" in found:
+        return f"perplexity: {told(found)}"
+    return f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
 
 
 def healed_text(summary: dict[str, Any]) -> list[str]:

@@ -33,13 +33,14 @@ from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
 from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.output.told import MARK
 
 TEMPLATE = """# {name}, made dense by blr
 
 {count} structured layers multiplied out to dense weights: an ordinary {type} checkpoint of the size of
 the model it came from, with the losses of its compression. Any tool that takes {type} takes it. Written
 by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
-"""
+{loss}"""
 
 
 class DenseJob(Job):
@@ -48,6 +49,7 @@ class DenseJob(Job):
     def _small_files(self) -> dict[str, bytes | Path]:
         source = self.plan.checkpoint.source
         facts = {"count": len(self.plan.densified), "type": source.model_type, "version": __version__}
+        facts["loss"] = MARK
         name = self.options.source_name
         front = card_front(source.folder, name, TAGS[:1])
         return {

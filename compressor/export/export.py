@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.fingerprint import headers_digest, versions
 from blr.compressor.checkpoint.journal import canonical_json
 from blr.compressor.checkpoint.manifest import read_manifest
 from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import OutputError
+from blr.compressor.errors import OutputError, UsageError
 from blr.compressor.export.options import (
     COMPILED,
     GRAPH,
@@ -29,9 +29,6 @@ from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from blr.compressor.checkpoint.source import Source
     from blr.compressor.export.plan import ExportPlan
     from blr.compressor.output.check import Check
 
@@ -42,8 +39,8 @@ class ExportSummary:
     counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
     quantized output head that was the embedding, which is stored as well; `plain` counts structured
     layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
-    quantization adds; `seconds` is the wall time; `check` says what was run and how far its results are
-    from the checkpoint's (`output/check.py`)."""
+    quantization adds; `seconds` is the wall time; `check` says what was run, how far its results are
+    from the checkpoint's and what is lost beside it (`output/check.py`)."""
 
     output: str
     kind: str
@@ -114,6 +111,11 @@ def _make_job(
     checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
 ) -> Job:
     """Find out, from headers alone, what is to be written and that it will load."""
+    from blr.compressor.loading.native import continues_text
+
+    if options.text is not None and not continues_text(checkpoint.source):
+        kind = checkpoint.source.model_type
+        raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind == "dense":
         from blr.compressor.export.dense import DenseJob, plan_dense
 
@@ -175,16 +177,8 @@ class Job:
         )
         facts = partial(self._facts, read)
         check = self._make_check()
-        produce(self.workspace, contents, partial(self._passed, check), facts, self.progress)
+        produce(self.workspace, contents, check, facts, self.progress)
         self.checked = check.facts
-
-    def _passed(self, check: Check, folder: Path) -> dict[str, tuple[int, str]]:
-        from blr.compressor.export.sample import check_loss
-
-        written = check(folder)
-        if not self.options.force:
-            check_loss(check.loss, self.options.quantize or "the head", self.workspace.output)
-        return written
 
     def _small_files(self) -> dict[str, bytes | Path]:
         """Everything but weights and manifest."""
@@ -197,20 +191,25 @@ class Job:
     def _make_check(self) -> Check:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
-        from blr.compressor.output.check import Check
+        from blr.compressor.output.check import Bar, Check
+        from blr.compressor.output.sample import file_text
 
-        source = self.plan.checkpoint.source
+        source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
-        return Check(source, self._check, self.options.check, self._sample(source))
+        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
+        text = options.text
+        given = lambda: None if text is None else file_text(text, source)  # noqa: E731
+        return Check(source, self._check, bar, options.check, given)
 
-    def _sample(self, source: Source) -> Tensor | None:
-        """The text on which what quantization loses is measured."""
-        from blr.compressor.export.sample import sample_text
-        from blr.compressor.loading.native import continues_text
+    def _remedy(self) -> str:
+        """What loses less than this export."""
+        from blr.compressor.output.better import better_export
 
-        if self.plan.quantizer is None or not self.options.check or not continues_text(source):
-            return None
-        return sample_text(source, self.options.text)
+        run: dict[str, Any] = {}
+        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
+            run = read_manifest(self.plan.checkpoint.source.folder).get("run") or {}
+        knows = not self.plan.checkpoint.compressed or run.get("calibration") is not None
+        return better_export(self.options.quantize, self.options.quantize_head, knows)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""

@@ -17,6 +17,7 @@ from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import card_front
+from blr.compressor.output.told import MARK
 from blr.compressor.planning.plan import Plan
 
 RECIPE = "recipe.yaml"
@@ -26,7 +27,7 @@ SECTION = """
 ## Exported for {gpu}
 
 {what}
-
+{loss}
 ```python
 from transformers import {auto}
 model = {auto}.from_pretrained(folder, trust_remote_code=True)
@@ -143,6 +144,7 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
     fused = FUSED.format(batch=settings.batch, context=settings.context, cache=CACHES[settings.cache])
     return SECTION.format(
         gpu=settings.gpu,
+        loss=MARK,
         what="".join([what, *kept, *packed]),
         auto=auto_name(config),
         how=fused if decoder else CAPTURED,

@@ -102,6 +102,3 @@ def _check_meant(options: ExportOptions) -> None:
         if getattr(options, name) != getattr(ExportOptions, name):
             option = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
-    if not (options.quantize or options.quantize_head) and (options.text or options.force):
-        option = f"--text {options.text}" if options.text else "--force"
-        raise UsageError(f"{option} is of the loss by --quantize or --quantize-head; leave it out")

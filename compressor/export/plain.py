@@ -26,13 +26,14 @@ from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.output.told import MARK
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
 TEMPLATE = """# {name}, in plain linear layers by blr
 
 {pairs} low-rank layers are two `nn.Linear` each, `V` and then `U`{dense}.
-
+{loss}
 ```python
 from transformers import {auto}
 model = {auto}.from_pretrained(folder, trust_remote_code=True)
@@ -62,7 +63,7 @@ class PlainJob(Job):
 
 def _card(plan: ExportPlan, name: str) -> str:
     dense = f"; {len(plan.densified)} of other form are dense" if plan.densified else ""
-    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "version": __version__}
+    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "version": __version__, "loss": MARK}
     return TEMPLATE.format(name=name, auto=auto_name(plan.config), **facts)
 
 

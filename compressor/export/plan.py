@@ -15,7 +15,6 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
 from blr.compressor.export.reload import check_fits, export_context
 from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
-from blr.compressor.loading.native import continues_text
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 from blr.compressor.runtime.modes import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
@@ -81,8 +80,6 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     staying = replace(checkpoint, specs=kept)
     context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
     _check_kind(checkpoint, options.kind, generates=context is not None)
-    if options.text is not None and not continues_text(source):
-        raise UsageError(f"--text: no {source.model_type} that continues text, leave the option out")
     quantizer = _make_quantizer(staying, options, head)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)

@@ -14,6 +14,7 @@ from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
@@ -134,9 +135,28 @@ def _epochs(plan: Plan, target: torch.device) -> int:
     return (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
 
 
-def _read(work: Work, text: str, model: BlockModel) -> Calibration:
+def read_text(
+    source: Source, samples: int, seq_len: int, name: str, packed: bool, offline: bool
+) -> tuple[Any, Calibration | None]:
+    """The tokenizer of `source`, and the calibration's text in windows of `seq_len`, unless it is the
+    model's own.
+
+    Raises as `read_calibration`, and InputError for tokens that the model does not have.
+    """
     from blr.compressor.loading.load import load_tokenizer
 
+    tokenizer = load_tokenizer(
+        source.folder, text=read_start(Path(name)) if os.path.exists(name) else ""
+    )
+    if is_own(name):
+        return tokenizer, None
+    sizes = {"samples": samples, "seq_len": seq_len}
+    found = read_calibration(name, tokenizer, **sizes, packed=packed, offline=offline)
+    check_known(found.ids, of_text(source.config).get("vocab_size"), name)
+    return tokenizer, found
+
+
+def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     recipe, source = work.recipe, work.source
     seq_len = min(recipe.seq_len, context_of(model.model.config.to_dict()))
     if seq_len < recipe.seq_len:
@@ -149,13 +169,7 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
         raise CapabilityError(
             f"{source.folder}: a model that generates no text has none of its own; {remedy}"
         )
-    start = read_start(Path(text)) if os.path.exists(text) else ""
-    tokenizer = load_tokenizer(source.folder, text=start)
-    found = None
-    if not own:
-        sizes = {"samples": recipe.samples, "seq_len": seq_len}
-        found = read_calibration(text, tokenizer, **sizes, packed=packed, offline=work.offline)
-        check_known(found.ids, of_text(source.config).get("vocab_size"), text)
+    tokenizer, found = read_text(source, recipe.samples, seq_len, text, packed, work.offline)
     if found is not None and not recipe.mix:
         return found
     return with_own_text(work, tokenizer, seq_len, found)

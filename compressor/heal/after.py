@@ -18,6 +18,7 @@ from blr.compressor.progress import CHECKING, READING, WRITING, Progress
 if TYPE_CHECKING:
     from blr.compressor.fitting.times import Work
     from blr.compressor.output.check import Check
+    from blr.compressor.output.sample import Text
     from blr.compressor.parallel.processes import Processes
     from blr.compressor.recipe.schema import Recipe
 
@@ -36,7 +37,12 @@ class Healing:
 
         self.teacher = Checkpoint(source, {}, compressed=False)
         self.options = options_of(settings)
-        reading_of(self.teacher, self.options).texts(self.options, briefly=True)
+        self.reading = reading_of(self.teacher, self.options)
+        self.reading.texts(self.options, briefly=True)
+
+    def held(self) -> Text | None:
+        """What neither fits nor training read of the text of a decoder."""
+        return self.reading.held(self.options, self.teacher.source)
 
     def run(
         self,
@@ -55,7 +61,8 @@ class Healing:
         """
         started = monotonic()
         student = open_checkpoint(folder)
-        job = Job(student, self.teacher, self.options, processes, workspace, progress)
+        place = processes, workspace, progress
+        job = Job(student, self.teacher, self.options, *place, self.reading)
         job.teacher_digest = read  # it is all that the compression reads
         job.work(read, check)
         return job.summary(monotonic() - started)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from blr.compressor.output.told import MARK
+
 SECTION = """
 ## Healed
 
@@ -45,7 +47,7 @@ def healed_card(card: str, facts: dict[str, Any]) -> str:
         texts=texts,
         table=_table(facts["before"], facts["after"]),
     )
-    return card.removesuffix(FOOT) + section + FOOT
+    return card.removesuffix(FOOT) + section + MARK + FOOT
 
 
 def _loss(facts: dict[str, Any]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.journal import canonical_json
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.heal.embedding import BRIEF, sentence_stream
@@ -33,6 +35,9 @@ from blr.compressor.text.windows import (
     text_stream,
     tokenize,
 )
+
+if TYPE_CHECKING:
+    from blr.compressor.output.sample import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # times as many sentences
@@ -97,6 +102,7 @@ class Reading:
     sentences: Sentences | None = None
     vocabulary: int | None = None
     beginning: Beginning = ()
+    kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # read whole
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
         """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
@@ -107,9 +113,27 @@ class Reading:
         """
         found: dict[str, Stream] = {}
         for name in options.files:
-            found[_label(name, found)] = stream = self._stream(name, options, briefly)
+            found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
+                name, options, briefly
+            )
             check_known((stream.rows, stream.held), self.vocabulary, name)
+            if not (briefly and is_dataset(name)):
+                self.kept[name] = stream
         return found
+
+    def held(self, options: HealOptions, source: Source) -> Text | None:
+        """The last windows of the user's texts, which no training reads, to judge a decoder by; None
+        without a text. `source` has the dense model."""
+        from blr.compressor.output.sample import held_text, most_tokens
+
+        texts = self.texts(options)
+        each = max(most_tokens(source) // (self.window * max(len(texts), 1)), 1)
+        rows = [stream.held[-each:] for stream in texts.values()]
+        if not rows:
+            return None
+        first = [s.length - min(each, len(s.held)) * s.text for s in texts.values()]
+        place = " and ".join(texts), source, first[0] if len(texts) == 1 else None
+        return held_text(torch.cat(rows), self.beginning, *place)
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
         documents, long = read_documents(name, options.offline), is_dataset(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,19 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.heal.additions import extended, product_of, raised
 from blr.compressor.heal.card import healed_card
+from blr.compressor.heal.data import Reading
 from blr.compressor.heal.pair import Pair, structured_layers
 from blr.compressor.heal.reading import metric_of, read_inputs
+from blr.compressor.heal.settings import HealOptions
 from blr.compressor.loading.vendor import vendored_files
 from blr.compressor.modeling.classes import module_name, module_names
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.native_classes import GUARD, guard
 from blr.compressor.modeling.registry import auto_map, declared_keys
-from blr.compressor.output.files import carried_files
-from blr.compressor.output.report import report_html
+from blr.compressor.output.better import better_healing
+from blr.compressor.output.check import Bar, Check
+from blr.compressor.output.files import carried_files, check_reload
+from blr.compressor.output.report import mean_errors, report_pages
 from blr.compressor.quoting import named_line, quote
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
@@ -44,6 +49,21 @@ KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
 # What JSON of another kind makes code raise that knows its own
 UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
+
+
+def make_check(
+    checkpoint: Checkpoint,
+    teacher: Checkpoint,
+    reading: Reading,
+    options: HealOptions,
+    output: Path,
+    warn: Callable[[str], None],
+) -> Check:
+    """Compares what becomes of `checkpoint` with the teacher, which runs now."""
+    reload = partial(check_reload, checkpoint.source)
+    bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
+    held = partial(reading.held, options, teacher.source)
+    return Check(teacher.source, reload, bar, options.check, held)
 
 
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
@@ -184,7 +204,7 @@ def check_told(checkpoint: Checkpoint) -> None:
             records |= {m: _grown(records[m], spec, 1.0) for m, spec in specs.items() if m in records}
             if name == REPORT and (data := _json(folder / REPORT)):
                 _update(data, records, specs)
-                _rendered(data)
+                report_pages(data)
         except UNLIKE as error:
             found = f"what cannot be gone on from ({quote(named_line(error), 120)[1:-1]})"
             refuse(folder / name, found, "what blr writes there", "compress the model again")
@@ -275,20 +295,17 @@ def _report(
         return {}
     _update(data, records, specs)
     data["healing"] = {"facts": facts, "log": log}
-    return _rendered(data)
-
-
-def _rendered(data: dict[str, Any]) -> dict[str, bytes]:
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
+    return report_pages(data)
 
 
 def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, Spec]) -> None:
     """Give a report the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
-        layer["error"] = records.get(layer["module"], layer)["error"]
+        record = records.get(layer["module"], layer)
+        layer["error"] = float(record["error"])
+        if "weighted_error" not in record:  # of the factors before
+            layer.pop("weighted_error", None)
         if spec := specs.get(layer["module"]):
             _grow(data, layer, spec)
     for kind in data["types"]:
-        chosen = [layer["error"] for layer in data["layers"] if layer["type"] == kind["type"]]
-        kind["error"] = sum(chosen) / len(chosen)
+        kind |= mean_errors(kind["type"], data["layers"])

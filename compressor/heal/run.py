@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -95,7 +94,8 @@ def _workspace(output: Path, options: HealOptions, processes: Processes) -> Iter
 
 @dataclass
 class Job:
-    """One healing run. `state` and `facts` are there once it is trained."""
+    """One healing run. `reading` is made here where there is none; `state` and `facts` are there once it
+    is trained."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -103,6 +103,7 @@ class Job:
     processes: Processes
     workspace: Workspace
     progress: Progress
+    reading: Reading | None = None
     state: State | None = None
     packed: Packed = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class Job:
             check_has_kinds(self.checkpoint, self.options.train)
         self.progress.notes(told)
         fingerprint = self._fingerprint() if self.processes.first else {}
-        reading = self._reading()
+        reading = self._read()
         self.progress.expect(READING, *healing_steps(self.options))
         workspace, needed = self.workspace, self._estimate(reading)
         with workspace.room(needed, check=self.processes.first):
@@ -147,20 +148,18 @@ class Job:
         """
         if self.processes.first:
             self.workspace.claim({METRICS})
-            check = check or self._check()
+            check = check or self._make_check()
         self.processes.wait()
         pair, data = self._train(read)
         self.processes.leave()
         if check is not None:
             self._write(pair, data, read, check)
 
-    def _check(self) -> Check:
-        """Compares the output with the teacher, which runs now."""
-        from blr.compressor.output.check import Check
-        from blr.compressor.output.files import check_reload
+    def _make_check(self) -> Check:
+        from blr.compressor.heal.output import make_check
 
-        reload = partial(check_reload, self.checkpoint.source)
-        return Check(self.teacher.source, reload, self.options.check)
+        place = self.workspace.output, self.progress.warn
+        return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
 
     def _finished(self, read: str) -> bool:
         done = self.processes.first and self.workspace.finished(read)
@@ -171,7 +170,7 @@ class Job:
         from blr.compressor.heal.pair import load_pair, load_teacher, task_of
         from blr.compressor.heal.trainer import Place, Trainer
 
-        reading = self._reading()
+        reading = self._read()
         sharding = self._plan_sharding()
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
         data = self._data(teacher, reading)
@@ -189,13 +188,13 @@ class Job:
         self.facts = self._facts(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
 
-    def _reading(self) -> Reading:
+    def _read(self) -> Reading:
         """How the teacher reads. Raises as `reading_of` and `batch_windows`."""
         from blr.compressor.heal.data import batch_windows, reading_of
 
-        reading = reading_of(self.teacher, self.options)
-        batch_windows(self.options, reading, self.processes.device.type == "cuda", self.processes.count)
-        return reading
+        self.reading = found = self.reading or reading_of(self.teacher, self.options)
+        batch_windows(self.options, found, self.processes.device.type == "cuda", self.processes.count)
+        return found
 
     def _whole(self, pair: Pair, how: Any) -> Pair:
         """A pair that was shared out, whole on the CPU in the first process."""

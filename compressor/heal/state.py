@@ -42,7 +42,7 @@ class _Line(Told):
 
     step: Natural
     tokens: Natural
-    seconds: float
+    seconds: float = 0.0  # of earlier versions
     held: Merits = Field(default_factory=dict)
     loss: float = 0.0
 

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from blr.compressor.checkpoint.config import REMEDY
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.hints import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
@@ -92,6 +93,15 @@ def _among(known: Mapping[str, Any], source: Source) -> bool:
     names = source.config.get("architectures") or [""]
     classes = {n for name in known.values() for n in ((name,) if isinstance(name, str) else name)}
     return names[0].removeprefix(PREFIX) in classes
+
+
+def read_context(source: Source) -> int:
+    """Tokens that the model has positions for, by its configuration with all that transformers adds.
+
+    Raises InputError for a configuration that it cannot be built from.
+    """
+    with native_errors(source):
+        return context_of(CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config)).to_dict())
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import auto_classes
 
 LISTS = nn.ModuleList, nn.Sequential
-WHOLE = 1 << 28  # bytes of weights that are loaded at once, as a user would; beyond, block by block
+WHOLE = 1 << 29  # bytes of weights that are loaded at once, as a user would; beyond, block by block
 
 
 def streamed_model(source: Source) -> Any:
@@ -62,8 +62,9 @@ def empty_model(source: Source) -> Any:
     ].eval()
 
 
-def load_written(folder: Path) -> Any:
-    """The model in an output, loaded as the README says; beyond `WHOLE` bytes, block by block."""
+def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
+    block and as stored."""
     source = open_source(folder)
     if not is_small(source):
         return streamed_model(source)
@@ -73,7 +74,8 @@ def load_written(folder: Path) -> Any:
     if auto is None:
         return streamed_model(source)  # a class that no Auto class gives
     with quiet_transformers():
-        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True).eval()
+        made = getattr(transformers, auto).from_pretrained(folder, dtype=dtype, local_files_only=True)
+        return made.eval()
 
 
 def is_small(source: Source) -> bool:

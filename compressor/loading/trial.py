@@ -37,15 +37,6 @@ class Trial:
         missed = (found - self.expected)[keep].norm()
         return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
 
-    def divergence(self, model: Any, where: object) -> float:
-        """Mean KL divergence, in nats, of what `model` predicts from what is expected; of logits.
-
-        Raises NumericsError as `distance` does.
-        """
-        found = self._results(model, where).log_softmax(-1)
-        expected = self.expected.log_softmax(-1)
-        return float((expected.exp() * (expected - found)).sum(-1).mean().clamp_min(0))
-
     def _results(self, model: Any, where: object) -> Tensor:
         found, keep = run(model, self.inputs), self.expected.isfinite()
         if found.shape != self.expected.shape or not found[keep].isfinite().all():
@@ -93,12 +84,6 @@ def _checked(trial: Trial, where: object) -> Trial:
             f"{where}: the model computes nothing finite; repair its weights ({NO_CHECK})"
         )
     return trial
-
-
-def reading_trial(model: Any, text: Tensor) -> Trial:
-    """What `model` predicts on `text`, tokens [n, w]."""
-    inputs = {"input_ids": text}
-    return Trial(inputs, run(model, inputs), f"{text.numel()} tokens of text")
 
 
 @torch.no_grad()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from statistics import mean
 from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.output.records import by_type
+from blr.compressor.output.told import MARK
 from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.storing import what_became
@@ -17,10 +18,10 @@ from blr.compressor.recipe.schema import Recipe
 TEMPLATE = """# {name}, compressed by blr
 
 {what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
-{cache}
+{loss}{cache}
 {loading}
 
-| layer type | layers | structure | mean relative error of the weights |
+| layer type | layers | structure | mean relative error of the {of} |
 |---|---|---|---|
 {rows}
 
@@ -67,6 +68,8 @@ def model_card(
 ) -> str:
     """Markdown for the README.md of an output, which `auto` of transformers loads, made from the
     checkpoint called `name`."""
+    known = any(record.get("weighted_error") is not None for record in records.values())
+    error = "weighted_error" if known else "error"
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     return front + TEMPLATE.format(
         name=name,
@@ -76,7 +79,9 @@ def model_card(
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
         cache="".join(CACHE.format(note=note) for note in cache_notes(plan, {}, 0)),
         loading=LOADING[source.library].format(auto=auto),
-        rows="\n".join(_row(kind, plan, records) for kind in _types(records)),
+        loss=MARK,
+        of="weights" if error == "error" else "outputs, on the calibration's text",
+        rows="\n".join(_row(kind, plan, records, error) for kind in _types(records)),
         version=__version__,
     )
 
@@ -92,8 +97,9 @@ def _types(records: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(record["type"] for record in records.values()))
 
 
-def _row(kind: str, plan: Plan, records: dict[str, Any]) -> str:
+def _row(kind: str, plan: Plan, records: dict[str, Any], error: str) -> str:
     chosen = [p for p in plan.layers if p.layer.type == kind]
     shapes = dict.fromkeys(f"{p.spec.structure} {p.spec.describe()}" for p in chosen)
-    error = mean(records[p.layer.module]["error"] for p in chosen)
-    return f"| {kind} | {len(chosen)} | {', '.join(shapes)} | {error:.4f} |"
+    found = by_type({p.layer.module: records[p.layer.module] for p in chosen}, error)
+    mean = f"{found[kind]:.4f}" if kind in found else "–"
+    return f"| {kind} | {len(chosen)} | {', '.join(shapes)} | {mean} |"

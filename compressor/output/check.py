@@ -1,20 +1,48 @@
-"""What an output must pass before it is committed: it loads, and computes about what its source does."""
+"""What an output must pass before it is committed: it loads, runs, and loses no more than it may."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError, OutputError
-from blr.compressor.loading.trial import NO_CHECK, Trial, reading_trial
+from blr.compressor.errors import BlrError, NumericsError, OutputError
+from blr.compressor.loading.native import continues_text
+from blr.compressor.loading.trial import NO_CHECK, Trial
 from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.output.doors import door_of
+from blr.compressor.output.loss import Loss, Measure, Unmeasured, measure_of, measured
+from blr.compressor.output.marked import write_loss
 from blr.compressor.output.produce import Written
+from blr.compressor.output.sample import Text
+from blr.compressor.output.told import LARGE, MOST, number
 from blr.compressor.quoting import first_line, quote
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is done about the loss of `output`: over `MOST` nats it is refused, unless by `force`; from
+    `LARGE` on `warn` is told. `remedy`: what loses less, to be typed."""
+
+    output: Path
+    remedy: str
+    force: bool
+    warn: Callable[[str], None]
+
+    def hold(self, loss: Loss) -> None:
+        """Raise NumericsError for a loss over `MOST`, without `force`."""
+        if loss.nats < LARGE:
+            return
+        lost = f"{loss.nats:.2f} nats a token lost (perplexity {number(loss.before)} -> "
+        lost += f"{number(loss.after)} on {loss.read})"
+        if loss.nats > MOST and not self.force:
+            raise NumericsError(
+                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}, or write it all the "
+                "same with --force"
+            )
+        self.warn(f"{lost}; {self.remedy}")
 
 
 class Check:
@@ -23,8 +51,9 @@ class Check:
     Args:
         source: what the output is made from, dense or ours. It runs now, before any work.
         reload: checks that every tensor of a written folder finds its place; the files that it wrote.
+        bar: what is done about a loss.
         runs: whether to run them; otherwise `reload` is all.
-        text: tokens [n, w] on which what a causal language model loses is measured, too.
+        text: gives what the loss of a decoder is measured on, None for text of the model's own.
 
     Raises:
         InputError, NumericsError: nothing can be said of what this model computes.
@@ -34,54 +63,63 @@ class Check:
         self,
         source: Source,
         reload: Callable[[Path], Written],
+        bar: Bar,
         runs: bool = True,
-        text: Tensor | None = None,
+        text: Callable[[], Text | None] = lambda: None,
     ) -> None:
-        self.reload = reload
+        self.reload, self.bar = reload, bar
         self.door = door_of(source)
         self.distance: float | None = None
-        self.loss: float | None = None
+        self.loss: Loss | Unmeasured | None = None
         self.trial: Trial | None = None
-        self.reading: Trial | None = None
+        self.measure: Measure | Unmeasured | None = None
         if runs:
-            model = self.door.dense(source)
-            self.trial = self.door.trial(model, source.folder)
-            self.reading = reading_trial(model, text) if text is not None else None
+            self.trial = self.door.trial(self.door.dense(source), source.folder)
+            self.measure = measure_of(source, text() if continues_text(source) else None)
+        elif continues_text(source):
+            self.measure = Unmeasured("--no-check")
 
     def __call__(self, folder: Path) -> Written:
-        """Check `folder`; `distance` and `loss` say then how far its results are.
+        """Check `folder`, of which `facts` tell then.
 
-        Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf.
+        Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf and as
+        `Bar.hold`.
         """
-        written = self.reload(folder)
-        if self.trial is not None:
-            self.distance, self.loss = _measured(self.door.written, self.trial, self.reading, folder)
+        written = self.unjudged(folder)
+        if isinstance(self.loss, Loss):
+            self.bar.hold(self.loss)
+        elif self.loss is not None and self.trial is not None:
+            self.bar.warn(f"perplexity not measured: {self.loss.why}")
         return written
+
+    def unjudged(self, folder: Path) -> Written:
+        """The same whatever it loses: of what is trained before it is judged."""
+        written = self.reload(folder)
+        self.loss = self.measure if isinstance(self.measure, Unmeasured) else None
+        if self.trial is not None:
+            self.distance, self.loss = self._run(self.trial, folder)
+        return written | write_loss(folder, None if self.loss is None else self.loss.facts)
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What was run, and the relative distance of the results; None if nothing was. With it the
-        loss in nats a token, where it was measured."""
+        """What was run, and the relative distance of the results; None if nothing was. Of a decoder the
+        loss as well (`loss.py`), or why it was not measured."""
         if self.trial is None or self.distance is None:
             return None
-        found: dict[str, Any] = {"ran": self.trial.what, "distance": self.distance}
-        if self.reading is not None:
-            found |= {"read": self.reading.what, "loss": self.loss}
-        return found
+        found = {"ran": self.trial.what, "distance": self.distance}
+        return found if self.loss is None else found | self.loss.facts
 
-
-def _measured(
-    load: Callable[[Path], Any], trial: Trial, reading: Trial | None, folder: Path
-) -> tuple[float, float | None]:
-    try:
-        model = load(folder)
-        distance = trial.distance(model, folder)
-        return distance, reading.divergence(model, folder) if reading is not None else None
-    except (BlrError, MemoryError):
-        raise
-    except Exception as error:  # a model may raise anything
-        raise_exhausted(error)
-        reason = first_line(error)
-        found = f"what was written does not run ({quote(reason, 160)[1:-1]})"
-        remedy = f"exclude the layer that this is about ({NO_CHECK})"
-        raise OutputError(f"{folder}: {found}, expected it to as its source does; {remedy}") from error
+    def _run(self, trial: Trial, folder: Path) -> tuple[float, Loss | Unmeasured | None]:
+        try:
+            distance = trial.distance(self.door.written(folder), folder)
+            known = self.measure
+            return distance, measured(known, folder) if isinstance(known, Measure) else known
+        except (BlrError, MemoryError):
+            raise
+        except Exception as error:  # a model may raise anything
+            raise_exhausted(error)
+            reason = first_line(error)
+            found = f"what was written does not run ({quote(reason, 160)[1:-1]})"
+            remedy = f"exclude the layer that this is about ({NO_CHECK})"
+            expected = "expected it to as its source does"
+            raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error

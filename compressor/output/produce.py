@@ -11,8 +11,10 @@ from blr.compressor.checkpoint.disk import Bytes, fsync_folder, pieces, write_st
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
 from blr.compressor.checkpoint.shards import Slot, index_name, write_shards
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.loading.carry import TOKENIZER
+from blr.compressor.planning.plan import Plan
 from blr.compressor.progress import CHECKING, WRITING, Progress
 
 Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
@@ -95,3 +97,23 @@ def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Writt
             return contents.read(entry)
 
         return write_shards(folder, contents.shards, read)
+
+
+def slots_of(
+    source: Source, plan: Plan, results: Mapping[str, Any], norms: Mapping[str, TensorEntry]
+) -> list[Slot]:
+    """The output's tensors in the source's order, factors in the place of their weight.
+
+    Args:
+        results: factors and record by module. norms: refitted ones, by tensor.
+    """
+    replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
+    slots = []
+    for entry in source.entries.values():
+        module = replaced.get(entry.name)
+        if module is None:
+            slots.append(Slot(entry.name, norms.get(entry.name, entry)))
+        else:
+            factors, _ = results[module]
+            slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
+    return slots

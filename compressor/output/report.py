@@ -14,10 +14,13 @@ from typing import Any
 
 from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.output.svg import Series, bars, chart, legend
+from blr.compressor.output.told import number, told
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec
 
 CURVE_POINTS = 256
+# Of outputs first: a calibrated fit makes these small, and those of weights larger
+ERRORS = {"weighted_error": "output error", "error": "weight error"}
 Records = Mapping[str, Mapping[str, Any]]
 
 PAGE = """<!DOCTYPE html>
@@ -55,10 +58,14 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict
         plan: what was decided, in order.
         records: by module: `type`, `spec`, `error` (relative error of the weight), and optionally
             `weighted_error` (of the outputs), `curve` (as `thin_curve` gives it) and `notes`.
-        facts: JSON-ready account of the run: `name`, `method`, `cf`, `calibration`, `versions`, and
-            `perplexity` (name to value) if evaluated.
+        facts: JSON-ready account of the run: `name`, `method`, `cf`, `calibration`, `versions`.
     """
-    data = report_data(plan, records, facts)
+    return report_pages(report_data(plan, records, facts))
+
+
+def report_pages(data: Mapping[str, Any]) -> dict[str, bytes]:
+    """The same of what `report_data` gave, with a `loss` (facts of `output/loss.py`) and a `healing`
+    where these are known."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
 
@@ -129,16 +136,22 @@ def rank_on_curve(spec: Spec) -> float:
 
 def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = [layer for layer in layers if layer["type"] == kind]
-    weighted = [layer["weighted_error"] for layer in chosen if _known(layer.get("weighted_error"))]
-    errors = [layer["error"] for layer in chosen if _known(layer["error"])]
     return {
         "type": kind,
         "layers": len(chosen),
         "dense_parameters": sum(layer["dense_parameters"] for layer in chosen),
         "parameters": sum(layer["parameters"] for layer in chosen),
-        "error": _round(mean(errors)) if errors else None,
-        "weighted_error": _round(mean(weighted)) if weighted else None,
+        **mean_errors(kind, layers),
     }
+
+
+def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of the layers of a type: the means of what is known."""
+    found = dict[str, float | None]()
+    for name in ("error", "weighted_error"):
+        known = [x[name] for x in layers if x["type"] == kind and _known(x.get(name))]
+        found[name] = _round(mean(known)) if known else None
+    return found
 
 
 def report_html(data: Mapping[str, Any]) -> str:
@@ -147,7 +160,7 @@ def report_html(data: Mapping[str, Any]) -> str:
     name = str(facts.get("name", "checkpoint"))
     sections = [
         _summary(data),
-        _perplexity(facts.get("perplexity")),
+        _loss(data.get("loss")),
         _healing(data.get("healing")),
         _errors_by_type(data["types"]),
         _errors_by_layer(data),
@@ -169,7 +182,7 @@ def _summary(data: Mapping[str, Any]) -> str:
         ("compression factor", f"{totals['cf']:.4g}"),
         ("stored bits a weight", _number(totals.get("bits"), ".4g")),
     ]
-    skipped = ("name", "perplexity", "cf")
+    skipped = ("name", "cf")
     rows += [(k, _words(v)) for k, v in data["facts"].items() if k not in skipped and v is not None]
     return _table(("", ""), rows, header=False)
 
@@ -179,11 +192,12 @@ def _number(value: Any, form: str) -> str:
     return format(value, form) if _known(value) else "–"
 
 
-def _perplexity(found: Any) -> str:
-    if not isinstance(found, Mapping) or not found:
+def _loss(found: Any) -> str:
+    if not found:
         return ""
-    rows = [(str(k), float(v), f"{v:.2f}") for k, v in found.items() if _known(v)]
-    return f"<h2>Perplexity</h2>{bars(rows)}" if rows else ""
+    measured = found.get("perplexity", {})
+    rows = [(name, float(value), number(value)) for name, value in measured.items()]
+    return f"<h2>Perplexity</h2><p>{escape(told(found))}.</p>{bars(rows) if rows else ''}"
 
 
 def _healing(found: Any) -> str:
@@ -209,8 +223,8 @@ def _healing(found: Any) -> str:
 def _errors_by_type(types: Sequence[dict[str, Any]]) -> str:
     text = ""
     for key, title in (
-        ("error", "Mean relative error of the weights"),
         ("weighted_error", "Mean relative error of the layer outputs"),
+        ("error", "Mean relative error of the weights"),
     ):
         rows = [(t["type"], t[key], f"{t[key]:.4f}") for t in types if _known(t[key])]
         text += f"<h3>{title}</h3>{bars(rows)}" if rows else ""
@@ -220,7 +234,7 @@ def _errors_by_type(types: Sequence[dict[str, Any]]) -> str:
 def _errors_by_layer(data: Mapping[str, Any]) -> str:
     colours = _colours(data)
     text = legend(list(colours.items()))
-    for key, label in (("error", "weight error"), ("weighted_error", "output error")):
+    for key, label in ERRORS.items():
         series = []
         for kind, colour in colours.items():
             chosen = [
@@ -282,7 +296,8 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 
 
 def _rules(data: Mapping[str, Any]) -> str:
-    head = ("module", "structure", "rank or pattern", "parameters", "bits", "error", "rule")
+    key = next((k for k in ERRORS if any(_known(x.get(k)) for x in data["layers"])), "error")
+    head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
     rows = [
         (
             layer["module"],
@@ -290,7 +305,7 @@ def _rules(data: Mapping[str, Any]) -> str:
             layer["rank"],
             f"{layer['parameters']:,}",
             _number(layer.get("bits"), ".3f"),
-            f"{layer['error']:.4f}" if _known(layer["error"]) else "",
+            f"{layer[key]:.4f}" if _known(layer.get(key)) else "",
             layer["rule"],
         )
         for layer in data["layers"]
@@ -306,7 +321,7 @@ def _fallbacks(data: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], header: bool = True) -> str:
-    numeric = [name in ("parameters", "bits", "error") for name in head]
+    numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
     top = "".join(f"<th{_class(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
     lines = [zip(row, numeric, strict=True) for row in rows]
     cells = ["".join(f"<td{_class(n)}>{escape(cell)}</td>" for cell, n in line) for line in lines]

@@ -24,6 +24,10 @@ READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is 
 UNPACKED = {4: 20.6, 3: 21.5, 2: 26.7}
 PARTED = 0.5  # of that rate in structures, whose stages wait for each other
 CORRECTED = 0.75  # microseconds that a correction adds to its layer
+# Launches of a block and the microseconds of one, whatever it reads: less a token never takes (LOG,
+# 2026-11-26: 4 to 5 each, nine a block)
+LAUNCHES, LAUNCH = 9, 4.5
+BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")  # what configurations call their number
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
 WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
@@ -31,7 +35,7 @@ WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
     """Of one sequence: products with weights as fast as exports have made them, attention and norms left
-    out. None where the recipe cannot be planned."""
+    out, and no faster than a block's launches. None where the recipe cannot be planned."""
     try:
         return _predicted(source, recipe, gpu, calibrated)
     except BlrError:
@@ -43,7 +47,14 @@ def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> fl
     plan = make_plan(source, recipe, calibrated=calibrated)
     times = [_decoded(planned.spec, gpu) for planned in plan.layers]
     times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
-    return 1e6 / (sum(times) + _head(source, gpu))
+    return 1e6 / max(sum(times) + _head(source, gpu), _launches(source))
+
+
+def _launches(source: Source) -> float:
+    """Microseconds that a token takes where weights take none."""
+    named = (of_text(source.config).get(name) for name in BLOCKS)
+    blocks = next((n for n in named if isinstance(n, int)), 1)
+    return blocks * LAUNCHES * LAUNCH
 
 
 def _decoded(spec: Spec, gpu: Gpu) -> float:

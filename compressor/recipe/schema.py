@@ -17,6 +17,7 @@ from pydantic import (
 
 from blr.compressor.errors import UsageError
 from blr.compressor.machine.dtypes import Dtype
+from blr.compressor.recipe.alone import NONE, stores_alone
 from blr.compressor.recipe.fields import (
     Bits,
     CacheFactor,
@@ -36,7 +37,6 @@ from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
 
 FORMER = {"auto": "blast"}  # methods of earlier versions, by what they became
 DENSE = "dense"  # as it is, or in the bits that `quantize` says
-NONE = "none"
 FP8 = "fp8"
 KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
 PIVOTED = "pivoted"  # what low rank becomes with `pivot`
@@ -150,7 +150,8 @@ class Recipe(RecipeFields):
 
     Attributes:
         extends: a shipped recipe or a path relative to this one; None once resolved.
-        method: structured family of the replaced layers.
+        method: structured family of the replaced layers, or dense, which it is where `quantize` stands
+            without a structure or a size.
         cf: compression factor, dense over structured parameters, of all layers that are
             neither excluded nor left out; layers that a rule keeps dense count in it.
         rank: fixed rank instead of one that follows from `cf`; of each group of heads.
@@ -187,6 +188,11 @@ class Recipe(RecipeFields):
         tokens_per_second: of one sequence on `gpu`, predicted: as many bits are stored as allow it, in
             place of the sizes above.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dense_for_storing_alone(cls, data: Any) -> Any:
+        return {**data, "method": DENSE} if isinstance(data, dict) and stores_alone(data) else data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

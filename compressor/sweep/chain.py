@@ -59,6 +59,7 @@ class PointChain:
                     "compress",
                     self.model,
                     *self.compress,
+                    "--force",  # it is judged here
                     "-o",
                     str(output),
                     "--format",

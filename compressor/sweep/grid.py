@@ -108,7 +108,9 @@ def _refuse_halves(grid: Grid) -> None:
     if grid.methods and not grid.cfs and not grid.bases:
         raise UsageError("--methods make points with --cf, or --base and --rank; give one of these")
     if grid.quantize != (NONE,) and not grid.cfs:
-        raise UsageError("--quantize is of the factors of --cf; give that, or leave it out")
+        raise UsageError(
+            "--quantize is of the factors of --cf; give that, or --plain for dense weights in few bits"
+        )
     pivoted = [method for method in grid.methods if method.endswith(PIVOT)]
     if pivoted and not grid.cfs:
         raise UsageError(

@@ -25,15 +25,11 @@ def page(result: dict[str, Any]) -> str:
     for n, text in enumerate(result["texts"]):
         name = escape(Path(text).name)
         loss = "nats a token over dense"
-        parts += [
-            f"<h2>Loss in {name}</h2>",
-            chart(_series(result, colours, "bits", n), "stored bits a weight", loss),
-            chart(
-                _series(result, colours, "speed", n),
-                f"tokens a second on {result['gpu']}, predicted from rooflines, not measured",
-                loss,
-            ),
-        ]
+        parts.append(f"<h2>Loss in {name}</h2>")
+        parts.append(chart(_series(result, colours, "bits", n), "stored bits a weight", loss))
+        if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
+            title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
+            parts.append(chart(_series(result, colours, "speed", n), title, loss))
     parts += [_commands(result, frontier=True), _rows(result), _commands(result, frontier=False)]
     parts.append(_failed(result))
     title = escape(f"{result['model']}: bits against loss, swept by blr")

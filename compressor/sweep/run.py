@@ -16,6 +16,7 @@ from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.errors import UsageError
 from blr.compressor.loading.checked import open_checked
+from blr.compressor.output.told import MOST
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.progress import READING, Progress
@@ -194,7 +195,8 @@ def _result(
     made, failed = dict[str, list[Found]](), []
     for point, speed in speeds.items():
         record = place.record(point.name)
-        line = command_line(settings.model, _options(point, settings), point.name)
+        options = _options(point, settings)
+        line = command_line(settings.model, options, point.name)
         if record is None:
             lost = chains[point.name]
             why = {"why": lost.failure, "code": lost.code}
@@ -202,6 +204,8 @@ def _result(
             continue
         assert record.bits is not None and record.bytes is not None  # the dense model's alone has none
         losses = [math.log(p / d) for p, d in zip(record.perplexities, base, strict=True)]
+        if max(losses) > MOST:  # what `blr compress` alone would refuse
+            line = command_line(settings.model, (*options, "--force"), point.name)
         facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
         one = Found(*facts, speed, (line,), record.bytes, record.seconds)
         made.setdefault(point.setting, []).append(one)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +44,17 @@ class Calibration:
     """Token batches and their digest.
 
     `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
-    `idle` positions at the start of every row predict what the tokenizer puts before a text.
+    `idle` positions at the start of every row predict what the tokenizer puts before a text. `held` are
+    the tokens [n] of a decoder's text from number `first` on, right behind those that are in the rows,
+    by which what is fitted to these is judged.
     """
 
     ids: list[Tensor]
     masks: list[Tensor]
     digest: str
     idle: int = 0
+    held: Tensor | None = None
+    first: int = 0
 
     @property
     def tokens(self) -> int:
@@ -68,7 +72,8 @@ def read_calibration(
             or of strings, any other text file, or a hub data set's name.
         samples: windows (packed) or documents to use at most; seq_len: tokens a window.
         packed: decoders see consecutive windows of one long text, each begun as the tokenizer begins
-            a text; encoders one line at a time, with all that the tokenizer puts around it.
+            a text, the last twentieth of what it holds at most held back; encoders one line at a time,
+            with all that the tokenizer puts around it.
 
     Raises:
         InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
@@ -79,8 +84,9 @@ def read_calibration(
         batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
         return Calibration(batches, masks, digest_batches(batches, masks))
     beginning = beginning_of(tokenizer)
-    text = _windows(documents, tokenizer, samples, room_in(seq_len, beginning), name)
-    return packed_calibration(begun(text, beginning), beginning)
+    text, held = _windows(documents, tokenizer, samples, room_in(seq_len, beginning), name)
+    found = packed_calibration(begun(text, beginning), beginning)
+    return replace(found, held=held, first=text.numel())
 
 
 def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
@@ -252,8 +258,15 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
         ) from error
 
 
-def _windows(documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str) -> Tensor:
-    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most."""
+def _windows(
+    documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
+) -> tuple[Tensor, Tensor]:
+    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most, and tokens [m]
+    right behind them."""
+    import torch
+
+    from blr.compressor.text.windows import HELD_TOKENS
+
     ids: list[int] = []
     piece: list[str] = []
     size = 0
@@ -263,18 +276,26 @@ def _windows(documents: Iterator[str], tokenizer: Any, samples: int, room: int, 
         if size > PIECE or len(piece) >= PIECES:
             ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
             piece, size = [], 0
-        if len(ids) >= samples * room:
+        if len(ids) >= samples * room + HELD_TOKENS:
             break
     ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(samples, len(ids) // room)
+    count = min(samples, _fitted(len(ids) // room, room))
     if count < 1:
         raise InputError(
             f"{name}: {len(ids)} tokens, expected at least one window of {room}; "
             "give more text or lower --seq-len"
         )
-    import torch
+    end = count * room
+    return torch.tensor(ids[:end]).view(count, room), torch.tensor(ids[end : end + HELD_TOKENS])
 
-    return torch.tensor(ids[: count * room]).view(count, room)
+
+def _fitted(windows: int, room: int) -> int:
+    """How many windows of a whole text, of `room` tokens, are fitted to; the rest is held back."""
+    from blr.compressor.text.windows import HELD_SHARE, HELD_TOKENS, LEAST_WINDOWS
+
+    if windows < LEAST_WINDOWS:
+        return windows
+    return windows - max(min(round(HELD_SHARE * windows), HELD_TOKENS // room), 1)
 
 
 def _sentences(

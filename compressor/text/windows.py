@@ -18,6 +18,7 @@ from blr.compressor.text.beginning import Beginning, begun, idle_predictions, ro
 
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows
+HELD_TOKENS = 4096  # of a calibration's text that are judged by
 PIECE = 1 << 20  # characters tokenized at once
 SEEDS = 1 << 63  # of generators
 LEAST_WINDOWS = 3  # of a text that is trained on and judged by
@@ -53,6 +54,11 @@ class Stream:
     def idle(self) -> int:
         """Positions at a window's start whose predictions no loss counts."""
         return idle_predictions(self.beginning)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, held ones included."""
+        return self.rows.numel() + len(self.held) * self.text
 
     @cached_property
     def row_tokens(self) -> float:

@@ -178,7 +178,7 @@ class Table:
         options = shlex.split(row.compress.format(**self.words))
         key = next(other.name for other in self.rows if other.compress == row.compress)
         folder = self.out / "models" / key
-        place = ["-o", str(folder), "--overwrite"]
+        place = ["-o", str(folder), "--overwrite", "--force"]
         self.command(key, key, "compress", str(self.models[row.model]), *options, *place)
         return key, folder
 

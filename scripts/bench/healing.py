@@ -66,7 +66,9 @@ class Bench:
             row: Row = {"name": name}
             if folder == self.out / name:
                 teacher = self.config["teacher"]
-                row |= self.command(gpu, "compress", teacher, *given, "-o", str(folder), "--overwrite")
+                row |= self.command(
+                    gpu, "compress", teacher, *given, "-o", str(folder), "--overwrite", "--force"
+                )
             row |= {"folder": str(folder), "eval": self.evaluate(gpu, folder)}
         finally:
             self.free.put(gpu)

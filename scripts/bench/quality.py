@@ -34,7 +34,16 @@ def measure(config: dict[str, Any], blr: list[str], out: Path) -> dict[str, Any]
     row: dict[str, Any] = {"name": config["name"]}
     target, made = config["model"], False
     if config.get("compress") is not None:
-        options = [*config["compress"], "-o", str(folder), "--overwrite", "-q", "--format", "json"]
+        options = [
+            *config["compress"],
+            "-o",
+            str(folder),
+            "--overwrite",
+            "-q",
+            "--format",
+            "json",
+            "--force",
+        ]
         done = run([*blr, "compress", config["model"], *options])
         row |= {key: done[key] for key in ("cf", "seconds", "error") if key in done}
         target, made = str(folder), "error" not in done

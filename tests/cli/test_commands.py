@@ -35,7 +35,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *fragments: str) 
 def compressed(limited: Limited, tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """tiny-llama compressed by BLAST at CF 1.25."""
     folder = tmp_path_factory.mktemp("compressed")
-    options = ["--method", "blast", "--cf", "1.25", "--rounds", "5"]
+    options = ["--method", "blast", "--cf", "1.25", "--rounds", "5", "--force"]
     done = limited.run("compress", tiny, "-o", "out", *options, cwd=folder)
     assert done.code == 0, done.err
     return folder / "out"
@@ -64,7 +64,7 @@ def test_compress_reports_what_it_did(compressed: Path, blr: Run) -> None:
 
 
 def test_default_output_and_json_summary(tiny: Path, blr: Run, tmp_path: Path) -> None:
-    done = result(blr("compress", tiny, "--cf", "1.5", "--format", "json"))
+    done = result(blr("compress", tiny, "--cf", "1.5", "--format", "json", "--force"))
     assert Path(done["output"]) == tmp_path / "tiny-llama-svd-cf1.5"
     assert done["cf"] == pytest.approx(1.5, rel=0.02)
     stored = load_file(Path(done["output"]) / "model.safetensors")
@@ -137,8 +137,8 @@ def test_generate_streams_text_or_prints_json(compressed: Path, blr: Run) -> Non
 def test_shards_hold_the_same_tensors_as_one_file(
     tiny: Path, sample: Path, blr: Run, tmp_path: Path
 ) -> None:
-    result(blr("compress", tiny, "-o", "one", "--format", "json"))
-    result(blr("compress", tiny, "-o", "many", "--max-shard-size", "1MB", "--format", "json"))
+    result(blr("compress", tiny, "-o", "one", "--format", "json", "--force"))
+    result(blr("compress", tiny, "-o", "many", "--max-shard-size", "1MB", "--format", "json", "--force"))
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 2
     many = {name: t for shard in shards for name, t in load_file(shard).items()}

@@ -339,7 +339,7 @@ def test_run_in_few_bits_killed(
 ) -> None:
     """A base and its correction are one layer of the journal."""
     source = tiny if calibrated else dense
-    options: tuple[object, ...] = ("--base", "int2", "--rank", "4", "--group", "32")
+    options: tuple[object, ...] = ("--base", "int2", "--rank", "4", "--group", "32", "--force")
     if calibrated:
         options += ("--calibration", sample, "--samples", "4", "--seq-len", "64")
     uninterrupted = Case(killer, source, tmp_path / "whole", *options)

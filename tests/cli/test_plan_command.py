@@ -174,7 +174,7 @@ def test_compress_takes_a_recipe_with_rules(tiny: Path, blr: Run, tmp_path: Path
         "method: svd\ncf: 1.5\nrules:\n"
         '- {match: "*.[kv]_proj", method: dense}\n- {match: "*.mlp.*", method: monarch, blocks: 4}\n'
     )
-    done = blr("compress", tiny, "-r", "r.yaml", "-o", "out", "--format", "json")
+    done = blr("compress", tiny, "-r", "r.yaml", "-o", "out", "--format", "json", "--force")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cf"] == pytest.approx(1.5, rel=0.01) and found["kept"] == 8

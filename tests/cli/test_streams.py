@@ -21,8 +21,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recipes validate": ("recipes", "validate", "llama-7b-blast", "--format", "json"),
     "plan": ("plan", "tiny", "--all"),
     "plan, json": ("plan", "tiny", "--format", "json"),
-    "compress": ("compress", "tiny", "-o", "out", "-q"),
-    "compress, json": ("compress", "tiny", "-o", "out", "-q", "--format", "json"),
+    "compress": ("compress", "tiny", "--quantize", "int8", "-o", "out", "-q"),
+    "compress, json": ("compress", "tiny", "--quantize", "int8", "-o", "out", "-q", "--format", "json"),
     "export": ("export", "tiny", "-o", "out", "-q"),
     "inspect": ("inspect", "made"),
     "verify": ("verify", "made"),
@@ -39,7 +39,7 @@ def made(killer: Killer, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text("The protocol is what two computers agree about. " * 9)
     (folder / "tiny").symlink_to(tiny)
-    assert killer.run("compress", "tiny", "-o", "made", "-q", cwd=folder).code == 0
+    assert killer.run("compress", "tiny", "--quantize", "int8", "-o", "made", "-q", cwd=folder).code == 0
     return folder
 
 

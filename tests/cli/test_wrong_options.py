@@ -107,7 +107,7 @@ IDLE: dict[str, list[str]] = {  # what nothing would read
     "eval X --text X": ["--shots 1", "--limit 1", "--tasks-path X", "--window 8 --stride 9"],
     "eval X --sts X": ["--stride 9", "--max-tokens 9", "--text X", "--tasks X"],
     "export X -o out": [
-        *("--force", "--text X", "--as dense --gpu h100", "--as onnx --gpu h100"),
+        *("--as dense --gpu h100", "--as onnx --gpu h100"),
         *("--as dense --batch 2", "--as onnx --kv-quantize int8"),
     ],
     "heal X --teacher X -o out": [

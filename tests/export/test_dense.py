@@ -75,5 +75,14 @@ def test_the_commands_take_it(sources: dict[str, Path], tmp_path: Path, invoke: 
     code, out, err = invoke("export", sources["blast"], *arguments)
     assert (code, err) == (0, "") and "layers: 28 structured, made dense" in out
     assert invoke("verify", tmp_path / "out")[0] == 0
-    again = ("compress", tmp_path / "out", "-o", tmp_path / "again", "--method", "svd", "--quiet")
+    again = (
+        "compress",
+        tmp_path / "out",
+        "-o",
+        tmp_path / "again",
+        "--method",
+        "svd",
+        "--quiet",
+        "--force",
+    )
     assert invoke(*again)[0] == 0

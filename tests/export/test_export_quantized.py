@@ -112,11 +112,12 @@ def test_what_is_lost_is_said_and_too_much_is_refused(
         losses[kind, bool(more)] = json.loads(out)["check"]["loss"]
     assert 0 < losses["int8", False] < 0.01 < losses["int4", False] < 1
     assert 0.01 < losses["int4", True] < 1 and losses["int4", True] != losses["int4", False]
-    monkeypatch.setattr("blr.compressor.export.sample.MOST", 0.01)
+    monkeypatch.setattr("blr.compressor.output.check.MOST", 0.01)
+    monkeypatch.setattr("blr.compressor.output.check.LARGE", 0.01)
     refused = (*given, "int4", "--overwrite")
     before = read_manifest(tmp_path / "out")
     code, _, err = invoke(*refused)
-    assert code == 7 and "int4 loses 0." in err and "--force" in err
+    assert code == 7 and " nats a token lost " in err and "--quantize int8" in err and "--force" in err
     assert read_manifest(tmp_path / "out") == before
     assert invoke(*refused, "--force")[0] == 0 and invoke(*refused, "--no-check")[0] == 0
     assert invoke(*refused, "--text", tmp_path / "none.txt")[0] == 4

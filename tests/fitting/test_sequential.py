@@ -144,7 +144,7 @@ def test_calibration_beats_none_on_the_trained_model(
         "plain": [],
         "calibrated": ["--calibration", "calibration.txt", "--samples", "16", "--seq-len", "128"],
     }.items():
-        compressing = ["compress", tiny, "-m", "svd", "--cf", "1.5", "-o", name]
+        compressing = ["compress", tiny, "-m", "svd", "--cf", "1.5", "-o", name, "--force"]
         done = blr(*compressing, *options)
         assert done.returncode == 0, done.stderr
         judged = blr("eval", name, "--text", "heldout.txt", "--window", "128", "--format", "json")

@@ -11,9 +11,14 @@ import pytest
 import torch
 import transformers
 from exporting import compress_to, export_to
+from heal_models import save_dense, write_text
 from pico import MODELS, MORE, inputs_for, save_model
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor.compress import Settings, compress
+from blr.compressor.inspect import inspect_output, inspect_text
+from blr.compressor.progress import Progress
+from blr.compressor.recipe.schema import make_recipe
 
 pytestmark = pytest.mark.fast
 
@@ -80,3 +85,25 @@ def test_a_cache_of_ranks_is_told_with_its_size(tmp_path: Path) -> None:
         "the cache of keys and values: 2.00 times smaller, 256 -> 128 bytes a token." in cards["ranks"]
     )
     assert "cache" not in cards["whole"]
+
+
+def test_a_calibrated_output_tells_errors_of_outputs(tmp_path: Path) -> None:
+    """In the card and by inspect: those of weights grow where a fit knows what layers read."""
+    dense, text = save_dense(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    recipe = make_recipe(method="svd", cf=1.5, samples=8)
+    settings = Settings("dense", calibration=str(text), device="cpu")
+    compress(dense, recipe, tmp_path / "out", settings, Progress(quiet=True))
+    found = inspect_output(tmp_path / "out")
+    rows = {row["module"]: row for row in found["layers"]}
+    row = rows["model.layers.0.mlp.down_proj"]
+    assert 0 < row["output_error"] < row["error"]
+    said = inspect_text(found)
+    assert "error of outputs" in said and f"{row['output_error']:.4f}" in said
+    assert f"{row['error']:.4f}" not in next(x for x in said.splitlines() if row["module"] in x)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "mean relative error of the outputs" in card and "error of the weights" not in card
+    mean = sum(r["output_error"] for r in rows.values() if r["type"] == "down_proj")
+    count = sum(r["type"] == "down_proj" for r in rows.values())
+    assert f"| {mean / count:.4f} |" in card
+    compress_to(dense, tmp_path / "plain", method="svd", cf=1.5)
+    assert "error of weights" in inspect_text(inspect_output(tmp_path / "plain"))

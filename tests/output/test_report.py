@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.output.report import report_files, report_html, thin_curve
+from blr.compressor.output.report import report_files, report_html, report_pages, thin_curve
 from blr.compressor.output.svg import Series, chart
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.schema import make_recipe
@@ -57,10 +57,11 @@ def drawn(page: bytes, shape: str) -> int:
 
 def test_pages_are_well_formed_self_contained_and_deterministic(plan: Plan) -> None:
     found = records(plan, weighted_error=0.05, curve=[0.9**n for n in range(64)])
-    files = report_files(plan, found, {**FACTS, "perplexity": {"dense": 10.96, "compressed": 24.4}})
-    assert files == report_files(
-        plan, dict(found), dict(files and FACTS) | {"perplexity": {"dense": 10.96, "compressed": 24.4}}
-    )
+    files = report_files(plan, found, FACTS)
+    assert files == report_files(plan, dict(found), dict(FACTS))
+    loss = {"read": "text", "loss": 0.8, "agreement": 0.5}
+    loss["perplexity"] = {"before": 10.96, "after": 24.4}
+    files = report_pages(json.loads(files["report.json"]) | {"loss": loss})
     page = files["report.html"]
     assert drawn(page, "circle") == 3 * len(plan.layers)  # two errors a layer, one chosen rank
     assert drawn(page, "polyline") == len(plan.layers)
@@ -135,3 +136,14 @@ def test_the_pictures_of_the_readme_are_drawn_from_their_figures() -> None:
         for group in figure["groups"]:
             values = [group["dense"], *group["values"].values()]
             assert [v for v in values if not re.search(rf"\b{v:g}0?\b", tables)] == []
+
+
+def test_errors_of_outputs_come_before_those_of_weights(plan: Plan) -> None:
+    """Which are larger where a text is known: by them calibration would look harmful."""
+    page = report_files(plan, records(plan, weighted_error=0.0512), FACTS)["report.html"].decode()
+    assert page.index("error of the layer outputs") < page.index("error of the weights")
+    assert page.index(">output error<") < page.index(">weight error<")
+    table = page[page.index("<h2>Plan</h2>") :]
+    assert "output error" in table and "0.0512" in table and "weight error" not in table
+    alone = report_files(plan, records(plan), FACTS)["report.html"].decode()
+    assert "weight error" in alone[alone.index("<h2>Plan</h2>") :]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blr.compressor.checkpoint.source import open_source
+from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.errors import UsageError
 from blr.compressor.planning import speed
 from blr.compressor.planning.outline import open_or_outline
@@ -21,9 +21,24 @@ L4, H200 = find_gpu("l4"), find_gpu("h200")
 KINDS = ("int8", "int4", "int3", "int2")
 
 
-def test_a_speed_takes_the_most_bits_that_reach_it(tiny: Path) -> None:
-    """On a GPU whose memory is slow for its arithmetic, so that fewer bits are faster."""
+@pytest.fixture
+def large(tmp_path: Path) -> Source:
+    """Two blocks as wide as an 8B's, by their config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": 2}))
+    return open_or_outline(tmp_path)[0]
+
+
+def test_no_token_is_faster_than_its_launches(tiny: Path) -> None:
+    """Four blocks of nine, at 4 to 5 microseconds each: whatever the weights are stored in."""
     source = open_source(tiny)
+    for recipe in (Recipe(quantize="int3"), Recipe(method="svd", base="int2", rank=16), Recipe(cf=4.0)):
+        found = tokens_per_second(source, recipe, H200, False)
+        assert found is not None and 1e6 / (4 * 9 * 5) <= found <= 1e6 / (4 * 9 * 4)
+
+
+def test_a_speed_takes_the_most_bits_that_reach_it(large: Source) -> None:
+    """On a GPU whose memory is slow for its arithmetic, so that fewer bits are faster."""
+    source = large
     assert paced(source, (plain := Recipe(cf=2.0)), False) == (plain, "")
     bases = [Recipe(method="dense", quantize=kind) for kind in KINDS]
     speeds = [tokens_per_second(source, base, L4, False) or 0.0 for base in bases]
@@ -40,10 +55,10 @@ def test_a_speed_takes_the_most_bits_that_reach_it(tiny: Path) -> None:
         paced(source, Recipe(gpu="l4", tokens_per_second=2 * speeds[3]), False)
 
 
-def test_bits_that_are_no_faster_are_not_taken(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_that_are_no_faster_are_not_taken(large: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where unpacking three and two bits takes longer than reading four."""
     monkeypatch.setattr(speed, "UNPACKED", {4: 19.0, 3: 7.7, 2: 15.2})
-    source = open_source(tiny)
+    source = large
     bases = [Recipe(method="dense", quantize=kind) for kind in KINDS]
     speeds = [tokens_per_second(source, base, H200, False) or 0.0 for base in bases]
     assert max(speeds) == speeds[1]

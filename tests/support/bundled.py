@@ -41,7 +41,7 @@ def compressed(work: Path, method: str) -> Path:
         return TINY
 
     def make(folder: Path) -> None:
-        given = ("--method", method, "--cf", 1.25, *options, "--device", "cpu", "--quiet")
+        given = ("--method", method, "--cf", 1.25, *options, "--device", "cpu", "--quiet", "--force")
         blr("compress", TINY, "-o", folder, *given)
 
     return shared(work / f"tiny-{method}", make)

@@ -35,8 +35,9 @@ print(json.dumps(found))
 
 
 def compress_to(source: Path, output: Path, **settings: object) -> Path:
-    """`source` compressed; returns `output`."""
-    compress(source, make_recipe(**settings), output, Settings(source.name), Progress(quiet=True))
+    """`source` compressed, whatever it loses; returns `output`."""
+    given = Settings(source.name, force=True)
+    compress(source, make_recipe(**settings), output, given, Progress(quiet=True))
     return output
 
 

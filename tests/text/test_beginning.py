@@ -24,7 +24,6 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.compress import Settings, compress
 from blr.compressor.errors import InputError
 from blr.compressor.evaluate import _pool, perplexity, read_tokens
-from blr.compressor.export.sample import sample_text
 from blr.compressor.fitting import engine
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.finish import Finishing
@@ -36,6 +35,8 @@ from blr.compressor.heal.run import heal
 from blr.compressor.heal.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
+from blr.compressor.output.loss import computing
+from blr.compressor.output.sample import file_text, own_text
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.beginning import beginning_of
 from blr.compressor.text.own import OwnText, write_own_text
@@ -271,13 +272,14 @@ def test_fits_count_no_prediction_of_a_beginning(tmp_path: Path) -> None:
 
 
 @ALL
-def test_what_an_export_is_judged_by_begins_so(
+def test_what_an_output_is_judged_by_begins_so(
     around: str, made: Callable[[str], Path], text: Path
 ) -> None:
     source, beginning = open_source(made(around)), list(BEGINNINGS[around])
-    for rows in (sample_text(source, None), sample_text(source, text)):
-        assert rows is not None and rows[:, : len(beginning)].tolist() == [beginning] * len(rows)
-        assert rows.shape[1] == 64
+    for found in (own_text(computing(source), source), file_text(text, source)):
+        rows = found.windows
+        assert rows[:, : len(beginning)].tolist() == [beginning] * len(rows)
+        assert rows.shape[1] == 64 and found.tokens == len(rows) * (64 - len(beginning))
 
 
 def test_a_beginning_that_the_model_has_not_is_told(tmp_path: Path) -> None:
@@ -290,14 +292,14 @@ def test_a_beginning_that_the_model_has_not_is_told(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
     with pytest.raises(InputError, match="found token 123 of its tokenizer for a model with 100"):
-        sample_text(open_source(folder), None)
+        own_text(computing(source := open_source(folder)), source)
     with pytest.raises(InputError, match="found token 123 of its tokenizer for a model with 100"):
         write_own_text(model, load_tokenizer(folder), OwnText(99, 9, 0, "a"), Journal(tmp_path), QUIET)
 
 
 def test_an_export_of_a_model_without_a_tokenizer_is_judged(tmp_path: Path) -> None:
-    rows = sample_text(open_source(save_pico("llama", tmp_path)), None)
-    assert rows is not None and rows.shape == (8, 64)
+    source = open_source(save_pico("llama", tmp_path))
+    assert own_text(computing(source), source).windows.shape == (16, 64)
 
 
 def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> None:

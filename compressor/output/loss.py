@@ -1,0 +1,185 @@
+"""What a decoder loses against the model it was made from: perplexity before and after, and agreement.
+
+One definition for every command. The loss is the logarithm of the perplexity after over the perplexity
+before: a difference of cross entropies, in nats a token, on the same windows, each token but the first
+of a window predicted from those before it in its window, as `blr eval` does (where a tokenizer begins
+texts with a token of its own, windows begin with it, and it is not predicted). Agreement is the share of
+predicted tokens for which both models find the same token the most likely.
+
+On text of the user's, the predicted token is the one in the text. On text that the model wrote itself,
+every token that it might have written there counts, as likely as it finds it: the perplexity before is
+then that of its own choice, and the loss is the Kullback-Leibler divergence of the two distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.checkpoint.remote import remote_shard
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.errors import BlrError, NumericsError
+from blr.compressor.loading.checked import OURS
+from blr.compressor.loading.native import continues_text
+from blr.compressor.loading.streamed import is_small, load_written, streamed_model, whole_model
+from blr.compressor.loading.trial import NO_CHECK, run
+from blr.compressor.machine.exhaustion import raise_exhausted
+from blr.compressor.output.sample import Text, most_tokens, own_text, writes
+from blr.compressor.quoting import first_line
+from blr.compressor.text.beginning import idle_predictions
+
+LOGITS = 1 << 26  # of all windows that run at once
+MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`before` and `after` are perplexities, `agreement` a share; `tokens` were read in windows of
+    `window` tokens, the first of them token `first` of a text; `read` says in words what was read."""
+
+    before: float
+    after: float
+    agreement: float
+    tokens: int
+    window: int
+    read: str
+    first: int | None = None
+
+    @property
+    def nats(self) -> float:
+        """Lost a token."""
+        return math.log(self.after / self.before)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            **{"read": self.read, "loss": self.nats, "agreement": self.agreement},
+            "perplexity": {"before": self.before, "after": self.after},
+            **{"tokens": self.tokens, "window": self.window, "first": self.first},
+        }
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """`why` nothing was measured, in words."""
+
+    why: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"unmeasured": self.why}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model predicts on a text: mean cross entropy in nats, and the most likely token [n, w - 1]
+    of every place. `logs` are the logarithms of all probabilities, of text that the model wrote."""
+
+    loss: float
+    best: Tensor
+    logs: Tensor | None = None
+
+
+class Measure:
+    """Compares outputs with the dense model in `source` on `text`; that model runs now.
+
+    Raises NumericsError for results that are not finite.
+    """
+
+    def __init__(self, model: Any, text: Text, where: object) -> None:
+        self.text = text
+        self.dense = _answers(model, text, None, where)
+
+    def __call__(self, model: Any, where: object) -> Loss:
+        """What `model`, in evaluation mode, loses. Raises NumericsError as above."""
+        text, found = self.text, _answers(model, self.text, self.dense.logs, where)
+        same = float((found.best == self.dense.best).double().mean())
+        before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
+        sizes = text.tokens, text.windows.shape[1]
+        return Loss(before, after, same, *sizes, text.what, text.first)
+
+
+def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
+    """How much an output of `source` loses is measured on `text`, without one on what the model writes
+    itself; None for a model that continues no text.
+
+    Raises NumericsError as `Measure`.
+    """
+    if not continues_text(source):
+        return None
+    if why := _hindrance(source, text):
+        return Unmeasured(why)
+    try:
+        model = computing(source)
+        return Measure(model, text or own_text(model, source), source.folder)
+    except (BlrError, MemoryError):
+        raise
+    except Exception as error:  # whatever a model raises that takes no plain text
+        raise_exhausted(error)
+        return Unmeasured(f"the model does not read plain text ({first_line(error, 120)})")
+
+
+def _hindrance(source: Source, text: Text | None) -> str:
+    """Why nothing can be measured within a bounded time; empty if it can be."""
+    if any(remote_shard(path) is not None for path in source.shards):
+        return "the weights stay on the hub, and every pass fetches them all; blr eval measures it"
+    if most_tokens(source) == 0:
+        return "the model is too large to be run on a CPU within minutes; blr eval measures it"
+    if text is None and not writes(source):
+        return "no text was given, and the model is too large to write one within minutes"
+    return ""
+
+
+def computing(source: Source) -> Any:
+    """The model in `source`, dense or ours, in float32 where all of it may be in memory, else block by
+    block as it is stored."""
+    if source.model_type.startswith(OURS):
+        return load_written(source.folder, torch.float32)
+    return whole_model(source).float() if is_small(source) else streamed_model(source)
+
+
+@torch.no_grad()
+def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Answers:
+    """`dense`: the logarithms of the probabilities that are expected; None where this model's are."""
+    idle = idle_predictions(text.beginning)
+    windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor | None]]()
+    config = model.config.get_text_config()
+    rows = max(LOGITS // (windows.shape[1] * config.vocab_size), 1)
+    for n, part in enumerate(windows.split(rows)):
+        logs = run(model, {"input_ids": part})[:, idle:-1].log_softmax(-1)
+        wanted = None if dense is None else dense[n * rows : n * rows + rows]
+        losses = _of_own(logs, wanted) if text.own else _of_text(logs, part[:, idle + 1 :])
+        parts.append((losses, logs.argmax(-1), logs if text.own else None))
+    loss = float(torch.cat([losses for losses, _, _ in parts]).double().mean())
+    if not math.isfinite(loss):
+        raise NumericsError(
+            f"{where}: a loss of {loss} on {text.what}, expected a finite number; choose another dtype "
+            f"or a lower --cf ({NO_CHECK})"
+        )
+    kept = torch.cat([logs for _, _, logs in parts if logs is not None]) if text.own else None
+    return Answers(loss, torch.cat([best for _, best, _ in parts]), kept)
+
+
+def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropies [m, w] with the `tokens` [m, w] of the text."""
+    return -logs.gather(-1, tokens[..., None])[..., 0]
+
+
+def _of_own(logs: Tensor, expected: Tensor | None) -> Tensor:
+    """Cross entropies [m, w] with the distribution whose logarithms are `expected`, or with itself.
+    A token of probability 0, as padded vocabularies have, counts for nothing."""
+    expected = logs if expected is None else expected
+    weighed = expected.exp() * logs
+    return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
+
+
+def measured(measure: Measure, folder: Path) -> Loss:
+    """What the model in an output loses. Raises as `Measure`, and what a model raises."""
+    return measure(load_written(folder, torch.float32), folder)
