@@ -22,7 +22,17 @@ from producing import files
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 LAYERS = 14
 # One layer, fitted for a second or more in calls that each last long
-LONG = ("--include", "*layers.0.mlp.down_proj", "--method", "blast", "--blocks", "4", "--rounds", "120")
+LONG = (
+    "--force",
+    "--include",
+    "*layers.0.mlp.down_proj",
+    "--method",
+    "blast",
+    "--blocks",
+    "4",
+    "--rounds",
+    "120",
+)
 BLR = Path(sys.executable).with_name("blr")
 
 

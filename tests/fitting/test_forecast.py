@@ -162,6 +162,7 @@ def test_a_run_takes_the_disk_that_is_predicted(
         sample,
         "--samples",
         "4",
+        "--force",
         "--seq-len",
         "32",
         "--refit",

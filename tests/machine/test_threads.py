@@ -124,7 +124,7 @@ def test_before_torch_is_imported(asked: tuple[str, ...], expected: int) -> None
 
 
 COMMANDS = {
-    "compress": ("{tiny}", "-o", "out", "--include", "*layers.0.mlp.down_proj"),
+    "compress": ("{tiny}", "-o", "out", "--include", "*layers.0.mlp.down_proj", "--force"),
     "export": ("{tiny}", "-o", "out"),
     "eval": ("{tiny}", "--text", "{sample}", "--max-tokens", "64"),
     "generate": ("{tiny}", "The protocol", "--max-new-tokens", "1"),
