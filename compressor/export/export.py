@@ -205,11 +205,13 @@ class Job:
         """What loses less than this export."""
         from blr.compressor.output.better import better_export
 
-        run: dict[str, Any] = {}
+        told: dict[str, Any] = {}
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
-            run = read_manifest(self.plan.checkpoint.source.folder).get("run") or {}
-        knows = not self.plan.checkpoint.compressed or run.get("calibration") is not None
-        return better_export(self.options.quantize, self.options.quantize_head, knows)
+            told = read_manifest(self.plan.checkpoint.source.folder)
+        run, healed = told.get("run"), "healed_from" in told
+        calibrated = healed or (isinstance(run, dict) and run.get("calibration") is not None)
+        knows = not self.plan.checkpoint.compressed or calibrated
+        return better_export(self.options.quantize, self.options.quantize_head, knows, healed)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""

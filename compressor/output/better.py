@@ -8,7 +8,7 @@ from blr.compressor.recipe.schema import DENSE, Recipe
 
 HEALED = 8  # minutes that are advised
 RANK = 16  # of a correction that is advised
-TEXT = "--calibration TEXT (text of the kind that the model will read)"
+TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
 def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
@@ -41,14 +41,16 @@ def _larger(recipe: Recipe) -> str:
     return "take more bits of --quantize" if own.stored.bits else "take a smaller --kv-cf"
 
 
-def better_export(quantize: str | None, head: str | None, fits_know_text: bool) -> str:
+def better_export(
+    quantize: str | None, head: str | None, fits_know_text: bool, healed: bool = False
+) -> str:
     """Than an export whose weights, or output head, are packed; `fits_know_text`: whether the checkpoint
-    has no structured layers, or they were fitted to a text."""
+    has no structured layers, or they were fitted to a text; `healed`: whether it was trained."""
     lesser = [f"--{name} int8" for name, kind in _options(quantize, head) if kind == "int4"]
     coarse = [f"take {' '.join(lesser)}"] if lesser else []
     if not fits_know_text:
-        coarse.insert(0, "compress the model with --calibration TEXT first")
-    return ", or ".join([*coarse, "heal the checkpoint first (blr heal)"])
+        coarse.insert(0, "compress the model with --text TEXT first")
+    return ", or ".join([*coarse, f"heal the checkpoint {'longer' if healed else 'first'} (blr heal)"])
 
 
 def _options(quantize: str | None, head: str | None) -> list[tuple[str, str | None]]:
@@ -58,7 +60,7 @@ def _options(quantize: str | None, head: str | None) -> list[tuple[str, str | No
 def better_healing(texts: bool) -> str:
     """Than a training, with `texts` of the user's or on the model's own alone."""
     more = "train longer (--minutes), or compress the model less"
-    return more if texts else f"give --data TEXT of the kind that the model will read, {more}"
+    return more if texts else f"give --text TEXT of the kind that the model will read, {more}"
 
 
 def advice(plan: Plan, source: Source, aware: bool) -> str | None:
@@ -68,4 +70,4 @@ def advice(plan: Plan, source: Source, aware: bool) -> str | None:
     fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
     if aware or not (writes and fewer):
         return None
-    return "these fits know the weights alone; with --calibration TEXT the loss is several times smaller"
+    return "these fits know the weights alone; with --text TEXT the loss is several times smaller"

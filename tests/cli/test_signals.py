@@ -23,7 +23,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 LAYERS = 14
 # One layer, fitted for a second or more in calls that each last long
 LONG = (
-    "--force",
+    "--no-check",
     "--include",
     "*layers.0.mlp.down_proj",
     "--method",

@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.output import sample
-from blr.compressor.output.better import better_fit
+from blr.compressor.output.better import better_export, better_fit
 from blr.compressor.output.check import Bar
 from blr.compressor.output.loss import Loss
 from blr.compressor.output.told import number, told
@@ -131,7 +131,7 @@ def test_what_loses_over_a_nat_is_not_written_and_goes_on_with_force(
     code, _, err = invoke(*given, "-q")
     assert code == 7 and not (tmp_path / "out").exists()
     assert "nats a token lost (perplexity " in err and "expected at most 1" in err
-    assert "--calibration TEXT" in err and "--force" in err
+    assert "--text TEXT" in err and "--force" in err
     fitted = []
     from blr.compressor.structures import lowrank
 
@@ -253,10 +253,10 @@ def test_from_a_quarter_of_a_nat_on_a_warning_names_what_loses_less(tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "calibrated", "healed", "advised"),
     [
-        ({"method": "svd", "cf": 2.0}, False, False, "--calibration TEXT"),
+        ({"method": "svd", "cf": 2.0}, False, False, "--text TEXT"),
         ({"method": "svd", "cf": 2.0}, True, False, "--heal"),
         ({"method": "svd", "cf": 2.0}, True, True, "smaller --cf than 2"),
-        ({"quantize": "int3"}, False, False, "--calibration TEXT"),
+        ({"quantize": "int3"}, False, False, "--text TEXT"),
         ({"quantize": "int3"}, True, False, "--base int3 --method svd --rank 16"),
         ({"method": "svd", "base": "int2", "rank": 16}, True, True, "larger --rank"),
         ({"method": "svd", "rank": 16}, True, True, "larger --rank than 16"),
@@ -266,6 +266,18 @@ def test_what_is_advised_goes_with_what_the_run_was(
     settings: dict[str, Any], calibrated: bool, healed: bool, advised: str
 ) -> None:
     assert advised in better_fit(make_recipe(**settings), calibrated, healed)
+
+
+@pytest.mark.parametrize(
+    ("knows", "healed", "advised"),
+    [
+        (False, False, "compress the model with --text TEXT first, or take --quantize int8, or heal"),
+        (True, False, "take --quantize int8, or heal the checkpoint first"),
+        (True, True, "take --quantize int8, or heal the checkpoint longer"),
+    ],
+)
+def test_what_is_advised_for_an_export(knows: bool, healed: bool, advised: str) -> None:
+    assert better_export("int4", None, knows, healed).startswith(advised)
 
 
 def test_held_back_windows_are_none_that_a_fit_reads(dense: Path, text: Path, tmp_path: Path) -> None:
