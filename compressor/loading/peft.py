@@ -43,14 +43,16 @@ class StructuredLora(LoraLinear):
     def _get_in_out_features(self, module: nn.Module) -> Any:
         return module.in_features, module.out_features
 
-    def update_layer(self, adapter_name: str, *arguments: Any, config: Any, **options: Any) -> None:
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
+    ) -> None:
         """As of peft; what an initialization would take out of a dense weight leaves the factors.
 
         Raises ValueError for an initialization that the layer's structure cannot follow.
         """
         way, layer = str(config.init_lora_weights).lower(), self.get_base_layer()
         if way in KEEP:
-            super().update_layer(adapter_name, *arguments, config=config, **options)
+            super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
             return
         if not (way.startswith(SUBTRACT) and takes_products(layer)):
             found = f"init_lora_weights={config.init_lora_weights!r} for a layer of {described(layer)}"
@@ -59,11 +61,16 @@ class StructuredLora(LoraLinear):
             )
         self.base_layer = stand_in(layer)
         try:
-            super().update_layer(adapter_name, *arguments, config=config, **options)
+            super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         finally:
             self.base_layer = layer
-        A, B = (self.get_parameter(f"{name}.{adapter_name}.weight") for name in ("lora_A", "lora_B"))
+        A, B = self._factors(adapter_name)
         add_product(layer, -self.scaling[adapter_name] * B, A)
+
+    def _factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
+        """A [r', i] and B [o, r'] of an adapter."""
+        a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        return a.get_parameter("weight"), b.get_parameter("weight")
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters into the factors, whose rank grows by theirs.
@@ -76,7 +83,8 @@ class StructuredLora(LoraLinear):
                 continue
             if name in self.lora_variant or self.lora_bias[name]:
                 raise ValueError(f"adapter {name!r} is no plain LoRA, which structured layers merge")
-            product = self.lora_B[name].weight * self.scaling[name], self.lora_A[name].weight
+            A, B = self._factors(name)
+            product = B * self.scaling[name], A
             if safe_merge and not all(bool(torch.isfinite(factor).all()) for factor in product):
                 raise ValueError(f"NaNs detected in the adapter {name}, which seems to be broken")
             add_product(self.get_base_layer(), *product)
@@ -87,7 +95,7 @@ class StructuredLora(LoraLinear):
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             if name in self.lora_A:
-                cut_columns(self.get_base_layer(), self.lora_A[name].weight.shape[0])
+                cut_columns(self.get_base_layer(), self._factors(name)[0].shape[0])
 
 
 class StructuredLoraModel(LoraModel):
@@ -101,8 +109,8 @@ class StructuredLoraModel(LoraModel):
             return
         named = peft_config.target_modules
         if isinstance(named, str) and named.lower() == ALL:
-            dense = _maybe_include_all_linear_layers(peft_config, model).target_modules
-            peft_config.target_modules = {*dense, *_outside_of_adapters(model, layers)}
+            found: Any = _maybe_include_all_linear_layers(peft_config, model)
+            peft_config.target_modules = {*found.target_modules, *_outside_of_adapters(model, layers)}
 
     @staticmethod
     def _create_new_module(
