@@ -23,6 +23,7 @@ from blr.kernels.fp8.reference import E4M3
 
 MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
 SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
+PART = 0.5  # of unit gain: a weight and its correction are summed, and neither is trained to less
 FLOAT8 = 0.6  # root mean square of such numbers
 
 
@@ -57,13 +58,13 @@ def _initialize(layer: Any) -> None:
 
 
 def _first(buffer: Tensor, layer: Any, unit: float) -> Tensor:
-    """First values of packed numbers, scales that make them a standard deviation of `unit`, or indices,
-    like `buffer`."""
+    """First values of packed numbers, scales that give them `PART` of a standard deviation of `unit`, or
+    indices, like `buffer`."""
     places = torch.arange(buffer.numel(), device=buffer.device)
     if buffer.dtype == torch.int32:
         return places
     if buffer.dtype not in (torch.uint8, torch.int8, E4M3):
         levels = FLOAT8 if layer.packing.fp8 else 2**layer.bits / 12**0.5
-        return torch.full_like(buffer, unit / levels)
+        return torch.full_like(buffer, PART * unit / levels)
     mixed = (places * MIXER >> SHIFT) & (SMALL if buffer.dtype == E4M3 else BYTE)
     return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)

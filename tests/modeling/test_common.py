@@ -67,7 +67,7 @@ def test_first_values_compute_something(folder: Path) -> None:
         for layer in model.model.layers:
             x = torch.randn(4, layer.mlp.up_proj.in_features)
             y = layer.mlp.up_proj(x)
-            assert 0.3 < y.std() < 3 and not torch.allclose(y[0], y[1])
+            assert 0.1 < y.std() < 3 and not torch.allclose(y[0], y[1])
         logits = model(ids).logits
     assert torch.isfinite(logits).all() and not torch.allclose(logits[0], logits[1])
 
