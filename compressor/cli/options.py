@@ -206,12 +206,13 @@ Gpu = Annotated[
 
 
 def check_text(found: dict[str, Any] | None) -> str:
-    """What running an output showed (`output/check.py`), as a line of a summary."""
+    """What running an output showed (`output/check.py`), as lines of a summary."""
     if found is None:
         return "check: not run, perplexity not measured"
-    if "loss" in found or "unmeasured" in found:
-        return f"perplexity: {told(found)}"
-    return f"check: loaded and run on {found['ran']}, {found['distance']:.4f} from the source's results"
+    lost = [f"perplexity: {told(found)}"] if "loss" in found or "unmeasured" in found else []
+    distance = f"{found['distance']:.4f} relative difference from its source's outputs"
+    check = f"check: loaded and run on {found['ran']}, {distance} (0 identical, 1 unrelated)"
+    return "\n".join([*lost, check])
 
 
 def healed_text(summary: dict[str, Any]) -> list[str]:
