@@ -14,7 +14,7 @@ out=${1:-}tiny-llama
 export HF_HUB_OFFLINE=1
 set -x
 $blr compress $model --base int3 --method svd --rank 16 --group 64 --text $text --samples 96 --output "$out-int3" --overwrite --restart
-$blr heal "$out-int3" --teacher $model --text $text --mix 0 --window 128 --batch 2048 --minutes 0.4 --lr 0.005 --output "$out-healed" --overwrite --restart
+$blr heal "$out-int3" --teacher $model --text $text --mix 0 --window 128 --batch 2048 --minutes 0.25 --lr 0.005 --output "$out-healed" --overwrite --restart
 $blr compress $model --quantize int4 --output "$out-int4" --overwrite --restart
 $blr generate "$out-healed" "The protocol is" --max-new-tokens 32
 { set +x; } 2>/dev/null
