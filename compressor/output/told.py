@@ -16,9 +16,10 @@ def told(facts: Mapping[str, Any]) -> str:
     if "unmeasured" in facts:
         return f"not measured: {facts['unmeasured']}"
     before, after = (number(facts["perplexity"][name]) for name in ("before", "after"))
+    windows = "" if facts.get("first") is None else f", in windows of {facts['window']}"
     return (
-        f"{before} -> {after} on {facts['read']}: {facts['loss']:.3f} nats a token lost, the most "
-        f"likely token the same in {facts['agreement']:.1%} of places"
+        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost, the "
+        f"most likely token the same in {facts['agreement']:.1%} of places"
     )
 
 
