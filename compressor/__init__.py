@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def _measured_rules(gpu: str) -> list[dict[str, Any]]:
-    from blr.compressor.tuned_table import measured_rules
+    from blr.compressor.recipe.tuned_table import measured_rules
 
     return measured_rules(gpu)
 

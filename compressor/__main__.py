@@ -25,10 +25,10 @@ def main() -> None:
         if _signal.getsignal(number) != _signal.SIG_IGN:
             _signal.signal(number, _leave)
     os.environ.setdefault(TALK, "error")  # what transformers has to say of a model is ours to say
-    from blr.compressor.parallel import environment
+    from blr.compressor.base import process_environment as environment
 
     if environment.is_started_by_us():
-        from blr.compressor.parallel.following import follow
+        from blr.compressor.base.followers import follow
 
         follow()
     from blr.compressor.cli import main as command

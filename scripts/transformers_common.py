@@ -24,10 +24,10 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 from pico import MODELS, MORE, save_model
 
-from blr.compressor.compress import Settings, compress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import register
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
 
 BATCH, LENGTH = 3, 7

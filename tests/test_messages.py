@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blr.compressor import errors
+from blr.compressor.base import errors
 
 ROOT = Path(__file__).parents[1]
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type)} | {"refuse", "_refuse"}

@@ -14,10 +14,10 @@ import transformers
 from pico import MODELS, save_pico
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.compress import Settings, Summary, compress
-from blr.compressor.errors import CapabilityError, InputError, NumericsError, StorageError
+from blr.compressor.base.errors import CapabilityError, InputError, NumericsError, StorageError
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures import linalg
 from blr.compressor.structures.base import relative_error

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from running import Invoke
 
-from blr.compressor import progress
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base import progress
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import Progress, duration
 from blr.compressor.fitting import sequential
-from blr.compressor.progress import Progress, duration
 
 pytestmark = pytest.mark.fast
 

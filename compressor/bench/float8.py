@@ -18,8 +18,8 @@ from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.names import FOLDERS
+from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.fp8.op import STRUCTURES, fp8_device, fp8_product, fp8_rows
-from blr.kernels.quantized.formats import ROW
 
 TORCHAO = "torchao"
 LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two

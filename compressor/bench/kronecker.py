@@ -115,7 +115,7 @@ def _ours(last: bool) -> Call:
     if not last:
         return our_call("ks")
     from blr.kernels.common.available import kernel_device
-    from blr.kernels.kronecker.variants import kronecker_factor
+    from blr.kernels.layers.kronecker.variants import kronecker_factor
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         variant = None if kernel_device(x) else "reference"

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.errors import UsageError
-from blr.compressor.quoting import named_line
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import named_line
 from blr.compressor.structures.registry import TUNED
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

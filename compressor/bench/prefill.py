@@ -18,6 +18,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
 from blr.compressor.bench.prefilled import (
     FP8,
@@ -31,8 +33,6 @@ from blr.compressor.bench.prefilled import (
 from blr.compressor.bench.results import OK, WRONG, PrefillRow, Report
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.progress import Progress
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
 DENSE, COMPILED = "dense", "compiled"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.decode.models import (
     STRUCTURES,
     Models,
@@ -21,7 +22,6 @@ from blr.compressor.bench.decode.models import (
 )
 from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.errors import UsageError
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.float8 import prepare_float8

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.progress import Progress
+from blr.compressor.base.quoting import named_line
 from blr.compressor.bench.ceilings import Ceilings
 from blr.compressor.bench.energy import EnergyMeter
 from blr.compressor.bench.gate import Expected, WrongResult, check, poisoned
@@ -27,8 +29,6 @@ from blr.compressor.bench.timing import (
     spread,
 )
 from blr.compressor.planning.roofline import Kernel
-from blr.compressor.progress import Progress
-from blr.compressor.quoting import named_line
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.ceilings import measure_ceilings
 from blr.compressor.bench.energy import EnergyMeter
 from blr.compressor.bench.precision import Precision
@@ -17,8 +19,6 @@ from blr.compressor.bench.results import Report
 from blr.compressor.bench.runner import Case, Runner
 from blr.compressor.bench.stopping import Stopped, stoppable
 from blr.compressor.bench.waiting import announce
-from blr.compressor.errors import UsageError
-from blr.compressor.progress import Progress
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # of the running kernel, on Linux
 
@@ -43,7 +43,7 @@ class Options:
         """The device. Raises CapabilityError or, for one that is neither CPU nor CUDA, UsageError."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        from blr.compressor.machine.device import pick_device
+        from blr.compressor.base.device import pick_device
 
         device = pick_device(self.device)
         if device.type not in ("cpu", "cuda"):

@@ -13,7 +13,7 @@ from importlib.resources import files
 from math import lcm
 from typing import Any
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, Form

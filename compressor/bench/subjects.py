@@ -180,7 +180,7 @@ def our_variant(
 
 def _factor_variant(pattern: Pattern, n: int, precision: Precision, last: bool) -> str:
     """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
-    from blr.kernels.kronecker.choose import Problem, choose
+    from blr.kernels.layers.kronecker.choose import Problem, choose
 
     kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
     variant, config = choose(Problem(*pattern, n, kind, last))

@@ -7,8 +7,8 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
+from blr.compressor.base.tables import aligned
 from blr.compressor.bench.results import OK, DecodeRow, PrefillRow, Report, Row
-from blr.compressor.tables import aligned
 
 LAYER_HEAD = (
     *("structure", "rank", "arm", "variant", "ms", "quartiles"),

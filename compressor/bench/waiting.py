@@ -8,9 +8,9 @@ from time import perf_counter
 
 import torch
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.precision import Precision, computing_in
 from blr.compressor.bench.runner import Case
-from blr.compressor.errors import UsageError
 
 MOST = 120.0  # predicted seconds that are waited for without being asked to
 CALLS = 8  # of an arm: the one that is checked, at least four that are timed, and what it must give

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.results import Report, Timed
 from blr.compressor.bench.stopping import Stopped, stoppable
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.device import float_dtype, pick_device
-from blr.compressor.progress import Progress
 
 CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to run
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.library import DIFFUSERS, library_of
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
-from blr.compressor.quoting import quote
 
 REMEDY = "take the config.json of the model's own repository"
 MAX_BYTES = 1_000_000

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.hints import check_small_json, is_small_json
 from blr.compressor.checkpoint.regular import check_size, inside, open_regular, read_exactly
-from blr.compressor.errors import InputError
-from blr.compressor.quoting import quote
 
 CARD, LAYERS, REPORT, METRICS = "README.md", "blr_layers.json", "report.json", "metrics.jsonl"
 MAX_BYTES = 64 * 2**20

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import (
     POINTER,
     open_regular,
@@ -23,7 +24,6 @@ from blr.compressor.checkpoint.regular import (
     refuse_pointer,
 )
 from blr.compressor.checkpoint.remote import remote_shard
-from blr.compressor.quoting import quote
 
 # Bits per element. Types nobody here computes with are known so that they can be copied untouched.
 BITS: dict[str, int] = {

@@ -14,9 +14,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import inside, read_whole, refuse
-from blr.compressor.quoting import quote
 
 MAX_JSON_BYTES = 16 * 2**20
 MAX_JSON_DEPTH = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import check_is_folder, refuse
-from blr.compressor.quoting import quote
 
 Advice = str | Callable[[Path, Path], str]
 

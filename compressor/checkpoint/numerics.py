@@ -12,7 +12,7 @@ from math import isfinite, prod
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import InputError, NumericsError
+from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import Spec
 

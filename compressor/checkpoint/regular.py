@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.remedies import shortage
-from blr.compressor.errors import InputError
-from blr.compressor.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write

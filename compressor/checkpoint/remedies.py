@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blr.compressor.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
+from blr.compressor.base.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
 
 AGAIN = "run the same command again"
 OTHERS = "another program changed the output or its partial folder, run the same command again"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.errors import HubError
+from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.errors import HubError
-from blr.compressor.quoting import first_line
 
 AHEAD = 8 * 2**20  # bytes: small tensors that lie together are one request
 TRIES = 5  # in a row that bring nothing

@@ -18,11 +18,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.quoting import quote
 
 ANY = "_"
 MAX_VALUE = 2**31  # no model dimension comes near

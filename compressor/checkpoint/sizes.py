@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from blr.compressor.errors import UsageError
-from blr.compressor.quoting import quote
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import quote
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.config import check_counts, read_config
 from blr.compressor.checkpoint.extras import ADAPTER, MODULE_WEIGHTS, UNAPPLIED, Extras, find_extras
 from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
@@ -28,7 +29,6 @@ from blr.compressor.checkpoint.regular import (
     refuse,
 )
 from blr.compressor.checkpoint.remote import remote_shard
-from blr.compressor.quoting import quote
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +50,8 @@ class Source:
     """A checked checkpoint. `entries`: every tensor by name, shard after shard in byte order.
 
     `config` is config.json as parsed; `shards` are the weight files in order. Read as transformers
-    does (`loading/taken.py`), `left` are the stored tensors that are none of the model's, and `said`
-    what is to be told of them.
+    does (`loading/loader_names.py`), `left` are the stored tensors that are none of the model's, and
+    `said` what is to be told of them.
     """
 
     folder: Path

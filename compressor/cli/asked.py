@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 
 if TYPE_CHECKING:
     from blr.compressor.recipe.schema import Recipe
@@ -23,10 +23,10 @@ def asked_recipe(options: Mapping[str, Any], calibrated: bool, apart: Collection
 
     Raises UsageError for options that nothing would use, RecipeError as `load_recipe`.
     """
-    from blr.compressor.heal.settings import SELF
-    from blr.compressor.recipe.idle import refuse_idle
+    from blr.compressor.healing.settings import SELF
     from blr.compressor.recipe.schema import Recipe
-    from blr.compressor.recipe.shipped import load_recipe
+    from blr.compressor.recipe.shipped_recipes import load_recipe
+    from blr.compressor.recipe.unused_settings import refuse_idle
 
     said = {name: value for name, value in options.items() if name in Recipe.model_fields}
     asked = {name: value for name, value in said.items() if value is not None and value != []}

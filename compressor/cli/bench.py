@@ -118,7 +118,7 @@ def layers(
     peers = load_peers(peer or ())
     if output is not None:
         check_output(output)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()
@@ -195,7 +195,7 @@ def kernels(
         "peers": [p.name for p in peers],
     }
     report = Report("bench kernels", settings)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()

@@ -78,7 +78,7 @@ def decode(
 
     if output is not None:
         check_output(output)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.cli import values
 from blr.compressor.cli.bench_options import (
     ModelDtype,
@@ -17,7 +18,6 @@ from blr.compressor.cli.bench_options import (
     words,
 )
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
-from blr.compressor.errors import UsageError
 
 
 def memory(
@@ -77,7 +77,7 @@ def memory(
     shares = _shares(keep)
     if output is not None:
         check_output(output)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.cli import values
 from blr.compressor.cli.options import Format
 from blr.compressor.cli.values import MOST
-from blr.compressor.errors import BlrError, UsageError
 
 Seconds = Annotated[
     float | None,

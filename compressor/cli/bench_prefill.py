@@ -73,7 +73,7 @@ def prefill(
 
     if output is not None:
         check_output(output)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.base import process_environment as environment
+from blr.compressor.base.errors import UsageError
 from blr.compressor.cli import values
 from blr.compressor.cli.asked import asked_recipe
 from blr.compressor.cli.options import (
@@ -51,9 +53,7 @@ from blr.compressor.cli.options import (
     healed_text,
     print_result,
 )
-from blr.compressor.errors import UsageError
-from blr.compressor.heal.settings import MINUTES, SELF, checked_minutes
-from blr.compressor.parallel import environment
+from blr.compressor.healing.settings import MINUTES, SELF, checked_minutes
 
 
 def compress(
@@ -172,13 +172,13 @@ def compress(
     from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running, started(gpus, running):
-        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.base.progress import Progress
         from blr.compressor.checkpoint.sizes import parse_size
-        from blr.compressor.compress import Settings
-        from blr.compressor.compress import compress as run
+        from blr.compressor.commands.compress import Settings
+        from blr.compressor.commands.compress import compress as run
         from blr.compressor.loading.resolve import default_output, resolve_model
-        from blr.compressor.progress import Progress
         from blr.compressor.text.reading import check_text
+        from blr.compressor.workspace.destination import check_output
 
         resolved = asked_recipe(options, calibration is not None)
         if calibration is not None:

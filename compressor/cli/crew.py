@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from blr.compressor.base import process_environment as environment
+from blr.compressor.base.errors import CapabilityError, LostProcess, UsageError
+from blr.compressor.base.scratch import make_scratch, remove_scratch
 from blr.compressor.cli.signals import Running, leave_at_once, resume_command, state_of
-from blr.compressor.errors import CapabilityError, LostProcess, UsageError
-from blr.compressor.machine.scratch import make_scratch, remove_scratch
-from blr.compressor.parallel import environment
 
 ERROR = "blr: error: "
 LAST_LINES = 50  # of what a process said

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr.compressor.checkpoint.manifest import computing_digest
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.tables import aligned
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     WINDOW,
@@ -24,8 +25,7 @@ from blr.compressor.cli.options import (
     Verify,
     print_result,
 )
-from blr.compressor.errors import UsageError
-from blr.compressor.tables import aligned
+from blr.compressor.workspace.manifest import computing_digest
 
 if TYPE_CHECKING:
     from blr.compressor.loading.resolve import Found
@@ -94,9 +94,9 @@ def evaluate(
 ) -> None:
     """Perplexity of a decoder (--text) and its score in tasks (--tasks), or STS Spearman of an encoder
     (--sts)."""
-    from blr.compressor import harness
+    from blr.compressor.base.threads import use_threads
+    from blr.compressor.integrations import lm_eval as harness
     from blr.compressor.loading.resolve import resolve_model
-    from blr.compressor.machine.threads import use_threads
 
     if not (text or tasks or sts):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
@@ -113,12 +113,12 @@ def evaluate(
     use_threads(threads)
     found_as = resolve_model(checkpoint, offline=offline)
     folder = found_as.folder
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress, result = Progress(quiet), dict[str, Any]()
     progress.loading()
-    from blr.compressor import evaluate as library
     from blr.compressor.checkpoint.regular import read_start
+    from blr.compressor.commands import evaluate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
     from blr.compressor.text.beginning import beginning_of

@@ -117,13 +117,13 @@ def export(
     from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running:
-        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.base.progress import Progress
+        from blr.compressor.base.threads import use_threads
         from blr.compressor.checkpoint.sizes import parse_size
-        from blr.compressor.export.export import export as run
+        from blr.compressor.export.job import export as run
         from blr.compressor.export.options import ExportOptions, check_options
         from blr.compressor.loading.resolve import resolve_model
-        from blr.compressor.machine.threads import use_threads
-        from blr.compressor.progress import Progress
+        from blr.compressor.workspace.destination import check_output
 
         use_threads(threads)
         options = ExportOptions(

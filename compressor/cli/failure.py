@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from itertools import pairwise
 
-from blr.compressor.quoting import printable
+from blr.compressor.base.quoting import printable
 
 LONGEST = 2000  # characters of a message
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     Checkpoint,
@@ -20,7 +21,6 @@ from blr.compressor.cli.options import (
     Trust,
     Verify,
 )
-from blr.compressor.errors import UsageError
 
 
 def generate(
@@ -62,9 +62,9 @@ def generate(
     format: FormatOption = Format.text,
 ) -> None:
     """Continue a prompt with a decoder, streaming to standard output."""
+    from blr.compressor.base.progress import Progress
+    from blr.compressor.base.threads import use_threads
     from blr.compressor.loading.resolve import resolve_model
-    from blr.compressor.machine.threads import use_threads
-    from blr.compressor.progress import Progress
 
     if temperature == 0 and (top_k, top_p) != (None, None):
         raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
@@ -73,7 +73,7 @@ def generate(
 
     progress = Progress()
     progress.loading()
-    from blr.compressor import generate as library
+    from blr.compressor.commands import generate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
 
     if profile:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.base import process_environment as environment
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     AllowPickle,
@@ -27,8 +28,7 @@ from blr.compressor.cli.options import (
     healed_text,
     print_result,
 )
-from blr.compressor.heal.settings import KINDS, VARY, HealOptions, check_options
-from blr.compressor.parallel import environment
+from blr.compressor.healing.settings import KINDS, VARY, HealOptions, check_options
 
 
 def heal(
@@ -190,14 +190,14 @@ def heal(
     from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running, started(gpus, running):
-        from blr.compressor.checkpoint.destination import check_output
+        from blr.compressor.base.progress import Progress
+        from blr.compressor.base.threads import use_threads
         from blr.compressor.checkpoint.sizes import parse_size
-        from blr.compressor.heal.teacher import named_teacher
-        from blr.compressor.heal.tracking import check_installed
+        from blr.compressor.healing.teacher import named_teacher
+        from blr.compressor.healing.tracking import check_installed
         from blr.compressor.loading.resolve import resolve_model
-        from blr.compressor.machine.threads import use_threads
-        from blr.compressor.progress import Progress
         from blr.compressor.text.reading import check_text
+        from blr.compressor.workspace.destination import check_output
 
         use_threads(threads, environment.local_count())
         options = HealOptions(
@@ -251,7 +251,7 @@ def heal(
         else:
             dense = resolve_model(teacher, offline=offline)
         progress.loading()
-        from blr.compressor.heal.run import heal as run
+        from blr.compressor.commands.heal import heal as run
 
         named = options.named(found.name, found.revision, dense.name)
         summary = run(found.folder, dense.folder, output, named, progress)

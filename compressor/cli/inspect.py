@@ -18,6 +18,6 @@ def inspect(
     format: FormatOption = Format.text,
 ) -> None:
     """A table of the structured layers of an output: structure, rank, parameters, error."""
-    from blr.compressor.inspect import inspect_output, inspect_text
+    from blr.compressor.commands.inspect import inspect_output, inspect_text
 
     print_result(inspect_output(Path(checkpoint), verify), inspect_text, format)

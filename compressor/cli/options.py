@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.base.quoting import printable_all
 from blr.compressor.cli import values
-from blr.compressor.output.told import told
-from blr.compressor.quoting import printable_all
+from blr.compressor.output.loss_messages import told
 
 WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
 
@@ -216,7 +216,7 @@ def check_text(found: dict[str, Any] | None) -> str:
 
 
 def healed_text(summary: dict[str, Any]) -> list[str]:
-    """Lines on a training (`heal/run.py`); none on no training."""
+    """Lines on a training (`commands/heal.py`); none on no training."""
     if not summary.get("steps"):
         return []
     speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)

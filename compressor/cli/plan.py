@@ -56,16 +56,16 @@ def plan(
     """What compress would do to every layer, with sizes and predicted times, from headers alone.
 
     It takes every option of blr compress; those of how that runs change nothing here."""
+    from blr.compressor.base.progress import Progress
     from blr.compressor.fitting import forecast as fits
-    from blr.compressor.heal import forecast as healing
-    from blr.compressor.heal.settings import checked_minutes
+    from blr.compressor.healing import forecast as healing
+    from blr.compressor.healing.settings import checked_minutes
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
-    from blr.compressor.progress import Progress
 
     calibrated = calibrated or options["calibration"] is not None
     resolved = asked_recipe(options, calibrated, apart=("gpu",))

@@ -30,8 +30,8 @@ def push(
     format: FormatOption = Format.text,
 ) -> None:
     """Verify an output, complete its card and commit it to a repository of the hub."""
-    from blr.compressor.progress import Progress
-    from blr.compressor.push import prepare_push, printed, send
+    from blr.compressor.base.progress import Progress
+    from blr.compressor.commands.push import prepare_push, printed, send
 
     prepared = prepare_push(Path(output), repository, metrics)
     Progress(quiet).notes(list(prepared.notes))

@@ -20,8 +20,8 @@ recipes_app = typer.Typer(
 @recipes_app.command("list")
 def list_recipes(format: FormatOption = Format.text) -> None:
     """Every shipped recipe with its first line of comment."""
-    from blr.compressor.recipe.shipped import describe_recipe, shipped_recipes
-    from blr.compressor.tables import aligned
+    from blr.compressor.base.tables import aligned
+    from blr.compressor.recipe.shipped_recipes import describe_recipe, shipped_recipes
 
     found = {name: describe_recipe(path) for name, path in shipped_recipes().items()}
     print(json.dumps(found) if format is Format.json else aligned(list(found.items())))
@@ -34,7 +34,7 @@ def show_recipe(
 ) -> None:
     """A recipe as written; with --format json as resolved, everything it extends merged in."""
     from blr.compressor.checkpoint.regular import read_text
-    from blr.compressor.recipe.shipped import find_recipe, load_recipe
+    from blr.compressor.recipe.shipped_recipes import find_recipe, load_recipe
     from blr.compressor.recipe.yaml_file import MAX_BYTES
 
     resolved = load_recipe(name)
@@ -48,7 +48,7 @@ def validate_recipe(
     format: FormatOption = Format.text,
 ) -> None:
     """Check a recipe and all it extends; exit code 3 names line and key of what is wrong."""
-    from blr.compressor.recipe.shipped import load_recipe
+    from blr.compressor.recipe.shipped_recipes import load_recipe
 
     resolved = load_recipe(file)
     result: dict[str, Any] = {"recipe": file, "valid": True, "method": resolved.method}

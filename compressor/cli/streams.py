@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from blr.compressor.errors import StorageError
+from blr.compressor.base.errors import StorageError
 
 KEPT = 1 << 20  # characters of results that are repeated on standard error at most
 

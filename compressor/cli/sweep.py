@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr.compressor.base.errors import CapabilityError, kind_of_error
 from blr.compressor.cli import values
 from blr.compressor.cli.options import (
     HERE,
@@ -24,8 +25,7 @@ from blr.compressor.cli.options import (
     Restart,
     print_result,
 )
-from blr.compressor.errors import CapabilityError, kind_of_error
-from blr.compressor.heal.settings import checked_minutes
+from blr.compressor.healing.settings import checked_minutes
 
 METHODS = "svd,blast"
 
@@ -120,14 +120,14 @@ def sweep(
     format: FormatOption = Format.text,
 ) -> None:
     """Compress one model in many ways, and show bits a weight against what is lost in texts."""
+    from blr.compressor.base.progress import Progress
     from blr.compressor.cli.signals import stop_on_signals
+    from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of
+    from blr.compressor.commands.sweep.page import table
+    from blr.compressor.commands.sweep.run import Settings
+    from blr.compressor.commands.sweep.run import sweep as run
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.roofline import chosen_gpu
-    from blr.compressor.progress import Progress
-    from blr.compressor.sweep.grid import NONE, Grid, listed, points_of
-    from blr.compressor.sweep.page import table
-    from blr.compressor.sweep.run import Settings
-    from blr.compressor.sweep.run import sweep as run
     from blr.compressor.text.reading import check_text
 
     given: dict[str, Any] = {

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.errors import BlrError, UsageError
+from blr.compressor.base.quoting import printable
 from blr.compressor.cli import values
 from blr.compressor.cli.bench_options import words
 from blr.compressor.cli.failure import report_now
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
-from blr.compressor.errors import BlrError, UsageError
-from blr.compressor.machine.dtypes import DTYPES
-from blr.compressor.quoting import printable
 
 if TYPE_CHECKING:
     from blr.compressor.tune.run import Tuning
@@ -64,7 +64,7 @@ def tune(
     from blr.compressor.bench.precision import find_precision
     from blr.compressor.bench.shapes import check_structures, find_layers
     from blr.compressor.bench.stopping import Stopped
-    from blr.compressor.tuned_table import check_table, user_table
+    from blr.compressor.recipe.tuned_table import check_table, user_table
 
     wanted, dtypes = words(structures), words(dtype)
     check_structures([name for name in wanted if name != "fp8"])
@@ -73,7 +73,7 @@ def tune(
     layers = find_layers(words(shapes))
     if output is not None:
         check_table(output)
-    from blr.compressor.progress import Progress
+    from blr.compressor.base.progress import Progress
 
     progress = Progress(quiet)
     progress.loading()
@@ -122,7 +122,7 @@ def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format)
 
 
 def _winners(rows: list[dict[str, Any]]) -> str:
-    from blr.compressor.tables import aligned
+    from blr.compressor.base.tables import aligned
 
     return aligned([HEAD, *map(_cells, rows)], numbers=(3, 5, 6))
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
-from blr.compressor.errors import UsageError
-from blr.compressor.machine.device import check_device
-from blr.compressor.machine.dtypes import COMPUTED
+from blr.compressor.base.device import check_device
+from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.errors import UsageError
 
 MOST = 2**31 - 1
 COLDEST = 1e-4  # a temperature below it takes logits out of the range of float32

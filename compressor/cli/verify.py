@@ -29,9 +29,9 @@ def verify(
     format: FormatOption = Format.text,
 ) -> None:
     """Check every file of an output against its manifest; exit code 10 on a mismatch."""
-    from blr.compressor.errors import UsageError
-    from blr.compressor.signature import Signer, verify_signature
-    from blr.compressor.verify import verify_output, verify_text
+    from blr.compressor.base.errors import UsageError
+    from blr.compressor.commands.verify import verify_output, verify_text
+    from blr.compressor.integrations.signing import Signer, verify_signature
 
     signer = Signer(public_key, identity, issuer) if signature else None
     if signer is None and (public_key or identity or issuer):

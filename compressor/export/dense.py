@@ -17,23 +17,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor import __version__
+from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError, OutputError
-from blr.compressor.export.export import Job
+from blr.compressor.export.job import Job
 from blr.compressor.export.options import ExportOptions
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.tensors import plan_tensors
-from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import decoded, native_class, native_errors
+from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
 from blr.compressor.output.front import TAGS, card_front
-from blr.compressor.output.told import MARK
+from blr.compressor.output.loss_messages import MARK
 
 TEMPLATE = """# {name}, made dense by blr
 

@@ -17,7 +17,7 @@ from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import card_front
-from blr.compressor.output.told import MARK
+from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 
 RECIPE = "recipe.yaml"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
-from blr.compressor.errors import CapabilityError
-from blr.compressor.quoting import first_line
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blr.compressor.checkpoint.shards import DEFAULT_SHARD_BYTES
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.machine.dtypes import DTYPES
-from blr.compressor.machine.packages import check_packages
+from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.packages import check_packages
 from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"

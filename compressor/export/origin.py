@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.manifest import saved_by
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.checkpoint.trust import check_listed
-from blr.compressor.errors import InputError
 from blr.compressor.loading.checked import check_transformers, check_unquantized, open_checked
-from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.workspace.manifest import saved_by
+from blr.compressor.workspace.trust import check_listed
 
 # As in modeling/configuration_blr.py, which imports transformers: the format of config.blr, names, and
 # what an output's configuration has beside the native one

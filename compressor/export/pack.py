@@ -3,7 +3,7 @@
 Quantized are U and V of low-rank, Monarch and BLAST layers, the Kronecker-sparse factors, and dense
 weights; not the S of BLAST, biases, norms and embeddings. The output head is left by `quantize_model`
 and has a kind of its own (`quantize_head`). The format is that of
-`blr.kernels.quantized.reference`, the modules are those of `blr.compressor.modeling.quantized`.
+`blr.kernels.decode.quantized.reference`, the modules are those of `blr.compressor.modeling.quantized`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.errors import NumericsError, UsageError
+from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import (

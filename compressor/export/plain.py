@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.errors import UsageError
 from blr.compressor.export.dense import dense_config, transposed_modules
-from blr.compressor.export.export import Job
+from blr.compressor.export.job import Job
 from blr.compressor.export.options import ExportOptions
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.export.plan import ExportPlan
@@ -26,7 +26,7 @@ from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import TAGS, card_front
-from blr.compressor.output.told import MARK
+from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
 

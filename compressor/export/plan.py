@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from blr.compressor import __version__
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.export.densify import slower_layers
 from blr.compressor.export.files import export_config
 from blr.compressor.export.options import DEFAULT_CONTEXT, ExportOptions

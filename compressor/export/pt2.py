@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.disk import flush, sha256_file
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.disk import flush, sha256_file
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.scratch import scratch_folder
 from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
 from blr.compressor.export.options import COMPILED
-from blr.compressor.machine.scratch import scratch_folder
 
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from blr.compressor.architectures import Family, find_family
+from blr.compressor.base.errors import InputError, NumericsError, UsageError
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.errors import InputError, NumericsError, UsageError
 from blr.compressor.export.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
+from blr.compressor.recipe.architectures import Family, find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
-from blr.kernels.quantized.formats import GROUP
+from blr.kernels.decode.quantized.formats import GROUP
 
 Parts = dict[str, tuple[str, tuple[int, ...]]]  # name in the module -> safetensors dtype and shape
 

@@ -10,14 +10,14 @@ import torch
 from transformers import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.loading.carry import keep_tokenizer
 from blr.compressor.loading.native import decoded, native_class, native_errors
-from blr.compressor.loading.quiet import quiet_transformers
-from blr.compressor.machine.device import pick_device
+from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import misfits

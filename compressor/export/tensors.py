@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blr.compressor.checkpoint.disk import Bytes
+from blr.compressor.base.disk import Bytes
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.shards import Slot
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.errors import NumericsError
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
-from blr.compressor.quoting import quote
 from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of
 from blr.compressor.structures.specs import (
@@ -33,6 +32,7 @@ from blr.compressor.structures.specs import (
     leaves,
     stored_names,
 )
+from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order
 from blr.kernels.fp8.reference import LARGEST

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.architectures import Family, Group
+from blr.compressor.base.errors import CapabilityError, InputError
+from blr.compressor.base.precision import moved
+from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import CapabilityError, InputError
+from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import NUMBER, Arguments, Batch, distinct
-from blr.compressor.fitting.found import (
+from blr.compressor.fitting.block_discovery import (
     PROBE,
     Handing,
     check_blocks,
@@ -31,14 +33,12 @@ from blr.compressor.fitting.found import (
 )
 from blr.compressor.fitting.running import Reached, in_place_of, parted
 from blr.compressor.fitting.sizes import STATES
-from blr.compressor.fitting.storage import home
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
-from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
-from blr.compressor.machine.precision import moved
 from blr.compressor.modeling.classes import module_name, module_names
-from blr.compressor.parallel.processes import Processes
+from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
 
 NORMS = (  # what the last one is called

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from blr.compressor.fitting.twins import Sum
+from blr.compressor.fitting.equal_weights import Sum
 from blr.compressor.modeling.layers import LowRankLinear, PivotedLinear, StructuredLinear
 from blr.compressor.structures.registry import STRUCTURES
 

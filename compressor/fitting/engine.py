@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import FITTING, LAST, MEASURING, OWN
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
 from blr.compressor.fitting.finish import finish_blocks, finish_epochs
-from blr.compressor.fitting.own import is_own, with_own_text
+from blr.compressor.fitting.own_weights import is_own, with_own_text
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
@@ -27,12 +27,12 @@ from blr.compressor.fitting.sizes import FINISH_EPOCHS, GPU_EPOCHS, PACKED_EPOCH
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
-from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
-from blr.compressor.progress import FITTING, LAST, MEASURING, OWN
+from blr.compressor.planning.rank_caches import cache_notes
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import check_known
+from blr.compressor.workspace.journal import layer_key
 
 SWEEP = 7  # raise it when the measured sensitivities change
 NAMED = 6  # layers that a note lists

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from blr.compressor import __version__
+from blr.compressor.base.device import working_dtype
+from blr.compressor.base.errors import CapabilityError, NumericsError
+from blr.compressor.base.exhaustion import exhausted
+from blr.compressor.base.precision import moved
+from blr.compressor.base.processes import Processes
+from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.journal import layer_key
-from blr.compressor.errors import CapabilityError, NumericsError
 from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
-from blr.compressor.machine.device import working_dtype
-from blr.compressor.machine.exhaustion import exhausted
-from blr.compressor.machine.precision import moved
-from blr.compressor.parallel.processes import Processes
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
-from blr.compressor.quoting import first_line
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
+from blr.compressor.workspace.journal import layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.journal import layer_key
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import LAST
 from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.sizes import LAST_SHARE, LOGITS, last_pass_bytes
-from blr.compressor.progress import LAST
-from blr.compressor.rounding.latent import Trained
-from blr.kernels.divergence.op import divergence_sum
+from blr.compressor.structures.latent import Trained
+from blr.compressor.workspace.journal import layer_key
+from blr.kernels.training.divergence.op import divergence_sum
 
 FINISH = 5  # raise it when the results change
 RATE = 0.003  # of a tensor's root mean square, a step

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from blr.compressor.base.progress import duration
+from blr.compressor.base.tables import amount
+from blr.compressor.base.work_shares import share_out
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.room import disk_bytes, room
-from blr.compressor.fitting.times import Work, phases
-from blr.compressor.parallel.shares import share_out
+from blr.compressor.fitting.memory_forecast import disk_bytes, room
+from blr.compressor.fitting.time_forecast import Work, phases
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
-from blr.compressor.progress import duration
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.tables import amount
 
 TOGETHER = 0.85  # of the speed that as many GPUs would have apart
 ALONE = ("libraries and the rest", "reading, writing and the check")  # what one process does

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from blr.compressor.base.ordered_sums import OrderedSum
+from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.parallel.sums import OrderedSum
 from blr.compressor.structures.linalg import cholesky, solve_factored
 
 RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold

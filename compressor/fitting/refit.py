@@ -18,16 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike
 from blr.compressor.fitting.running import run_block
 from blr.compressor.fitting.sizes import HELD_BACK, PART_WORK
-from blr.compressor.machine.precision import tensor_cores
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.parallel.sums import OrderedSum, rounds
-from blr.compressor.rounding.bank import Banks
-from blr.compressor.rounding.latent import Trained
+from blr.compressor.structures.bank import Banks
+from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import cholesky
 
 RATE = 0.01  # of a tensor's root mean square, a step

@@ -21,19 +21,18 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
-from blr.compressor.rounding.float8 import EASE, Costs, costs_of, round_fp8
-from blr.compressor.rounding.gptq import compensation, gptq
-from blr.compressor.rounding.seen import seen_by_v
-from blr.compressor.rounding.turning import turned
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
+from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
+from blr.compressor.structures.gptq import compensation, gptq
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import from_rows, pack_factor, to_matrix, unpack_factor
 from blr.compressor.structures.pivoted import other_rows
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
+from blr.compressor.structures.seen import seen_by_v
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -45,8 +44,9 @@ from blr.compressor.structures.specs import (
     Spec,
     stored_names,
 )
+from blr.compressor.structures.turning import turned
+from blr.kernels.decode.quantized.reference import pack
 from blr.kernels.fp8.reference import is_number
-from blr.kernels.quantized.reference import pack
 
 PRODUCT = "product"
 LAST = "U"  # the factor that is solved for

@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.journal import layer_key
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.progress import MEASURING
+from blr.compressor.base.work_shares import share_out
+from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.running import captured_inputs, run_block
-from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.work import Work
-from blr.compressor.machine.precision import tensor_cores
-from blr.compressor.parallel.shares import share_out
-from blr.compressor.parallel.sums import OrderedSum, rounds
-from blr.compressor.progress import MEASURING
 from blr.compressor.structures.linalg import cholesky, eigenvalues
+from blr.compressor.workspace.journal import layer_key
 
 BACKWARD = 4.4  # times as long as a block's forward pass takes its backward one, with what it measures
 HIDDEN = "hidden"  # the name of a block's own output among those of its layers

@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.architectures import Group
-from blr.compressor.checkpoint.journal import layer_key
+from blr.compressor.base.ordered_sums import rounds
+from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.processes import Processes
+from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
 from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.factorize import Result, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
-from blr.compressor.fitting.reading import read_by, rounds_to_float8
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import captured_inputs, run_block, run_until
 from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.storage import home
 from blr.compressor.fitting.student import Student
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
-from blr.compressor.machine.precision import tensor_cores
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.parallel.sums import rounds
+from blr.compressor.recipe.architectures import Group
+from blr.compressor.workspace.journal import layer_key
 
 REFIT = 6  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.composed import compose_layers
+from blr.compressor.fitting.equal_weights import Twin, make_twin
 from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sizes import WIDEST
-from blr.compressor.fitting.twins import Twin, make_twin
-from blr.compressor.loading.trained import fuse_trained
-from blr.compressor.rounding.latent import Plain, Trained
+from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.structures.latent import Plain, Trained
 
 NORM = "norm"  # prefix of theirs in the journal
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.precision import moved
 from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
-from blr.compressor.machine.precision import moved
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper

@@ -8,12 +8,12 @@ from functools import cached_property
 
 import torch
 
-from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.base.processes import Processes
+from blr.compressor.base.progress import Progress
+from blr.compressor.base.work_shares import share_out
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.parallel.shares import share_out
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.workspace.journal import Journal
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blr.compressor.architectures import find_family
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.errors import InputError
-from blr.compressor.loading.usual import is_usual
-from blr.compressor.quoting import quote
+from blr.compressor.loading.usual_names import is_usual
+from blr.compressor.recipe.architectures import find_family
 
 OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
 
@@ -28,13 +28,13 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
 
 
 def read_as_loaded(source: Source) -> Source:
-    """A dense checkpoint as transformers reads it (`loading/taken.py`), which is asked where the names
-    are not those that its class saves.
+    """A dense checkpoint as transformers reads it (`loading/loader_names.py`), which is asked where the
+    names are not those that its class saves.
 
     Raises InputError for tensors that are not those of config.json.
     """
     if source.library is TRANSFORMERS and not is_usual(source):
-        from blr.compressor.loading.taken import taken
+        from blr.compressor.loading.loader_names import taken
 
         source = taken(source)
     family = find_family(source.model_type)

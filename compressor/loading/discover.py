@@ -12,10 +12,10 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from blr.compressor.architectures import Family, find_family
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.modeling.classes import module_names
+from blr.compressor.recipe.architectures import Family, find_family
 
 
 def family_of(source: Source) -> Family:
@@ -27,7 +27,7 @@ def discover_family(source: Source) -> Family:
     """A table made from the model itself: every linear layer of its blocks; the others are its heads.
 
     What reads text and has one list of blocks has `blocks`, by name in the model; their groups are left
-    to whoever runs them (`fitting/found.py`).
+    to whoever runs them (`fitting/block_discovery.py`).
 
     Raises InputError when transformers does not know the model type or architecture.
     """

@@ -10,26 +10,26 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.errors import CapabilityError, InputError, UsageError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.progress import Progress
+from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.checkpoint.trust import check_listed
-from blr.compressor.errors import CapabilityError, InputError, UsageError
-from blr.compressor.loading.carry import VOCABULARIES, check_generation
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
-from blr.compressor.loading.defaults import check_defaults
+from blr.compressor.loading.model_defaults import check_defaults
 from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
 from blr.compressor.loading.numerics import check_model
-from blr.compressor.loading.quiet import quiet_transformers
+from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.sidecar_files import VOCABULARIES, check_generation
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
-from blr.compressor.machine.device import pick_device
-from blr.compressor.machine.dtypes import COMPUTED
-from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.modeling_blr import misloaded
-from blr.compressor.progress import Progress
-from blr.compressor.quoting import first_line, quote
+from blr.compressor.workspace.trust import check_listed
 
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 NO_ADAPTER = {"subfolder": "no-adapter"}  # where peft looks for one: the model itself is asked for

@@ -14,15 +14,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
 
+from blr.compressor.base.errors import BlrError, CapabilityError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.hints import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError, CapabilityError
-from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.quoting import first_line, quote
 
 
 def native_class(source: Source) -> Any:

@@ -12,11 +12,11 @@ from pathlib import Path
 from shutil import disk_usage
 from textwrap import shorten
 
-from blr.compressor.architectures import short_names
+from blr.compressor.base.errors import BlrError, HubError, InputError, StorageError, UsageError
+from blr.compressor.base.quoting import first_line, is_text, printable, quote
 from blr.compressor.checkpoint.regular import absence, is_barred
 from blr.compressor.checkpoint.remedies import FULL
-from blr.compressor.errors import BlrError, HubError, InputError, StorageError, UsageError
-from blr.compressor.quoting import first_line, is_text, printable, quote
+from blr.compressor.recipe.architectures import short_names
 from blr.compressor.recipe.schema import DENSE, Recipe
 
 PIPELINE, PIPELINE_PART = "model_index.json", "transformer"  # of diffusers: its file, a folder in it
@@ -158,7 +158,7 @@ def _asked(repository: str, revision: str | None, patterns: list[str], stream: b
     if wanted != patterns:
         patterns, stream = wanted, _none_streamed(repository, stream)
     if _stays(repository, revision, patterns, stream):
-        from blr.compressor.loading.standing import stand_in
+        from blr.compressor.loading.hub_proxy import stand_in
 
         standing, commit = stand_in(repository, revision, patterns)
         return Found(standing, repository, commit)

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
-from blr.compressor.quoting import quote
 
 LENGTH, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.errors import CapabilityError, InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import POINTER, inside, read_whole, refuse, refuse_pointer
-from blr.compressor.errors import CapabilityError, InputError
-from blr.compressor.quoting import quote
 
 MAX_BYTES = 64 * 2**20
 SECONDS = 10  # of CPU, and one more for each MiB of the file

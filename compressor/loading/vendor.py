@@ -19,8 +19,8 @@ from blr.compressor import __version__
 from blr.compressor.bundling.bundle import bundle, reached
 from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.settings import ExportSettings
+from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS, Spec, families
-from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.kernels.common.names import FOLDERS
 
 # File to the module that, with what it needs at its top, makes it; of what they import inside
@@ -93,10 +93,12 @@ class Contents:
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that it can do without."""
-        absent = {f"blr.kernels.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
+        absent = {f"blr.kernels.layers.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
-            absent.update(f"blr.kernels.quantized.{part}" for part in ("corrected", "grouped", "launch"))
-            absent.update(f"blr.kernels.integer.{part}" for part in ("form", "launch", "looped"))
+            absent.update(
+                f"blr.kernels.decode.quantized.{part}" for part in ("corrected", "grouped", "launch")
+            )
+            absent.update(f"blr.kernels.decode.integer.{part}" for part in ("form", "launch", "looped"))
         if not self.generates:
             absent.add("blr.compressor.runtime")
         return frozenset(absent)

@@ -17,13 +17,13 @@ from blr.compressor.modeling.registry import register_on_demand
 
 
 def _write_code(config: Any, folder: Path) -> None:
-    from blr.compressor.loading.saving import write_code
+    from blr.compressor.loading.save_pretrained import write_code
 
     write_code(config, folder)
 
 
 def _register_lora() -> None:
-    from blr.compressor.loading.peft import register
+    from blr.compressor.integrations.peft import register
 
     register()
 

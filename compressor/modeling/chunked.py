@@ -28,7 +28,7 @@ from blr.compressor.modeling.expressions import (
 )
 from blr.compressor.modeling.rank_store import Held
 from blr.kernels.common.transient import bound_for, chunks, tokens_within
-from blr.kernels.normed.launch import layer_norm as normed
+from blr.kernels.fused.normed.launch import layer_norm as normed
 
 FEW = 8  # queries up to which values stay in the space of ranks
 

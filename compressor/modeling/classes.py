@@ -20,8 +20,8 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from blr.compressor.modeling.beside import name_beside
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class, native_name
+from blr.compressor.modeling.native_names import name_beside
 
 EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 _made: dict[tuple[str, type], type[Any]] = {}

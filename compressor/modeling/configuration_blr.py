@@ -19,8 +19,8 @@ from typing import Any
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from blr.compressor.modeling.beside import ModelType, find_processors
 from blr.compressor.modeling.native_classes import GUARD, guard, watch_native_classes
+from blr.compressor.modeling.native_names import ModelType, find_processors
 
 PREFIX = "Blr"
 FORMAT = 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from blr.compressor.modeling.basis import held_for
+from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once

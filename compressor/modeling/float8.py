@@ -21,6 +21,7 @@ from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import is_traced, rows
 from blr.kernels.common.tables import Shape, bucket, prefers_dequantized
+from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.fp8.op import (
     STRUCTURES,
     fp8_device,
@@ -28,7 +29,6 @@ from blr.kernels.fp8.op import (
     fp8_rows,
 )
 from blr.kernels.fp8.reference import Factors, Rows, Scales, aligned, even_ranks, scales_of
-from blr.kernels.quantized.formats import ROW
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
 _DECIDED: Any = Plans()  # by a packing, which is kept so that no other one gets its id

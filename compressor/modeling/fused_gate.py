@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.fused_norm import is_fused
 from blr.compressor.modeling.probes import gate_of
-from blr.kernels.gated.launch import gated
+from blr.kernels.fused.gated.launch import gated
 
 
 class FusedGate(Extension):
     """Mixin before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. fused_gate: its name in
-    `kernels.gated.reference.GATES`."""
+    `kernels.fused.gated.reference.GATES`."""
 
     fused_gate: str
 

@@ -17,7 +17,7 @@ from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.probes import norm_of
 from blr.kernels.common.available import HALF
 from blr.kernels.common.registration import is_unwatched
-from blr.kernels.normed.launch import is_faster, layer_norm
+from blr.kernels.fused.normed.launch import is_faster, layer_norm
 
 
 class FusedNorm(Extension):

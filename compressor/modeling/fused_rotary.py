@@ -20,8 +20,8 @@ from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.fused_norm import is_fused
 from blr.compressor.modeling.probes import CLOSE, SMALL, numbers
-from blr.kernels.rotary.launch import rotated
-from blr.kernels.rotary.reference import rotate
+from blr.kernels.fused.rotary.launch import rotated
+from blr.kernels.fused.rotary.reference import rotate
 
 ROTATION = "apply_rotary_pos_emb"  # what the models of transformers call it
 RENAMING = "transformers.utils.deprecation"  # whose functions stand before a `forward` since 5.24

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.modeling.basis import held_for
+from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
 from blr.kernels.common.available import gpu_key, has_triton, kernel_device

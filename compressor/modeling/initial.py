@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import initialization as init
 
 from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.drawn import spread
 from blr.compressor.modeling.kernel_layout import SUFFIX
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear
+from blr.compressor.modeling.random_init import spread
 from blr.compressor.structures.specs import PACKED, SCALE
 from blr.kernels.fp8.reference import E4M3
 

@@ -19,9 +19,9 @@ from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.chunked import by_tokens, has_tokens
 from blr.compressor.modeling.deferred import Deferred, deferred
 from blr.compressor.modeling.dense_weight import DenseWeight
-from blr.compressor.modeling.drawn import drawn
 from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.products import LowRankProduct, Product
+from blr.compressor.modeling.random_init import drawn
 from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.specs import (
@@ -33,18 +33,18 @@ from blr.compressor.structures.specs import (
     Spec,
     spec_from_dict,
 )
-from blr.kernels.blast.op import blast_linear
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
 from blr.kernels.common.registration import is_unwatched
+from blr.kernels.decode.quantized.segments import Narrow
 from blr.kernels.fp8.reference import is_number
-from blr.kernels.kronecker.op import kronecker_linear
-from blr.kernels.lowrank.op import lowrank_linear
-from blr.kernels.lowrank.reference import grouped_lowrank_linear
-from blr.kernels.monarch.op import monarch_linear
-from blr.kernels.pivoted.reference import pivoted_linear
-from blr.kernels.quantized.segments import Narrow
+from blr.kernels.layers.blast.op import blast_linear
+from blr.kernels.layers.kronecker.op import kronecker_linear
+from blr.kernels.layers.lowrank.op import lowrank_linear
+from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
+from blr.kernels.layers.monarch.op import monarch_linear
+from blr.kernels.layers.pivoted.reference import pivoted_linear
 
 
 class StructuredLinear(nn.Module):

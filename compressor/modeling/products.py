@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
-from blr.kernels.activated.launch import activated
-from blr.kernels.lowrank.op import lowrank_linear
-from blr.kernels.lowrank.reference import grouped_lowrank_linear
+from blr.kernels.fused.activated.launch import activated
+from blr.kernels.layers.lowrank.op import lowrank_linear
+from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 
 MANY = 128  # tokens of a sequence from which a product through ranks is two of the library's
 
@@ -27,8 +27,8 @@ class Product:
         return self.function(x, *self.factors)
 
     def activated(self, x: Tensor, activation: str) -> Tensor | None:
-        """The output behind an activation of `kernels.activated`, where that is made with it: of two
-        products; else None, and nothing is done."""
+        """The output behind an activation of `kernels.fused.activated`, where that is made with it: of
+        two products; else None, and nothing is done."""
         return None
 
     def inner(self, x: Tensor) -> Tensor:

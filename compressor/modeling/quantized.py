@@ -1,11 +1,11 @@
 """Layers with weights of 8 to 2 bits, or in float8: structured and dense. Shipped in every checkpoint.
 
 A factor is stored in kernel layout and packed along its contracted axis: ``<factor>_q`` and
-``<factor>_scale``, buffers (`blr.kernels.quantized.reference`), as its spec says. The canonical names
-(``U``, ``V``, ``factors``, ``weight``) are dequantized when they are read, in the dtype of the scales,
-so that every forward pass is that of the plain layer; the decoding runtime reads `packed` instead,
-where it has kernels for the format. The S of BLAST, which is small, stays a parameter unless its spec
-says otherwise.
+``<factor>_scale``, buffers (`blr.kernels.decode.quantized.reference`), as its spec says. The canonical
+names (``U``, ``V``, ``factors``, ``weight``) are dequantized when they are read, in the dtype of the
+scales, so that every forward pass is that of the plain layer; the decoding runtime reads `packed`
+instead, where it has kernels for the format. The S of BLAST, which is small, stays a parameter unless
+its spec says otherwise.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from blr.compressor.structures.specs import (
     Spec,
     spec_from_dict,
 )
+from blr.kernels.decode.quantized.formats import GROUP, packed_width, scale_count
+from blr.kernels.decode.quantized.reference import dequantize, unpack
+from blr.kernels.decode.quantized.segments import Narrow
 from blr.kernels.fp8.reference import E4M3, dequantize_fp8
-from blr.kernels.quantized.formats import GROUP, packed_width, scale_count
-from blr.kernels.quantized.reference import dequantize, unpack
-from blr.kernels.quantized.segments import Narrow
 
 DENSE = DenseSpec.structure  # the structure of an entry for a quantized nn.Linear
 WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns

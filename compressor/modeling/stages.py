@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Stage(NamedTuple):
-    """One blockwise product, as `blr.kernels.gemv.segments.Segment` takes it.
+    """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
 
     w: [B, R, K], a view of the layer's own factor, or a `modeling.quantized.Packed` of that shape.
     bias: [B·R]. mix: [B, B, R]. part: see there. correction: of packed w, what else is added.
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
 class Corrections(NamedTuple):
     """``U z`` of a structure beside packed weights: z [B·r] is what its first stage gives, u [B, q, r] a
-    `blr.kernels.quantized.segments.Narrow`."""
+    `blr.kernels.decode.quantized.segments.Narrow`."""
 
     first: Stage
     u: Any

@@ -8,11 +8,11 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.output.loss_messages import MARK
 from blr.compressor.output.records import by_type
-from blr.compressor.output.told import MARK
-from blr.compressor.planning.cached import cache_notes
 from blr.compressor.planning.plan import Plan
-from blr.compressor.planning.storing import what_became
+from blr.compressor.planning.rank_caches import cache_notes
+from blr.compressor.planning.storage_choice import what_became
 from blr.compressor.recipe.schema import Recipe
 
 TEMPLATE = """# {name}, compressed by blr

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.errors import BlrError, NumericsError, OutputError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError, NumericsError, OutputError
 from blr.compressor.loading.native import continues_text
-from blr.compressor.loading.trial import NO_CHECK, Trial
-from blr.compressor.machine.exhaustion import raise_exhausted
-from blr.compressor.output.doors import door_of
+from blr.compressor.loading.smoke_run import NO_CHECK, Trial
+from blr.compressor.output.library_adapters import door_of
 from blr.compressor.output.loss import Loss, Measure, Unmeasured, measure_of, measured
-from blr.compressor.output.marked import write_loss
+from blr.compressor.output.loss_messages import LARGE, MOST, number
+from blr.compressor.output.loss_record import write_loss
 from blr.compressor.output.produce import Written
 from blr.compressor.output.sample import Text
-from blr.compressor.output.told import LARGE, MOST, number
-from blr.compressor.quoting import first_line, quote
 
 
 @dataclass(frozen=True)

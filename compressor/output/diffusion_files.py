@@ -6,16 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.errors import OutputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.library import DIFFUSERS, kind_of
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.errors import OutputError
 from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.vendor import DIFFUSION
 from blr.compressor.modeling.configuration_blr import FORMAT
 from blr.compressor.output.produce import Written
 from blr.compressor.planning.plan import Plan
-from blr.compressor.quoting import quote
 from blr.compressor.structures.specs import spec_from_dict
 
 KEPT = {DIFFUSERS.kind, "_diffusers_version"}  # keys that sound like code and are none

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.extras import CARD, LAYERS
 from blr.compressor.checkpoint.hints import carried, inert
-from blr.compressor.checkpoint.manifest import MANIFEST
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError, OutputError
-from blr.compressor.loading.carry import keep_tokenizer
-from blr.compressor.loading.keys import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
+from blr.compressor.loading.sidecar_files import keep_tokenizer
+from blr.compressor.loading.tensor_names import load_empty, misfit
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.native_classes import GUARD, guard
@@ -26,6 +25,7 @@ from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import PACED, Recipe
+from blr.compressor.workspace.manifest import MANIFEST
 
 SOURCE_CARD = "README.source.md"
 

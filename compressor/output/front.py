@@ -12,10 +12,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from blr.compressor.base.errors import BlrError
 from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.checkpoint.regular import inside, read_text
-from blr.compressor.errors import BlrError
 from blr.compressor.recipe.yaml_file import parse_mapping
 
 FENCE = "---\n"

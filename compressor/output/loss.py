@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import BlrError, NumericsError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError, NumericsError
 from blr.compressor.loading.checked import OURS
 from blr.compressor.loading.native import continues_text
+from blr.compressor.loading.smoke_run import NO_CHECK, run
 from blr.compressor.loading.streamed import is_small, load_written, streamed_model, whole_model
-from blr.compressor.loading.trial import NO_CHECK, run
-from blr.compressor.machine.exhaustion import raise_exhausted
 from blr.compressor.output.sample import Text, most_tokens, own_text, writes
-from blr.compressor.quoting import first_line
 from blr.compressor.text.beginning import idle_predictions
 
 LOGITS = 1 << 26  # of all windows that run at once

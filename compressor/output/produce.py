@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.checkpoint.disk import Bytes, fsync_folder, pieces, write_stream
+from blr.compressor.base.disk import Bytes, fsync_folder, pieces, write_stream
+from blr.compressor.base.progress import CHECKING, WRITING, Progress
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.manifest import MANIFEST, build_manifest
-from blr.compressor.checkpoint.shards import Slot, index_name, write_shards
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.loading.carry import TOKENIZER
+from blr.compressor.loading.sidecar_files import TOKENIZER
 from blr.compressor.planning.plan import Plan
-from blr.compressor.progress import CHECKING, WRITING, Progress
+from blr.compressor.workspace.manifest import MANIFEST, build_manifest
+from blr.compressor.workspace.shards import Slot, index_name, write_shards
+from blr.compressor.workspace.workspace import Workspace
 
 Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 

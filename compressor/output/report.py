@@ -13,8 +13,8 @@ from statistics import mean
 from typing import Any
 
 from blr.compressor.checkpoint.extras import REPORT
+from blr.compressor.output.loss_messages import number, told
 from blr.compressor.output.svg import Series, bars, chart, legend
-from blr.compressor.output.told import number, told
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec
 

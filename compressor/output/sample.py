@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import printable
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError
 from blr.compressor.fitting.engine import read_text
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.native import read_context
+from blr.compressor.loading.smoke_run import plain_tokens
 from blr.compressor.loading.streamed import is_small
 from blr.compressor.loading.tokenizer import check_ids
-from blr.compressor.loading.trial import plain_tokens
-from blr.compressor.quoting import printable
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.beginning import Beginning, beginning_of, begun, room_in
 from blr.compressor.text.own import OwnText, continued

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blr.compressor.architectures import Family, families, find_family
+from blr.compressor.base.errors import InputError, UsageError
+from blr.compressor.base.globs import matches, matches_any
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.library import DIFFUSERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError, UsageError
-from blr.compressor.quoting import quote
-from blr.compressor.recipe.globs import matches, matches_any
+from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import Recipe
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from blr.compressor.architectures import Family, find_family
+from blr.compressor.base.dtypes import BYTES, CODES, DTYPES
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.globs import matches
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError
 from blr.compressor.loading.checked import check_dense, check_unquantized, open_checked
-from blr.compressor.machine.dtypes import BYTES, CODES, DTYPES
-from blr.compressor.recipe.globs import matches
+from blr.compressor.recipe.architectures import Family, find_family
 
 
 def open_or_outline(folder: Path) -> tuple[Source, bool]:

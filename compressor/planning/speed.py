@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import BlrError, UsageError
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
-from blr.kernels.quantized.formats import GROUP
+from blr.kernels.decode.quantized.formats import GROUP
 
 READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
 # Dense weights that are unpacked a clock and multiprocessor; of 8 bits as many as are read.

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from blr.compressor.base.tables import aligned
 from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
 from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.tables import aligned
 
 SUMMED = (
     *("dense_parameters", "parameters", "bytes", "decode_us", "prefill_us"),

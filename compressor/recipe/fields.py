@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from blr.compressor.errors import UsageError
-from blr.compressor.recipe.globs import MAX_GLOB, MAX_GLOBS
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.globs import MAX_GLOB, MAX_GLOBS
 from blr.compressor.structures.patterns import check_pattern
 
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]

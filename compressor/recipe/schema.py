@@ -15,9 +15,10 @@ from pydantic import (
     model_validator,
 )
 
-from blr.compressor.errors import UsageError
-from blr.compressor.machine.dtypes import Dtype
-from blr.compressor.recipe.alone import NONE, stores_alone
+from blr.compressor.base.dtypes import Dtype
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.globs import MAX_GLOBS, matches
+from blr.compressor.recipe.field_wording import said_of
 from blr.compressor.recipe.fields import (
     Bits,
     CacheFactor,
@@ -30,10 +31,9 @@ from blr.compressor.recipe.fields import (
     Positive,
     Share,
 )
-from blr.compressor.recipe.globs import MAX_GLOBS, matches
-from blr.compressor.recipe.wording import said_of
+from blr.compressor.recipe.quantize_alone import NONE, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
-from blr.kernels.quantized.formats import FP8_GROUPS, GROUP, ROW
+from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
 
 FORMER = {"auto": "blast"}  # methods of earlier versions, by what they became
 DENSE = "dense"  # as it is, or in the bits that `quantize` says

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from blr.compressor.modeling.quantized import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
 from blr.compressor.runtime.plan import Part, Phase, Slot
+from blr.kernels.decode.gemv.reference import ACTIVATIONS
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
+from blr.kernels.decode.skinny.bound import PACKED_FROM, PLAIN_FROM
 from blr.kernels.fp8.reference import is_number
-from blr.kernels.gemv.reference import ACTIVATIONS
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized.segments import Correction, QuantizedSegment
-from blr.kernels.skinny.bound import PACKED_FROM, PLAIN_FROM
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -84,13 +84,13 @@ class Binder:
         segments = [self._segment(part) for part in phase.parts]
         norm: dict[str, Any] = {"gain": phase.gain, "eps": phase.eps}
         if self.triton:
-            from blr.kernels.quantized.either import stages
+            from blr.kernels.decode.quantized.either import stages
 
             if run := self._skinny(phase, segments, add=phase.add, **norm):
                 return run
             segments, norm, before = self._ready(segments, norm)
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
-        from blr.kernels.quantized.segments import grouped as reference
+        from blr.kernels.decode.quantized.segments import grouped as reference
 
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
@@ -100,13 +100,13 @@ class Binder:
         gate, up = (self._segment(part) for part in phase.parts)
         options: dict[str, Any] = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
         if self.triton:
-            from blr.kernels.quantized.either import pair
+            from blr.kernels.decode.quantized.either import pair
 
             if run := self._skinny(phase, [gate, up], **options):
                 return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
-        from blr.kernels.quantized.segments import dual as reference
+        from blr.kernels.decode.quantized.segments import dual as reference
 
         return partial(reference, gate, up, **options)
 
@@ -119,7 +119,7 @@ class Binder:
         **options: Any,
     ) -> Run | None:
         """What runs segments, or with an activation a pair, by skinny products if those take them."""
-        from blr.kernels.skinny.bound import pair, stages
+        from blr.kernels.decode.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
         order, targets = self._order(phase.parts[0]), {part.target for part in phase.parts}
@@ -146,7 +146,7 @@ class Binder:
         dtype = torch.float32 if packed else self.state.kv.dtype
         if self.rows < PLAIN_FROM or not shared or (options["gain"] is None and x.dtype == dtype):
             return segments, options, []
-        from blr.kernels.gemv.ready import ready
+        from blr.kernels.decode.gemv.ready import ready
 
         made = torch.empty(x.shape, dtype=dtype, device=x.device)
         norm = {"gain": options["gain"], "eps": options["eps"]}
@@ -172,7 +172,7 @@ class Binder:
         options: dict[str, Any] = {"activation": phase.activation, "add": phase.add}
         if not self.triton:
             return partial(places.into, source, target, **options)
-        from blr.kernels.pivoted.gather import gather
+        from blr.kernels.layers.pivoted.gather import gather
 
         return partial(gather, source, places, target, pdl=self.pdl, **options)
 
@@ -201,12 +201,12 @@ class Binder:
         options |= {"eps": heads.eps, "window": heads.window}
         options |= {"scales": state.kv.scales(heads.layer, self.rows)}
         if self.triton:
-            from blr.kernels.attention.launch import decode_attention
+            from blr.kernels.decode.attention.launch import decode_attention
 
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
-        from blr.kernels.attention.reference import decode_attention as reference
+        from blr.kernels.decode.attention.reference import decode_attention as reference
 
         return lambda: target.copy_(reference(*inputs, **options))
 

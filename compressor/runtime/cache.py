@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blr.compressor.runtime.modes import CACHES
-from blr.kernels.attention.reference import pack, unpack
+from blr.kernels.decode.attention.reference import pack, unpack
 
 WHOLE, INT8 = CACHES
 

@@ -27,10 +27,10 @@ from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.compressor.runtime.turns import Turn
-from blr.kernels.attention.launch import MAX_SPLITS
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import capturing
 from blr.kernels.common.placing import on_gpu
+from blr.kernels.decode.attention.launch import MAX_SPLITS
 
 __all__ = ["Decoder", "supports"]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blr.compressor.runtime.cache import WHOLE, StaticKV
 from blr.compressor.runtime.plan import Plan, Slot
-from blr.kernels.attention.launch import attention_workspace
-from blr.kernels.quantized.formats import GROUP
-from blr.kernels.skinny.launch import Workspace
+from blr.kernels.decode.attention.launch import attention_workspace
+from blr.kernels.decode.quantized.formats import GROUP
+from blr.kernels.decode.skinny.launch import Workspace
 
 # Logits that one program of the choice compares.
 CHOICE_BLOCK = 4096

@@ -13,9 +13,9 @@ from blr.compressor.modeling.stages import Stage
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Heads, Part, Phase, Plan, Slot
 from blr.compressor.runtime.stages import kind_of, stages_of
-from blr.kernels.gemv.segments import dual_fits
-from blr.kernels.pivoted.places import Places
-from blr.kernels.quantized.formats import GROUP
+from blr.kernels.decode.gemv.segments import dual_fits
+from blr.kernels.decode.quantized.formats import GROUP
+from blr.kernels.layers.pivoted.places import Places
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = {

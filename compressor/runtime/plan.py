@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from blr.compressor.modeling.stages import Stage
-from blr.kernels.pivoted.places import Places
+from blr.kernels.layers.pivoted.places import Places
 
 
 @dataclass(frozen=True)

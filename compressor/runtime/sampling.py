@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 
 
 def check_logits(logits: Tensor) -> None:

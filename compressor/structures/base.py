@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blr.compressor.parallel.processes import Processes
+    from blr.compressor.base.processes import Processes
 
 
 @dataclass(frozen=True)

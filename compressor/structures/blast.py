@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
-from blr.compressor.machine.precision import tensor_cores
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.parallel.sums import OrderedSum, rounds
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.processes import Processes
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
@@ -42,9 +42,9 @@ from blr.compressor.structures.precgd import STEPS, Factors, precgd
 from blr.compressor.structures.replayed import Replayed
 from blr.compressor.structures.sizes import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
-from blr.kernels.blast.launch import mix
-from blr.kernels.cholesky.launch import is_tiled
 from blr.kernels.common.available import kernels_on
+from blr.kernels.layers.blast.launch import mix
+from blr.kernels.training.cholesky.launch import is_tiled
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once

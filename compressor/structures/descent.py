@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 
 MEMORY = 10  # correction pairs kept
 REFRESH = 10  # rounds between two preconditioners

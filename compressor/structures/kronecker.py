@@ -33,7 +33,7 @@ from blr.compressor.structures.linalg import (
 )
 from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, Pattern
-from blr.kernels.kronecker.reference import kronecker_factor
+from blr.kernels.layers.kronecker.reference import kronecker_factor
 
 DEFAULT_ROUNDS = 20  # with a Gram matrix; without one the hierarchical result is kept
 CG_STEPS = 8  # of one factor's refit

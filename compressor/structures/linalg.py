@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
-from blr.kernels.cholesky.launch import Factored, factored, is_tiled
+from blr.compressor.base.errors import NumericsError
+from blr.kernels.training.cholesky.launch import Factored, factored, is_tiled
 
 # Relative to the mean diagonal, tried in turn
 JITTERS = {

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from blr.compressor.structures.specs import QuantizedSpec, stored_names
 from blr.kernels.common.layout import canonical_view, to_physical
+from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
-from blr.kernels.quantized.reference import dequantize, quantize
 
 
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from functools import cache
 from itertools import pairwise
 from math import cos, gcd, inf, log, pi, prod, sin, sqrt
 
-from blr.compressor.errors import UsageError
-from blr.compressor.quoting import quote
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import quote
 from blr.compressor.structures.specs import Pattern
 
 Chain = tuple[Pattern, ...]

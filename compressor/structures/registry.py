@@ -102,7 +102,7 @@ class Structure:
 
     def reference(self, spec: Spec | None = None) -> Call:
         """The plain torch product f(x, *factors, bias=None), of `spec`'s groups if it has any."""
-        module = import_module(f"blr.kernels.{self.folder}.reference")
+        module = import_module(f"blr.kernels.layers.{self.folder}.reference")
         if getattr(spec, "groups", 1) > 1:
             grouped = getattr(module, f"grouped_{self.folder}_linear")
             side = getattr(spec, "side", "out")
@@ -113,14 +113,14 @@ class Structure:
         """The entry point of its kernels, f(x, *factors, bias=None)."""
         if not self.tuned:
             return self.reference()
-        module = import_module(f"blr.kernels.{self.folder}.op")
+        module = import_module(f"blr.kernels.layers.{self.folder}.op")
         return self._spread(getattr(module, f"{self.folder}_linear"))
 
     def variants(self) -> tuple[Mapping[str, Call], Mapping[str, list[dict[str, Any]]]]:
         """VARIANTS, taking factors one by one, and CONFIGS: for each variant with arguments worth
         trying the list of them."""
-        op = import_module(f"blr.kernels.{self.folder}.op")
-        module = import_module(f"blr.kernels.{self.folder}.variants")
+        op = import_module(f"blr.kernels.layers.{self.folder}.op")
+        module = import_module(f"blr.kernels.layers.{self.folder}.variants")
         return op.variants(), getattr(module, "CONFIGS", {})
 
     def _spread(self, product: Callable[..., Tensor]) -> Call:

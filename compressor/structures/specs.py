@@ -31,7 +31,7 @@ from typing import Any
 
 from blr.compressor.structures.spec import INDEX, Shape, Spec, Stored
 from blr.kernels.common.orders import order_of
-from blr.kernels.quantized.formats import GROUP, ROW, check_format, packed_width, scale_count
+from blr.kernels.decode.quantized.formats import GROUP, ROW, check_format, packed_width, scale_count
 
 Pattern = tuple[int, int, int, int]
 Axes = tuple[tuple[int, ...], ...]
@@ -202,7 +202,7 @@ PACKING = {"bits": None, "group": GROUP, "kept_bits": None, "tiled": False, "fp8
 
 @dataclass(frozen=True)
 class QuantizedSpec(Spec):
-    """`of` with its factors packed to `bits` in groups of `group` (`blr.kernels.quantized`).
+    """`of` with its factors packed to `bits` in groups of `group` (`blr.kernels.decode.quantized`).
 
     A factor becomes a matrix [..., R, K] along its contracted axis, and ``U`` is stored as ``U_q`` and
     ``U_scale``, ``factors.0`` as ``factors_q.0`` and ``factors_scale.0``. BLAST's couplings keep their

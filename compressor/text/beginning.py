@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 from blr.compressor.loading.tokenizer import PROBE
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blr.compressor.machine.exhaustion import exhausted, raise_exhausted
+from blr.compressor.base.exhaustion import exhausted, raise_exhausted
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.text.own import distance
 from blr.kernels.common.capturing import capturing

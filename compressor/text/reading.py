@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr.compressor.base.errors import HubError, InputError
+from blr.compressor.base.packages import check_packages, is_missing
+from blr.compressor.base.quoting import first_line, is_text, quote
 from blr.compressor.checkpoint.regular import (
     absence,
     read_lines,
@@ -19,9 +22,6 @@ from blr.compressor.checkpoint.regular import (
     read_text,
     refuse,
 )
-from blr.compressor.errors import HubError, InputError
-from blr.compressor.machine.packages import check_packages, is_missing
-from blr.compressor.quoting import first_line, is_text, quote
 from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:

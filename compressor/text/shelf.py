@@ -21,10 +21,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from blr.compressor.checkpoint.journal import Journal
-from blr.compressor.checkpoint.ownership import Entries, is_named, is_scratch
+from blr.compressor.base.errors import BlrError
 from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.errors import BlrError
+from blr.compressor.workspace.journal import Journal
+from blr.compressor.workspace.ownership import Entries, is_named, is_scratch
 
 MOST = 1 << 30  # bytes kept; beyond them what was read longest ago goes
 LIST = "blr-own-text.list"  # names of the files that are ours, a line each, behind the first one

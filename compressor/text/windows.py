@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 from blr.compressor.text.beginning import Beginning, begun, idle_predictions, room_in
 
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by

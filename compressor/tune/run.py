@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.device import device_name, pick_device
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.layers import SEEDS
 from blr.compressor.bench.precision import Precision
 from blr.compressor.bench.results import WRONG, versions
@@ -30,16 +33,13 @@ from blr.compressor.bench.subjects import (
     random_factors,
     reference_of,
 )
-from blr.compressor.errors import CapabilityError
-from blr.compressor.machine.device import device_name, pick_device
 from blr.compressor.planning.roofline import kernels
-from blr.compressor.progress import Progress
+from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
 from blr.compressor.tune.float8 import Product, float8_candidates, float8_cases, layer_cases
 from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
-from blr.compressor.tuned_table import read_table, table_text, write_table
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
 from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE

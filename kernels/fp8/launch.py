@@ -11,8 +11,8 @@ from blr.kernels.common.available import multiprocessors, supports_pdl
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
 from blr.kernels.common.tables import Shape, product_choice
+from blr.kernels.decode.gemm.launch import below, flat, run_length
 from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
-from blr.kernels.gemm.launch import below, flat, run_length
 
 UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full

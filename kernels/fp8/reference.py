@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
-from blr.kernels.quantized.formats import ROW
+from blr.kernels.decode.quantized.formats import ROW
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

@@ -8,7 +8,7 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.gemm.triton import grouped_tile, split
+from blr.kernels.decode.gemm.triton import grouped_tile, split
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from graphs import captured
 
-from blr.kernels.attention import launch, reference
+from blr.kernels.decode.attention import launch, reference
 
 LAYERS = 8
 WIDTH = 128

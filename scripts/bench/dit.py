@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from blr.compressor.bench.timing import CpuSampler, CudaSampler, Rotation, interleave, spread
 from blr.compressor.modeling.layers import BlastLinear, LowRankLinear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
-from blr.kernels.blast import reference
+from blr.kernels.layers.blast import reference
 
 WIDTH, HEADS, BLOCKS = 1152, 16, 9
 RANKS = {"qkv": (3 * WIDTH, 384), "fc1": (4 * WIDTH, 256), "adaLN": (6 * WIDTH, 256)}

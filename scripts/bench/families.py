@@ -105,7 +105,7 @@ def make(model_type: str, folder: str, tokenizer: str, dtype: str = "float32") -
     from pico import small
     from transformers.models.auto import modeling_auto as names
 
-    from blr.compressor.loading.trial import candidates
+    from blr.compressor.loading.smoke_run import candidates
 
     words = transformers.AutoTokenizer.from_pretrained(tokenizer)
     sizes = {**SIZES, "vocab_size": len(words), **PECULIAR.get(model_type, {})}

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.evaluate import read_tokens
+from blr.compressor.commands.evaluate import read_tokens
 from blr.compressor.fitting import engine, finish
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.run import Run
@@ -31,10 +31,10 @@ from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.planning.plan import make_plan
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.rounding.latent import Latent, Trained
+from blr.compressor.structures.latent import Latent, Trained
 from blr.compressor.text.reading import Calibration
+from blr.compressor.workspace.journal import Journal
 
 BATCH = 8
 

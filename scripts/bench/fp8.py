@@ -25,17 +25,17 @@ import torch
 from fp8_checks import BF16, check_kernels, relative, weight
 from torch import Tensor
 
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.summary import prefill_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
-from blr.compressor.progress import Progress
 from blr.compressor.tune.float8 import TILES
-from blr.kernels.blast.op import blast_linear
 from blr.kernels.fp8 import launch, layers, library
 from blr.kernels.fp8.launch import Tile
 from blr.kernels.fp8.reference import E4M3, Rows
-from blr.kernels.lowrank.op import lowrank_linear
-from blr.kernels.monarch.op import monarch_linear
+from blr.kernels.layers.blast.op import blast_linear
+from blr.kernels.layers.lowrank.op import lowrank_linear
+from blr.kernels.layers.monarch.op import monarch_linear
 
 WIDE = "128x256 s3 w8"
 Arms = dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]

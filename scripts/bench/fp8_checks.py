@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from blr.compressor.tune.float8 import TILES
-from blr.kernels.blast.reference import blast_linear as blast_reference
 from blr.kernels.fp8 import launch, layers, library, reference
 from blr.kernels.fp8.op import fp8_product, fp8_rows
 from blr.kernels.fp8.reference import Scales, dequantize_fp8, quantize_fp8
-from blr.kernels.lowrank.reference import lowrank_linear as lowrank_reference
-from blr.kernels.monarch.reference import monarch_linear as monarch_reference
+from blr.kernels.layers.blast.reference import blast_linear as blast_reference
+from blr.kernels.layers.lowrank.reference import lowrank_linear as lowrank_reference
+from blr.kernels.layers.monarch.reference import monarch_linear as monarch_reference
 
 BF16 = torch.bfloat16
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.evaluate import embed, rank_correlation, read_pairs, read_tokens
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.evaluate import embed, rank_correlation, read_pairs, read_tokens
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import read_sentences
 from blr.compressor.modeling import float8
-from blr.compressor.progress import Progress
 from blr.kernels.common import dispatch
 
 WINDOW, BATCH = 512, 4

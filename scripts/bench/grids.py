@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.rounding.gptq import compensation, gptq
+from blr.compressor.structures.gptq import compensation, gptq
 
 DIMENSIONS, CHUNK = 8, 4096
 RATIOS = (0.8, 0.9, 1.0, 1.1, 1.2)  # of scales tried

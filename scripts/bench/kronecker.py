@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
-from blr.kernels.kronecker.choose import Problem, choose
-from blr.kernels.kronecker.variants import VARIANTS
+from blr.kernels.layers.kronecker.choose import Problem, choose
+from blr.kernels.layers.kronecker.variants import VARIANTS
 
 LAYERS = (
     "1,4096,1360,1 2,680,2048,1;1,4096,2336,1 2,1168,5504,1;1,11008,1488,1 1,1488,4096,1;"

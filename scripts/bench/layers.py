@@ -41,11 +41,11 @@ from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import spread
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers, structured_linear
+from blr.compressor.recipe.tuned_table import read_table, table_text
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import run as tune
 from blr.compressor.tune.rules import OURS, Candidate
 from blr.compressor.tune.run import Tuning
-from blr.compressor.tuned_table import read_table, table_text
 from blr.kernels.common.tables import BUCKETS, PLAIN
 from blr.kernels.fp8.op import fp8_device
 

@@ -27,9 +27,9 @@ import torch
 from graphs import captured
 from torch import Tensor
 
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized.formats import form_of, packed_width
-from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.formats import form_of, packed_width
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))
 NORMED = ((1024, 4096), (14336, 4096))  # rows, columns: after a norm, as q|k|v and gate|up
@@ -144,10 +144,10 @@ def segment(case: Case, x: Tensor, y: Tensor, copy: int, copies: int) -> Any:
 
 def runs(case: Case, copies: int) -> tuple[list[Callable[[], Any]], Tensor, Tensor]:
     """A launch for each copy, the result of the first, and what it should be."""
-    from blr.kernels.gemv.grouped import grouped as plain
-    from blr.kernels.quantized import segments
-    from blr.kernels.quantized.corrected import corrected, corrected_dual
-    from blr.kernels.quantized.grouped import dual, grouped
+    from blr.kernels.decode.gemv.grouped import grouped as plain
+    from blr.kernels.decode.quantized import segments
+    from blr.kernels.decode.quantized.corrected import corrected, corrected_dual
+    from blr.kernels.decode.quantized.grouped import dual, grouped
 
     x = torch.randn(case.tokens, case.K, device=DEVICE)
     y = torch.full((case.tokens, case.rows), float("nan"), device=DEVICE)

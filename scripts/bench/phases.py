@@ -61,12 +61,12 @@ def main() -> int:
     parser.add_argument("--old", action="store_true")
     given = parser.parse_args()
     if given.old:
-        import blr.kernels.skinny.bound as bound
+        import blr.kernels.decode.skinny.bound as bound
 
         bound._taken = lambda *_: False
     if given.plain_from:
         import blr.compressor.runtime.bind as bind
-        import blr.kernels.skinny.bound as bound
+        import blr.kernels.decode.skinny.bound as bound
 
         bound.PLAIN_FROM = bind.PLAIN_FROM = given.plain_from
     begun, rows = monotonic(), []

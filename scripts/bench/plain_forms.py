@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from blr.compressor.bench.timing import CudaSampler, Rotation, interleave, spread
-from blr.kernels.lowrank.op import lowrank_linear
+from blr.kernels.layers.lowrank.op import lowrank_linear
 
 SHAPES, TOKENS = "4096x4096x1024,4096x4096x512,14336x4096x1536", "512,768,1024,1536,2048"
 L2, OFF = 50 << 20, 2e-2  # bytes; relative error that is none, in bf16

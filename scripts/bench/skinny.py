@@ -31,10 +31,10 @@ from graphs import captured
 from lowbit import DEVICE, ROTATED, copy_speed, timed, weights
 from torch import Tensor
 
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized.formats import PLANES, packed_width
-from blr.kernels.quantized.reference import dequantize
-from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.formats import PLANES, packed_width
+from blr.kernels.decode.quantized.reference import dequantize
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 1024))
 HEAD = (128256, 4096)
@@ -102,10 +102,10 @@ def cases(wanted: list[tuple[int, int]], wide: bool) -> Iterator[Case]:
 
 def runs(case: Case, copies: int) -> tuple[list[Callable[[], Any]], Tensor, Tensor]:
     """A launch for each copy, the result of the first, and what it should be."""
-    from blr.kernels.gemv.grouped import grouped as plain_rows
-    from blr.kernels.quantized.grouped import grouped as packed_rows
-    from blr.kernels.skinny.launch import Workspace, dual, grouped
-    from blr.kernels.skinny.prepare import prepare, prepared
+    from blr.kernels.decode.gemv.grouped import grouped as plain_rows
+    from blr.kernels.decode.quantized.grouped import grouped as packed_rows
+    from blr.kernels.decode.skinny.launch import Workspace, dual, grouped
+    from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     wide = torch.randn(case.tokens, case.K, device=DEVICE)
     y = torch.full((case.tokens, case.rows), float("nan"), device=DEVICE)

@@ -7,7 +7,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.compressor.bench.kronecker import Algorithms
-from blr.kernels.kronecker.reference import kronecker_factor
+from blr.kernels.layers.kronecker.reference import kronecker_factor
 
 pytestmark = [
     pytest.mark.fast,

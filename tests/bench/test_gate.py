@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.gate import ROWS, WrongResult, check, expect, poisoned
 from blr.compressor.bench.precision import PRECISIONS, computing_in, find_precision
-from blr.compressor.errors import UsageError
 
 pytestmark = pytest.mark.fast
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from running import Run
 
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.memory.models import find_subject, rank_spec
 from blr.compressor.bench.memory.predict import predicted
 from blr.compressor.bench.memory.run import MemoryOptions, run_memory
 from blr.compressor.bench.memory.track import transient_bytes
-from blr.compressor.errors import CapabilityError
-from blr.compressor.progress import Progress
 
 SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds", "1", "--keep", "0.5")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from producing import snapshot
 
+from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
 from blr.compressor.bench.results import (
     CSV_NAME,
     JSON_NAME,
@@ -21,8 +22,7 @@ from blr.compressor.bench.results import (
 )
 from blr.compressor.cli.bench_options import finish
 from blr.compressor.cli.options import Format
-from blr.compressor.errors import BlrError, OutputError, RecipeError, StorageError
-from blr.compressor.tuned_table import HEADER, check_table, table_text, write_table
+from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
 
 MINE = "the user's"
 TABLE = table_text("mine", "a test", [{"structure": "lowrank", "dtype": "float16", "variant": "gemm"}])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.peers import load_peer, load_peers
-from blr.compressor.errors import UsageError
 
 GOOD = """
 def blr_peer():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench import prefill, prefilled
 from blr.compressor.bench.prefill import PrefillOptions, run_prefill
 from blr.compressor.bench.prefilled import GRAPH, RUNTIME, Prefilled, find_any
 from blr.compressor.bench.summary import prefill_summary, prefill_text
-from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.modeling import float8
-from blr.compressor.progress import Progress
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
 

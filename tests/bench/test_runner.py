@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench import float8
 from blr.compressor.bench.ceilings import Ceilings
 from blr.compressor.bench.kronecker import PatternBench
@@ -20,7 +21,6 @@ from blr.compressor.bench.shapes import find_layers, specs_for
 from blr.compressor.bench.subjects import dense_kernel, our_variant
 from blr.compressor.bench.summary import layers_summary, patterns_summary
 from blr.compressor.planning.roofline import find_gpu, kernels, layer_time
-from blr.compressor.progress import Progress
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec
 
 pytestmark = pytest.mark.fast

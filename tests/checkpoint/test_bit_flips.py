@@ -14,9 +14,9 @@ from flipping import every_flip_is_found
 from heal_models import QUIET, compress_pico, save_dense, write_text
 from pico import save_pico
 
-from blr.compressor.checkpoint.journal import Journal, layer_key
-from blr.compressor.heal.run import heal
-from blr.compressor.heal.settings import HealOptions
+from blr.compressor.commands.heal import heal
+from blr.compressor.healing.settings import HealOptions
+from blr.compressor.workspace.journal import Journal, layer_key
 
 Make = Callable[[Path], Path]
 

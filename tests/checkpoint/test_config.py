@@ -9,9 +9,9 @@ import torch
 from pico import save_pico
 from transformers import AutoModel
 
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.config import check_counts, read_config
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
-from blr.compressor.errors import InputError
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "opt", "roberta", "xlm-roberta"])

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from producing import is_whole, produce, snapshot
 
-from blr.compressor.checkpoint import disk, lock, remedies
-from blr.compressor.checkpoint.disk import check_space, write_stream
-from blr.compressor.checkpoint.lock import ABOUT
+from blr.compressor.base import disk
+from blr.compressor.base.disk import check_space, write_stream
+from blr.compressor.base.errors import BlrError, CapabilityError, OutputError, StorageError
+from blr.compressor.checkpoint import remedies
 from blr.compressor.checkpoint.regular import open_regular
 from blr.compressor.checkpoint.remedies import storage_errors, unforeseen
-from blr.compressor.checkpoint.workspace import Workspace
-from blr.compressor.errors import BlrError, CapabilityError, OutputError, StorageError
+from blr.compressor.workspace import lock
+from blr.compressor.workspace.lock import ABOUT
+from blr.compressor.workspace.workspace import Workspace
 
 NUMBERS = (
     *("EMFILE", "ENFILE", "EINTR", "EAGAIN", "EBUSY", "EINVAL", "EXDEV", "ENOMEM", "ETIMEDOUT"),

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import BITS, Header, check_name, read_header
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.checkpoint.source import TORCH_NAMES
-from blr.compressor.errors import InputError
-from blr.compressor.quoting import quote
 
 FAST = settings(
     max_examples=150,

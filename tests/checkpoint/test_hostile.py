@@ -14,9 +14,9 @@ import pytest
 from patience import PATIENCE
 from producing import listing
 
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import InputError
 
 pytestmark = pytest.mark.fast
 
@@ -86,7 +86,7 @@ import sys
 import time
 from pathlib import Path
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 for folder in sys.argv[1:]:
     try:
         open_source(Path(folder))

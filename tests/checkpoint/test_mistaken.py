@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import InputError
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}

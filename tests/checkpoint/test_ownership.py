@@ -18,13 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from producing import FILES, is_whole, produce, snapshot, stop_before_commit, stop_before_rename
 
-from blr.compressor.checkpoint import destination
-from blr.compressor.checkpoint.destination import KINDS, check_apart, check_output, is_mount
-from blr.compressor.checkpoint.journal import canonical_json
-from blr.compressor.checkpoint.lock import ABOUT, Lock
-from blr.compressor.checkpoint.manifest import MANIFEST
-from blr.compressor.checkpoint.ownership import ABOUT as ABOUT_RUN
-from blr.compressor.errors import BlrError, OutputError
+from blr.compressor.base.errors import BlrError, OutputError
+from blr.compressor.workspace import destination
+from blr.compressor.workspace.destination import KINDS, check_apart, check_output, is_mount
+from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.lock import ABOUT, Lock
+from blr.compressor.workspace.manifest import MANIFEST
+from blr.compressor.workspace.ownership import ABOUT as ABOUT_RUN
 
 MINE = b"the user's"
 OUR_LOCK = json.dumps({"about": ABOUT, "host": "h", "moving": False, "pid": 1}, separators=(",", ":"))
@@ -418,7 +418,7 @@ def test_what_a_lock_says_is_not_believed(
 ) -> None:
     """Also where the file system has no locks, and its text alone tells whether its process runs."""
     if not locks:
-        monkeypatch.setattr("blr.compressor.checkpoint.lock._flock", lambda descriptor: None)
+        monkeypatch.setattr("blr.compressor.workspace.lock._flock", lambda descriptor: None)
         monkeypatch.setattr("socket.gethostname", lambda: "h")
     (tmp_path / "lock").write_text(OUR_LOCK.partition(',"host"')[0] + "," + LOCKS[case] + "}")
     lock = Lock(tmp_path / "lock", tmp_path / "out")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from blr.compressor.base.errors import HubError, InputError
 from blr.compressor.checkpoint import remote
 from blr.compressor.checkpoint.remote import RemoteShard
-from blr.compressor.errors import HubError, InputError
 
 DATA = bytes(range(200))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.shapes import check_against_config, evaluate
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.errors import InputError
 
 pytestmark = pytest.mark.fast
 

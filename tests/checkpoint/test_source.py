@@ -18,10 +18,10 @@ from patience import PATIENCE
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.extras import Extras
 from blr.compressor.checkpoint.pickled import convert_pickle
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
-from blr.compressor.errors import InputError
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 FAST = settings(

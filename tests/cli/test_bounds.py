@@ -86,9 +86,7 @@ def test_special_files_in_the_partial_folder(kind: str, limited: Limited, model:
 def test_fifo_in_the_journal_is_named_and_left(limited: Limited, dense: Path, tmp_path: Path) -> None:
     """It is nothing that blr wrote; without it the run goes on."""
     command = ("compress", dense, "-o", "out", "-q")
-    kill = (
-        "from blr.compressor.checkpoint.workspace import Workspace\nWorkspace.commit = lambda s: 1 / 0"
-    )
+    kill = "from blr.compressor.workspace.workspace import Workspace\nWorkspace.commit = lambda s: 1 / 0"
     assert limited.run(*command, cwd=tmp_path, patch=kill).code == 1
     (tmp_path / "out.blr-partial" / "blr_manifest.json").unlink(missing_ok=True)
     entry, *_ = (tmp_path / "out.blr-partial" / "journal").glob("*.safetensors")
@@ -198,7 +196,7 @@ def test_tokenizers_that_explode(case: str, command: str, limited: Limited, mode
     made, path = TOKENIZERS[case], model / "tokenizer.json"
     made.save(str(path)) if isinstance(made, Tokenizer) else path.write_text(made)
     # no work was done
-    started = "import blr.compressor.checkpoint.scan as s\ns.scan_source = lambda *a: 1 / 0"
+    started = "import blr.compressor.workspace.scan as s\ns.scan_source = lambda *a: 1 / 0"
     ended = limited.run(*COMMANDS[command], cwd=model.parent, patch=started)
     check(ended, 4, "tokenizer.json")
     assert not (model.parent / "out").exists()

@@ -18,8 +18,8 @@ from diffusers_folders import save_diffusion
 from hubs import COMMIT, Environment, online, recorded
 from pico import save_pico
 
-from blr.compressor.checkpoint.ownership import write_marker
 from blr.compressor.loading.resolve import PATTERNS, is_whole
+from blr.compressor.workspace.ownership import write_marker
 
 NO_SOCKETS = """
 import socket, sys

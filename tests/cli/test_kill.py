@@ -21,7 +21,7 @@ from pico import save_pico
 from producing import files
 from safetensors.torch import load_file
 
-from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.workspace.manifest import read_manifest
 
 LAYERS = 14
 OPTIONS = ("--quiet", "--max-shard-size", "30KB")  # three shards and an index

@@ -10,8 +10,8 @@ import torch
 from limited import Limited, refused
 from running import Run
 
-from blr.compressor.errors import CapabilityError
-from blr.compressor.machine.exhaustion import exhausted, raise_exhausted
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.exhaustion import exhausted, raise_exhausted
 
 # --- Folders of caches and tables -----------------------------------------------------------------
 

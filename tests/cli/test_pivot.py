@@ -17,14 +17,14 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.integrations.vllm_packed import make_part
+from blr.compressor.integrations.vllm_split import Share
 from blr.compressor.modeling.layers import structured_linear
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.serving.packed import make_part
-from blr.compressor.serving.split import Share
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import LowRankSpec, PivotedSpec, spec_from_dict
 from blr.kernels.common.available import has_triton

@@ -23,14 +23,14 @@ from pico import save_pico
 from running import Run
 from state_files import NO_OBJECTS
 
-from blr.compressor.checkpoint.manifest import (
+from blr.compressor.base.errors import HubError, InputError, UsageError, VerifyError
+from blr.compressor.commands.push import prepare_push, send
+from blr.compressor.workspace.manifest import (
     build_manifest,
     computing_digest,
     read_manifest,
     verify_manifest,
 )
-from blr.compressor.errors import HubError, InputError, UsageError, VerifyError
-from blr.compressor.push import prepare_push, send
 
 CARD = "---\nlicense: mit\nbase_model: owner/base\nlanguage: en\n---\n# A dense model\n"
 

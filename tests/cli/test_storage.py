@@ -17,7 +17,7 @@ from limited import Limited
 from pico import save_pico
 from producing import files, snapshot
 
-from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.workspace.workspace import Workspace
 
 OPTIONS = ("--quiet", "--max-shard-size", "60KB")
 LAYERS = 14

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from killer import Killer
 
-from blr.compressor.checkpoint.manifest import read_manifest, verify_files
+from blr.compressor.workspace.manifest import read_manifest, verify_files
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "help": ("--help",),

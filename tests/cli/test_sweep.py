@@ -14,15 +14,15 @@ from limited import Limited, refused
 from safetensors.torch import load_file, save_file
 from sweeping import FORKED
 
+from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.cli.options import Format, print_result
-from blr.compressor.errors import OutputError, UsageError
+from blr.compressor.commands.sweep import chain, launch
+from blr.compressor.commands.sweep.folder import Folder
+from blr.compressor.commands.sweep.frontier import Found, frontier, over_seeds, share_of_plain
+from blr.compressor.commands.sweep.grid import Grid, listed, points_of
+from blr.compressor.commands.sweep.launch import Command, Pool
+from blr.compressor.commands.sweep.page import table
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.sweep import chain, launch
-from blr.compressor.sweep.folder import Folder
-from blr.compressor.sweep.frontier import Found, frontier, over_seeds, share_of_plain
-from blr.compressor.sweep.grid import Grid, listed, points_of
-from blr.compressor.sweep.launch import Command, Pool
-from blr.compressor.sweep.page import table
 
 DYING = """
 import signal
@@ -34,7 +34,7 @@ def write(self, name, content):
 folder.Folder.write = write
 """
 OTHERWISE = """
-from blr.compressor.sweep.chain import PointChain
+from blr.compressor.commands.sweep.chain import PointChain
 ended = PointChain.ended
 PointChain.ended = lambda self, code: ended(self, 7 if self.name == "svd-cf600" else code)
 """

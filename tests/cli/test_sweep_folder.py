@@ -14,8 +14,8 @@ from limited import Limited, refused
 from state_files import NO_OBJECTS, Spoil, changed
 from sweeping import FORKED
 
-from blr.compressor.errors import OutputError
-from blr.compressor.sweep.folder import Folder, files_of
+from blr.compressor.base.errors import OutputError
+from blr.compressor.commands.sweep.folder import Folder, files_of
 
 COMMON = {"texts": {"1": "a"}, "headers": "h"}
 POINTS = {"dense": "", "svd": "1" * 64}

@@ -13,10 +13,10 @@ import typer.main
 from fresh import blr_process
 from running import Invoke
 
+from blr.compressor.base import packages
+from blr.compressor.base.errors import BlrError
 from blr.compressor.cli import app
-from blr.compressor.errors import BlrError
-from blr.compressor.heal.tracking import PACKAGES
-from blr.compressor.machine import packages
+from blr.compressor.healing.tracking import PACKAGES
 from blr.compressor.text.reading import check_text, read_documents
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.checkpoint.manifest import DIGEST, HEADER, MANIFEST, read_manifest
+from blr.compressor.workspace.manifest import DIGEST, HEADER, MANIFEST, read_manifest
 
 SHARD = "model.safetensors"
 LAYER = "model.layers.0.mlp.up_proj"

@@ -12,24 +12,24 @@ import pytest
 import torch
 import typer
 
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.precision import PRECISIONS
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer
 from blr.compressor.bench.stopping import Stopped
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
-from blr.compressor.progress import Progress
+from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
 from blr.compressor.tune import float8
 from blr.compressor.tune import run as tune
 from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
 from blr.compressor.tune.run import Tuning
-from blr.compressor.tuned_table import TunedRule, read_table, table_text, user_table, write_table
-from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
 from blr.kernels.fp8 import launch
 from blr.kernels.fp8.launch import Tile
+from blr.kernels.layers.blast.reference import blast_linear
 
 SHAPE, OTHER = Shape(4096, 4096, 16, 1024), Shape(4096, 1024, 16, 256)
 CANDIDATES = ("gemv", {}), ("bmm_mix", {}), ("bmm_mix", {"chunk": 2}), ("dense", {})

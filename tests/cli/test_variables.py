@@ -9,7 +9,7 @@ import pytest
 from limited import Limited, refused
 from running import Run
 
-from blr.compressor.machine.variables import wrong_variable
+from blr.compressor.base.variables import wrong_variable
 
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pico import save_pico
 
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest
-from blr.compressor.compress import Settings, compress
-from blr.compressor.progress import Progress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.workspace.manifest import MANIFEST, read_manifest
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -273,7 +273,7 @@ def test_a_bug_is_one_line_too(tmp_path: Path, invoke: Invoke, monkeypatch: pyte
     def fail(folder: Path) -> None:
         raise RuntimeError("first line\nsecond \x1b[31m line")
 
-    monkeypatch.setattr("blr.compressor.verify.verify_manifest", fail)
+    monkeypatch.setattr("blr.compressor.commands.verify.verify_manifest", fail)
     code, _, err = invoke("verify", tmp_path)
     assert code == 1
     assert err.startswith("blr: error: RuntimeError: first line second \\x1b[31m line; this is a bug")
@@ -284,6 +284,6 @@ def test_out_of_memory(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.Monke
     def fail(folder: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("blr.compressor.verify.verify_manifest", fail)
+    monkeypatch.setattr("blr.compressor.commands.verify.verify_manifest", fail)
     code, _, err = invoke("verify", tmp_path)
     assert code == 9 and err.startswith("blr: error: this machine has too little memory")

@@ -24,7 +24,7 @@ from transformers import AutoModel
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.modeling import cuda_graphs as captured
 from blr.compressor.modeling import settings
-from blr.compressor.modeling.basis import held_for
+from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
 from blr.kernels.common import capturing
 

@@ -12,7 +12,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401  (registers our model types)
-from blr.compressor.tuned_table import table_text, user_table, write_table
+from blr.compressor.recipe.tuned_table import table_text, user_table, write_table
 from blr.kernels.common import tables
 
 

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 import blr.compressor.modeling
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_files
-from blr.compressor.checkpoint.workspace import Workspace
 from blr.compressor.export import origin as checkpoint
 from blr.compressor.loading.vendor import Contents, vendored_files
 from blr.compressor.modeling import configuration_blr
 from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
 from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
+from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files
+from blr.compressor.workspace.workspace import Workspace
 
 WEIGHTS = "model.safetensors"
 STRUCTURES = ["svd", "monarch", "blast", "ks"]
@@ -136,7 +136,9 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
     tensors = load_file(source / WEIGHTS)
     tensors["model.norm.weight"][:3] = 1e6
     save_file(tensors, source / WEIGHTS)
-    with pytest.raises(blr.compressor.errors.NumericsError, match=r"3 values of 'model\.norm\.weight'"):
+    with pytest.raises(
+        blr.compressor.base.errors.NumericsError, match=r"3 values of 'model\.norm\.weight'"
+    ):
         export_to(source, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.commands.inspect import inspect_output
 from blr.compressor.export.pack import quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
-from blr.compressor.inspect import inspect_output
+from blr.compressor.workspace.manifest import read_manifest
 
 
 def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:

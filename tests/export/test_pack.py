@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from blr.compressor.errors import NumericsError, UsageError
+from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.export.pack import (
     parse_kind,
     quantizable,
@@ -42,7 +42,7 @@ from blr.compressor.structures.specs import (
     QuantizedSpec,
     Spec,
 )
-from blr.kernels.quantized.segments import QuantizedSegment, grouped
+from blr.kernels.decode.quantized.segments import QuantizedSegment, grouped
 
 pytestmark = pytest.mark.fast
 

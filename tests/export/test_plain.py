@@ -18,7 +18,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModel, AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.inspect import inspect_output
+from blr.compressor.commands.inspect import inspect_output
 
 # Loads folders where blr cannot be imported; prints the results of each, and what its linear layers are.
 WITHOUT_BLR = (

@@ -10,7 +10,7 @@ from pico import save_pico
 from running import Invoke
 
 import blr.compressor.modeling
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.export import pt2
 
 

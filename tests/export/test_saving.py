@@ -18,7 +18,7 @@ from running import Invoke
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.checkpoint.manifest import MANIFEST
+from blr.compressor.workspace.manifest import MANIFEST
 
 IDS = torch.arange(2, 14).view(1, 12)
 KINDS = ["checkpoint", "export", "int8", "int4"]  # the last of layers without a bias, too

@@ -12,10 +12,10 @@ from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.architectures import families
-from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.processes import Processes
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import CapabilityError
 from blr.compressor.fitting.batches import window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
@@ -24,9 +24,9 @@ from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
-from blr.compressor.parallel.processes import Processes
-from blr.compressor.progress import Progress
+from blr.compressor.recipe.architectures import families
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.workspace.journal import Journal
 
 pytestmark = pytest.mark.fast
 

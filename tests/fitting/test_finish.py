@@ -13,7 +13,7 @@ from heal_models import save_characters
 from pico import save_pico
 from running import Invoke
 
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.fitting import finish
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import Blocks, run_block

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from running import Invoke
 
-from blr.compressor import compress
-from blr.compressor.checkpoint.disk import folder_bytes
-from blr.compressor.checkpoint.workspace import Workspace
+from blr.compressor.base.disk import folder_bytes
+from blr.compressor.commands import compress
 from blr.compressor.fitting.forecast import Fits, forecast, words
-from blr.compressor.fitting.room import SMALL, room
-from blr.compressor.fitting.times import Work
+from blr.compressor.fitting.memory_forecast import SMALL, room
+from blr.compressor.fitting.time_forecast import Work
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.workspace.workspace import Workspace
 from configs import BILLION, LARGE, SMOL
 
 H200 = find_gpu("h200")

@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from blr.compressor.architectures import find_family
-from blr.compressor.errors import BlrError, CapabilityError
+from blr.compressor.base.errors import BlrError, CapabilityError
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.recipe.architectures import find_family
 
 pytestmark = pytest.mark.fast
 

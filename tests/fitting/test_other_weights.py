@@ -9,7 +9,7 @@ import torch
 from heal_models import QUIET, save_dense, write_text
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.compress import Settings, compress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.output import produce
 from blr.compressor.recipe.schema import Recipe
 

@@ -10,12 +10,12 @@ import torch
 from heal_models import QUIET, save_dense, write_text
 from pico import save_pico
 
-from blr.compressor.checkpoint.manifest import read_manifest
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import BlrError
+from blr.compressor.base.errors import BlrError
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.fitting import engine
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import Calibration
+from blr.compressor.workspace.manifest import read_manifest
 
 RECIPE = {"method": "svd", "cf": 1.5, "samples": 12, "seq_len": 16}
 

@@ -11,7 +11,7 @@ import torch
 from calibrating import run
 from pico import save_pico
 
-from blr.compressor.fitting.reading import read_by
+from blr.compressor.fitting.block_inputs import read_by
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.student import Student
 

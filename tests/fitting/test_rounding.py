@@ -10,7 +10,7 @@ import torch
 from calibrating import drift, run
 from pico import save_pico
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 from blr.compressor.fitting.rounding import (
     Metric,
     is_latent,

@@ -15,7 +15,7 @@ from running import Run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.adam import Adam
 

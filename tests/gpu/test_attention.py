@@ -10,7 +10,7 @@ import torch
 from rows import Row, bounded, relative
 from tolerances import TOLERANCES
 
-from blr.kernels.attention import launch, reference
+from blr.kernels.decode.attention import launch, reference
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]

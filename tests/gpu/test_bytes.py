@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blr.compressor.runtime.decoder import Decoder
-from blr.kernels.quantized.reference import quantize, unpack
-from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.quantized.reference import quantize, unpack
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
@@ -43,7 +43,7 @@ def test_products(bits: int, group: int, on_cuda: str, judge: Judge) -> None:
 
 
 def compared(bits: int, group: int, device: str) -> Iterator[Row]:
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     limit = COARSE if bits == 3 else FINE
     for rows, K in SHAPES:
@@ -61,7 +61,7 @@ def compared(bits: int, group: int, device: str) -> Iterator[Row]:
 
 
 def pairs(x: Tensor, gain: Tensor, rows: int, form: tuple[int, int, int], limit: float) -> Iterator[Row]:
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     gate, up = (stage(x, rows, *form) for _ in range(2))
     options = {"gain": gain, "eps": 1e-5}
@@ -115,7 +115,7 @@ def test_losses_are_those_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`blr eval` reads windows at once, by other kernels."""
-    from blr.kernels.integer import form
+    from blr.kernels.decode.integer import form
 
     monkeypatch.setattr(form, "pays", lambda segments: True)
     how = (

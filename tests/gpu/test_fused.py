@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.fused import fuse
-from blr.kernels.activated.launch import activated
-from blr.kernels.activated.reference import activated as plain
-from blr.kernels.normed import launch as launching
-from blr.kernels.normed.launch import layer_norm
-from blr.kernels.normed.reference import layer_norm as reference
+from blr.kernels.fused.activated.launch import activated
+from blr.kernels.fused.activated.reference import activated as plain
+from blr.kernels.fused.normed import launch as launching
+from blr.kernels.fused.normed.launch import layer_norm
+from blr.kernels.fused.normed.reference import layer_norm as reference
 
 pytestmark = pytest.mark.gpu
 SIZES = {"vocab_size": 600, "hidden_size": 256, "intermediate_size": 1000, "num_hidden_layers": 2}

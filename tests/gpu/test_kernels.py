@@ -35,7 +35,7 @@ from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import in_order, with_zeros
 from blr.kernels.common.orders import order_of
 from blr.kernels.common.tables import MOST
-from blr.kernels.lowrank.op import lowrank_group
+from blr.kernels.layers.lowrank.op import lowrank_group
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterator[Row]], None]

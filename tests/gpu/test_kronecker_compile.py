@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from compiling import compile_for
 
-from blr.kernels.kronecker.cost import A100, H200, Problem
-from blr.kernels.kronecker.tiles import fused_config
+from blr.kernels.layers.kronecker.cost import A100, H200, Problem
+from blr.kernels.layers.kronecker.tiles import fused_config
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def compiled(p: Problem, capability: int, batch_last: bool = False) -> dict[str,
     name = {"grouped": "grouped_kernel", "decode": "decode_kernel"}.get(path, "plain_kernel")
     aligned = tuple(k for k in arguments if k not in ("n", "a", *constants))
     return compile_for(
-        f"blr.kernels.kronecker.{module}",
+        f"blr.kernels.layers.kronecker.{module}",
         name,
         {k: v for k, v in arguments.items() if k not in constants},
         constants,
@@ -107,7 +107,7 @@ def test_rows_are_addressed_in_64_bits(p: Problem) -> None:
 
 def permutation(kind: str, d: int, gather: bool, parts: int = 0) -> dict[str, Any]:
     """The permutation of 128·d features with its default tile."""
-    from blr.kernels.kronecker.permute import tile_of
+    from blr.kernels.layers.kronecker.permute import tile_of
 
     size = 2 if kind == "half" else 4
     constants = {**tile_of(ROWS, 128, d, size), "D": d, "GATHER": gather, "HAS_BIAS": not gather}
@@ -115,7 +115,7 @@ def permutation(kind: str, d: int, gather: bool, parts: int = 0) -> dict[str, An
     arguments = {**dict.fromkeys(("features", "blocks", "bias"), POINTERS.get(kind, "*fp32"))}
     arguments |= dict.fromkeys(("n", "a", "m", "fn", "bl", "bn"), "i32")
     return compile_for(
-        "blr.kernels.kronecker.permute",
+        "blr.kernels.layers.kronecker.permute",
         "permute_kernel",
         arguments,
         constants,
@@ -151,6 +151,6 @@ def test_densified_weight_spills_nothing() -> None:
     arguments = {"w": "*bf16", "dense": "*bf16", **dict.fromkeys(("b", "c", "wa", "wb", "wd"), "i32")}
     constants = {"D": 4, "BR": 16, "BF": 256, "wc": 1}
     result = compile_for(
-        "blr.kernels.kronecker.densify", "densify_kernel", arguments, constants, 90, num_warps=4
+        "blr.kernels.layers.kronecker.densify", "densify_kernel", arguments, constants, 90, num_warps=4
     )
     assert result["spills"] == 0

@@ -10,7 +10,7 @@ import torch
 from rows import Row, bounded
 from skinny import EPS, distance, made, ready
 
-from blr.kernels.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Segment
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
@@ -36,7 +36,7 @@ def test_products(kind: str, dtype: torch.dtype, device: str, judge: Judge) -> N
 
 
 def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
-    from blr.kernels.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import Workspace, grouped
 
     workspace = Workspace()
     for rows, K, blocks in SHAPES:
@@ -61,8 +61,8 @@ def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
 
 def test_one_token_of_long_packed_rows(device: str) -> None:
     """int4 four bytes an instruction; gate and up as rows of one launch, their product by another."""
-    from blr.kernels.quantized import either
-    from blr.kernels.quantized.launch import tile_shape
+    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode.quantized.launch import tile_shape
 
     rows, K = (14336, 4096) if device == "cuda" else (40, 4096)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
@@ -80,7 +80,7 @@ def test_one_token_of_long_packed_rows(device: str) -> None:
 
 def test_results_do_not_depend_on_time(device: str) -> None:
     """Parts of a row are added in their order, whichever came last."""
-    from blr.kernels.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import Workspace, grouped
 
     if device == "cpu":
         pytest.skip("programs are interpreted one after the other")

@@ -11,10 +11,10 @@ from tolerances import TOLERANCES
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from blr.compressor.heal.objective import Objective
-from blr.compressor.heal.pair import Pair, load_pair, load_teacher
-from blr.compressor.heal.passes import Passes
-from blr.compressor.heal.settings import HealOptions
+from blr.compressor.healing.objective import Objective
+from blr.compressor.healing.passes import Passes
+from blr.compressor.healing.settings import HealOptions
+from blr.compressor.healing.student_and_teacher import Pair, load_pair, load_teacher
 
 pytestmark = pytest.mark.gpu
 WINDOWS, WINDOW = 8, 32

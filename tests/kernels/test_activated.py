@@ -8,9 +8,9 @@ import pytest
 import torch
 from tolerances import TOLERANCES
 
-from blr.kernels.activated import launch as launching
-from blr.kernels.activated.launch import activated
-from blr.kernels.activated.reference import activated as reference
+from blr.kernels.fused.activated import launch as launching
+from blr.kernels.fused.activated.launch import activated
+from blr.kernels.fused.activated.reference import activated as reference
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.attention import launch, reference
 from blr.kernels.common.available import has_triton
+from blr.kernels.decode.attention import launch, reference
 
 # query heads, key heads, head size, rotated columns, slots, positions, starts, window
 SHAPES: dict[str, tuple[int, int, int, int, int, list[int], list[int], int | None]] = {
@@ -306,7 +306,7 @@ def test_registers_hold_everything(group: int, width: int, capability: int) -> N
     constants = {"G": group, "DP": width, "SPLITS": 8, "NORM": True, "WINDOW": False, **tile}
     constants["PDL"] = capability >= 90
     made = compile_for(
-        "blr.kernels.attention.triton",
+        "blr.kernels.decode.attention.triton",
         "attention_kernel",
         SIGNATURE,
         constants,
@@ -325,7 +325,7 @@ def test_int8_streams_through_shared_memory() -> None:
     constants |= {"INT8": True, "HALF": False, "PDL": True}
     strides = dict.fromkeys(("scale_row", "scale_head"), "i32")
     signature = {**SIGNATURE, "k": "*i8", "v": "*i8", "k_scale": "*fp32", "v_scale": "*fp32", **strides}
-    kernel = ("blr.kernels.attention.streamed", "streamed_kernel")
+    kernel = ("blr.kernels.decode.attention.streamed", "streamed_kernel")
     made = compile_for(*kernel, signature, constants, 90, num_warps=warps)
     assert made["spills"] == 0
     ptx = made["asm"]["ptx"]

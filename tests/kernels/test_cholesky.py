@@ -9,7 +9,7 @@ import torch
 from compiling import compile_for
 
 from blr.compressor.structures import linalg
-from blr.kernels.cholesky import launch, reference
+from blr.kernels.training.cholesky import launch, reference
 
 CASES = [(1, 1, 1), (5, 3, 2), (64, 7, 2), (65, 33, 2), (130, 40, 3)]
 
@@ -86,7 +86,12 @@ def test_factorizations_compile_without_spills(kernel: str, capability: int) -> 
     more, constants = KERNELS[kernel]
     signature = {"a": "*fp32", "n": "i32", "first": "i32", "a_batch": "i64", **more}
     found = compile_for(
-        "blr.kernels.cholesky.triton", kernel, signature, constants, capability, num_warps=launch.WARPS
+        "blr.kernels.training.cholesky.triton",
+        kernel,
+        signature,
+        constants,
+        capability,
+        num_warps=launch.WARPS,
     )
     assert found["spills"] == 0
 
@@ -99,7 +104,8 @@ def test_solutions_compile(back: bool, capability: int) -> None:
     strides = ("y_batch", "lower_batch", "inverse_batch", "inverse_tile")
     constants = {"BACK": back, "ROWS": launch.ROWS, **TILE, "PRECISION": "tf32x3"}
     found = compile_for(
-        "blr.kernels.cholesky.triton", "solve_kernel", {**signature, **dict.fromkeys(strides, "i64")},
-        constants, capability, num_warps=launch.WARPS,
-    )  # fmt: skip
+        "blr.kernels.training.cholesky.triton",
+        *("solve_kernel", {**signature, **dict.fromkeys(strides, "i64")}, constants, capability),
+        num_warps=launch.WARPS,
+    )
     assert found["spills"] <= 96

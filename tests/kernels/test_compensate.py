@@ -6,10 +6,10 @@ import pytest
 import torch
 from compiling import compile_for
 
-from blr.compressor.rounding.gptq import compensation, round_group
-from blr.kernels.quantized import compensate
-from blr.kernels.quantized.formats import CURVE, SHIFT
-from blr.kernels.quantized.reference import scales_of
+from blr.compressor.structures.gptq import compensation, round_group
+from blr.kernels.decode.quantized import compensate
+from blr.kernels.decode.quantized.formats import CURVE, SHIFT
+from blr.kernels.decode.quantized.reference import scales_of
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -34,7 +34,7 @@ def test_it_stays_in_registers(bits: int) -> None:
     floats = dict.fromkeys(("part", "root", "scale", "latent", "missed"), "*fp32")
     numbers = dict.fromkeys(("rows", "columns", "part_row"), "i32")
     found = compile_for(
-        "blr.kernels.quantized.compensate",
+        "blr.kernels.decode.quantized.compensate",
         "round_columns",
         {**floats, **numbers, "levels": "*i8"},
         {"BITS": bits, "OFF": SHIFT[bits], "CURVED": CURVE.get(bits, 0.0), "BR": 4, "BG": 128},

@@ -11,11 +11,11 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized import segments
-from blr.kernels.quantized.formats import BITS, GROUPS
-from blr.kernels.quantized.reference import quantize, unpack
-from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized import segments
+from blr.kernels.decode.quantized.formats import BITS, GROUPS
+from blr.kernels.decode.quantized.reference import quantize, unpack
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 FORMATS = [(bits, group) for bits in BITS for group in GROUPS]
@@ -54,7 +54,7 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
     K: int, tokens: int, form: tuple[int, int]
 ) -> None:
     """Rows of odd numbers of groups, of half quads, of one chunk and of several."""
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     torch.manual_seed(0)
     s, options = quantized(torch.randn(tokens, K), 7, form), {"gain": torch.rand(K), "eps": 1e-5}
@@ -64,9 +64,9 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
-    from blr.kernels.quantized.formats import form_of
-    from blr.kernels.quantized.grouped import grouped
-    from blr.kernels.quantized.launch import complete, quantized_tile
+    from blr.kernels.decode.quantized.formats import form_of
+    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import complete, quantized_tile
 
     torch.manual_seed(0)
     s = quantized(torch.randn(1, 512), 8, form)
@@ -79,7 +79,7 @@ def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
 @pytest.mark.parametrize("form", [f for f in FORMATS if f[0] != 3], ids=str)
 def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, int]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger."""
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     torch.manual_seed(0)
     x = torch.rand(2, 328) + 1
@@ -99,7 +99,7 @@ def test_corrections_in_the_launch_of_their_layers(
     count: int, form: tuple[int, int], tokens: int
 ) -> None:
     """Twice: the counter is back at zero. Added to what is there; ranks of 5 and 20."""
-    from blr.kernels.quantized.corrected import corrected as launch
+    from blr.kernels.decode.quantized.corrected import corrected as launch
 
     torch.manual_seed(0)
     x, counter = torch.randn(tokens, 200), torch.zeros(2, dtype=torch.int32)
@@ -117,7 +117,7 @@ def test_corrections_in_the_launch_of_their_layers(
 
 @TOKENS
 def test_corrected_pair_in_one_launch(tokens: int) -> None:
-    from blr.kernels.quantized.corrected import corrected_dual
+    from blr.kernels.decode.quantized.corrected import corrected_dual
 
     torch.manual_seed(0)
     x, counter = torch.randn(tokens, 200), torch.zeros(2, dtype=torch.int32)
@@ -135,7 +135,7 @@ def test_corrected_pair_in_one_launch(tokens: int) -> None:
 @TOKENS
 def test_corrections_after_a_launch_of_their_own(tokens: int) -> None:
     """V and U of plain numbers, and blocks that see z of their own."""
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     torch.manual_seed(0)
     x = torch.randn(tokens, 200)
@@ -148,7 +148,7 @@ def test_corrections_after_a_launch_of_their_own(tokens: int) -> None:
 
 
 def test_a_plain_first_stage_is_refused() -> None:
-    from blr.kernels.quantized.corrected import corrected as launch
+    from blr.kernels.decode.quantized.corrected import corrected as launch
 
     x = torch.randn(1, 200)
     first = Segment(x, torch.randn(1, 5, 200), torch.zeros(1, 5))
@@ -160,7 +160,7 @@ def test_a_plain_first_stage_is_refused() -> None:
 @pytest.mark.parametrize("correct", [False, True], ids=["", "corrected"])
 def test_pairs_as_rows_of_one_launch(correct: bool) -> None:
     """Gate and up in int4, four bytes an instruction, and their product by a launch of its own."""
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     torch.manual_seed(0)
     width = 200 if correct else either.LONG

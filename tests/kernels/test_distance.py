@@ -8,10 +8,10 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.heal.losses import missed_states
-from blr.kernels.distance import reference
-from blr.kernels.distance import triton as kernel
-from blr.kernels.distance.op import relative_errors
+from blr.compressor.healing.losses import missed_states
+from blr.kernels.training.distance import reference
+from blr.kernels.training.distance import triton as kernel
+from blr.kernels.training.distance.op import relative_errors
 
 
 def exact(mine: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def test_they_compile(capability: int, width: int) -> None:
     }
     for name, own in more.items():
         found = compile_for(
-            "blr.kernels.distance.triton",
+            "blr.kernels.training.distance.triton",
             name,
             {**signature, **own},
             constants,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.kernels.blast.triton import mix_fma_kernel
 from blr.kernels.fp8.triton import mix_kernel
+from blr.kernels.layers.blast.triton import mix_fma_kernel
 
 NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
 FAR = 160_000_000  # numbers from one block to the next; sixteen are beyond 2^31

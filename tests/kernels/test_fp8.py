@@ -26,7 +26,6 @@ from blr.compressor.structures.specs import (
     QuantizedSpec,
     Spec,
 )
-from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import launching
 from blr.kernels.common.available import has_triton
 from blr.kernels.fp8 import launch, op
@@ -46,8 +45,9 @@ from blr.kernels.fp8.reference import (
     quantize_rows,
     scales_of,
 )
-from blr.kernels.lowrank.reference import lowrank_linear
-from blr.kernels.monarch.reference import monarch_linear
+from blr.kernels.layers.blast.reference import blast_linear
+from blr.kernels.layers.lowrank.reference import lowrank_linear
+from blr.kernels.layers.monarch.reference import monarch_linear
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 SMALL = Tile(BM=16, BN=16, BK=32, warps=4)

@@ -7,11 +7,11 @@ import torch
 from compiling import compile_for
 from tolerances import TOLERANCES
 
-from blr.kernels.gated import gradient
-from blr.kernels.gated import launch as launching
-from blr.kernels.gated.gradient import gated_with_gradient
-from blr.kernels.gated.launch import gated
-from blr.kernels.gated.reference import GATES
+from blr.kernels.fused.gated import gradient
+from blr.kernels.fused.gated import launch as launching
+from blr.kernels.fused.gated.gradient import gated_with_gradient
+from blr.kernels.fused.gated.launch import gated
+from blr.kernels.fused.gated.reference import GATES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,7 +80,7 @@ def test_gradients_of_what_it_has_no_room_for_are_torchs(monkeypatch: pytest.Mon
 def test_its_gradient_compiles(capability: int, make: str) -> None:
     signature = dict.fromkeys(("gate", "up", "g", "gate_out", "up_out"), "*bf16") | {"size": "i32"}
     found = compile_for(
-        "blr.kernels.gated.triton_back",
+        "blr.kernels.fused.gated.triton_back",
         "gated_back_kernel",
         signature,
         {"MAKE": make, "BLOCK": gradient.BLOCK},
@@ -97,6 +97,6 @@ def test_it_compiles(capability: int) -> None:
     )
     constants = {"MAKE": "swiglu", "BLOCK": launching.BLOCK}
     found = compile_for(
-        "blr.kernels.gated.triton", "gated_kernel", signature, constants, capability, num_warps=4
+        "blr.kernels.fused.gated.triton", "gated_kernel", signature, constants, capability, num_warps=4
     )
     assert found["spills"] == 0

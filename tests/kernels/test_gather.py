@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.pivoted.places import Places
+from blr.kernels.layers.pivoted.places import Places
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -14,7 +14,7 @@ from blr.kernels.pivoted.places import Places
 @pytest.mark.parametrize("options", [{}, {"add": True}, {"activation": "silu"}], ids=str)
 @pytest.mark.parametrize("outputs", [6, 1030])
 def test_every_output_is_put_in_its_place(outputs: int, options: dict[str, object], bias: bool) -> None:
-    from blr.kernels.pivoted.gather import gather
+    from blr.kernels.layers.pivoted.gather import gather
 
     torch.manual_seed(0)
     source = torch.randn(3, outputs + 40)[:, 8:]  # a slice of a wider buffer

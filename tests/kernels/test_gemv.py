@@ -11,8 +11,8 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.gemv import launch, reference, segments
-from blr.kernels.gemv.segments import Segment, Stage, Tile
+from blr.kernels.decode.gemv import launch, reference, segments
+from blr.kernels.decode.gemv.segments import Segment, Stage, Tile
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 # blocks, rows of each, columns of each, rows that stay together, mixed, shared input
@@ -70,7 +70,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def grouped(*arguments: Any, **options: Any) -> None:
-    from blr.kernels.gemv.grouped import grouped
+    from blr.kernels.decode.gemv.grouped import grouped
 
     grouped(*arguments, **options)
 
@@ -111,7 +111,7 @@ def test_norm_of_the_input(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
 def test_dual_stage(normed: bool, tokens: int, dtype: torch.dtype) -> None:
-    from blr.kernels.gemv.grouped import dual
+    from blr.kernels.decode.gemv.grouped import dual
 
     generator = torch.Generator().manual_seed(tokens)
     gate, up = (segment("dense" if normed else "blocks", tokens, dtype, generator) for _ in range(2))
@@ -165,13 +165,13 @@ SIGNATURE = {
 @pytest.mark.parametrize(("mix", "tokens"), [(0, 1), (0, 8), (4, 2), (16, 1)])
 def test_registers_hold_grouped_stages(mix: int, tokens: int) -> None:
     """The sizes of models in use compile without spilling to memory."""
-    from blr.kernels.gemv.grouped import segment_shape
+    from blr.kernels.decode.gemv.grouped import segment_shape
 
     w = torch.empty(max(mix, 1), 1024, 4096 // max(mix, 1), dtype=torch.bfloat16)
     s = Segment(w.float(), w, w, mix=torch.empty(mix, mix, 1024) if mix else None)
     shape = segment_shape(s, tokens, w)
     tile = Tile(shape["BR"], shape["BK"], NORM=1, MIX=mix)
     constants = {"COUNT": 3, "N": tokens, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
-    module = "blr.kernels.gemv.grouped"
+    module = "blr.kernels.decode.gemv.grouped"
     made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
     assert made["spills"] == 0

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.kernels.blast.op import blast_linear
 from blr.kernels.common import inlining
 from blr.kernels.common.tables import Shape
-from blr.kernels.lowrank import op as lowrank_op
-from blr.kernels.monarch.op import monarch_linear
+from blr.kernels.layers.blast.op import blast_linear
+from blr.kernels.layers.lowrank import op as lowrank_op
+from blr.kernels.layers.monarch.op import monarch_linear
 
 SHAPE = Shape(12, 10, 1, 4)
 

@@ -11,8 +11,8 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized.reference import quantize, unpack
-from blr.kernels.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.quantized.reference import quantize, unpack
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64)]
@@ -43,9 +43,9 @@ def near(found: torch.Tensor, expected: torch.Tensor, bits: int) -> bool:
 
 
 def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
-    from blr.kernels.integer.form import THREE, THREE_SCALE
-    from blr.kernels.integer.launch import table
-    from blr.kernels.quantized.formats import CURVE
+    from blr.kernels.decode.integer.form import THREE, THREE_SCALE
+    from blr.kernels.decode.integer.launch import table
+    from blr.kernels.decode.quantized.formats import CURVE
 
     for level, x in zip(THREE, (0.5, 1.5, 2.5, 3.5), strict=True):
         assert abs(level / THREE_SCALE / (x * (1 + CURVE[3] * x * x)) - 1) < 2**-7
@@ -58,7 +58,7 @@ def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
 def test_rows_of_every_format(K: int, form: tuple[int, int]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger; rows that
     are no multiple of a tile, and padded columns."""
-    from blr.kernels.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.launch import make_launch, run
 
     torch.manual_seed(0)
     x = torch.rand(1, K) + 1
@@ -73,8 +73,8 @@ def test_rows_of_every_format(K: int, form: tuple[int, int]) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: tuple[int, int]) -> None:
     """Of several stages, stored and added to what is there; z of before is not read."""
-    from blr.kernels.integer.form import taken
-    from blr.kernels.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.form import taken
+    from blr.kernels.decode.integer.launch import make_launch, run
 
     torch.manual_seed(0)
     x = torch.randn(1, 200)
@@ -100,7 +100,7 @@ def test_programs_of_four_bits_have_many_tiles(
     rows: tuple[int, ...], K: int, form: tuple[int, int]
 ) -> None:
     """More than there are programs, and fewer; several stages, stored and added to what is there."""
-    from blr.kernels.integer.looped import Loop, run_loop
+    from blr.kernels.decode.integer.looped import Loop, run_loop
 
     torch.manual_seed(0)
     x = torch.rand(1, K) + 1
@@ -116,7 +116,7 @@ def test_programs_of_four_bits_have_many_tiles(
 
 @pytest.mark.parametrize("rows", [5, 260])
 def test_pairs_of_four_bits_leave_their_gated_product(rows: int) -> None:
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     torch.manual_seed(0)
     x, options = torch.randn(1, 512), {"gain": torch.rand(512), "eps": 1e-5}
@@ -127,7 +127,7 @@ def test_pairs_of_four_bits_leave_their_gated_product(rows: int) -> None:
 
 
 def test_inputs_of_zero_give_the_bias() -> None:
-    from blr.kernels.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.launch import make_launch, run
 
     torch.manual_seed(0)
     s = quantized(torch.zeros(1, 256), 20, (2, 128), bias=torch.randn(20))
@@ -136,7 +136,7 @@ def test_inputs_of_zero_give_the_bias() -> None:
 
 
 def test_other_stages_are_not_taken() -> None:
-    from blr.kernels.integer.form import taken
+    from blr.kernels.decode.integer.form import taken
 
     x, other = torch.randn(1, 256), torch.randn(1, 256)
     s = quantized(x, 8, (2, 128))
@@ -156,7 +156,7 @@ def test_other_stages_are_not_taken() -> None:
 def test_pairs_of_few_bits_leave_their_gated_product(rows: int, form: tuple[int, int]) -> None:
     """With corrections made beside the inputs, in no more than two launches."""
     from blr.kernels.common.launching import noting
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     torch.manual_seed(0)
     x, options = torch.randn(1, 512), {"gain": torch.rand(512), "eps": 1e-5}

@@ -9,8 +9,8 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized.formats import form_of
-from blr.kernels.quantized.segments import QuantizedStage, QuantizedTile
+from blr.kernels.decode.quantized.formats import form_of
+from blr.kernels.decode.quantized.segments import QuantizedStage, QuantizedTile
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 WIDTH, GROUP, RANKS = 4096, 128, 16  # of an 8B's layers
@@ -54,7 +54,7 @@ def compiled(
 @pytest.mark.parametrize("pair", [False, True], ids=["rows", "pair"])
 def test_rows_of_inputs_made_before(pair: bool, bits: int, capability: int) -> None:
     """Two stages of half as many rows a thread take no more registers than one."""
-    from blr.kernels.integer.launch import DEEPEST, table
+    from blr.kernels.decode.integer.launch import DEEPEST, table
 
     tile, warps = tile_of(bits, DEEPEST // (1 + pair), RANKS)
     low, high = table()
@@ -66,7 +66,7 @@ def test_rows_of_inputs_made_before(pair: bool, bits: int, capability: int) -> N
     else:
         signature |= {"s0": STAGE, "s1": STAGE, "s2": STAGE, "ends": ENDS}
         constants |= {"T2": tile, "COUNT": 1, "ADD": False}
-    module, kernel = "blr.kernels.integer.rows", "gated_kernel" if pair else "rows_kernel"
+    module, kernel = "blr.kernels.decode.integer.rows", "gated_kernel" if pair else "rows_kernel"
     made = compiled(module, kernel, signature, constants, capability, warps)
     assert made["asm"]["ptx"].count("dp4a.") == DEEPEST * 4 * tile.FIELDS // 2
     assert made["spills"] == 0 and made["regs"] <= 128
@@ -77,8 +77,8 @@ def test_rows_of_inputs_made_before(pair: bool, bits: int, capability: int) -> N
 @pytest.mark.parametrize("pair", [False, True], ids=["rows", "pair"])
 def test_loops_of_four_bits(pair: bool, capability: int) -> None:
     """Within the registers that a launch asks for."""
-    from blr.kernels.integer.form import offset_of
-    from blr.kernels.integer.looped import DEEP, REGISTERS
+    from blr.kernels.decode.integer.form import offset_of
+    from blr.kernels.decode.integer.looped import DEEP, REGISTERS
 
     tile, warps = tile_of(4, DEEP, 0)
     inputs = {"x": "*fp32", "gain": "*bf16", "eps": "fp32"}
@@ -90,6 +90,6 @@ def test_loops_of_four_bits(pair: bool, capability: int) -> None:
         signature = {"s0": STAGE, "s1": STAGE, "s2": STAGE, "ends": ENDS, **inputs}
         constants |= {"T2": tile, "COUNT": 1, "ADD": False}
     kernel = "pair_kernel" if pair else "loop_kernel"
-    made = compiled("blr.kernels.integer.loop", kernel, signature, constants, capability, warps)
+    made = compiled("blr.kernels.decode.integer.loop", kernel, signature, constants, capability, warps)
     assert made["asm"]["ptx"].count("dp4a.") == (2 if pair else 1) * DEEP * 4 * tile.FIELDS // 2
     assert made["spills"] == 0 and made["regs"] <= REGISTERS

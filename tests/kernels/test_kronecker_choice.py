@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blr.kernels.kronecker import choose, cost, tiles
-from blr.kernels.kronecker.cost import Problem
+from blr.kernels.layers.kronecker import choose, cost, tiles
+from blr.kernels.layers.kronecker.cost import Problem
 
 pytestmark = pytest.mark.fast
 

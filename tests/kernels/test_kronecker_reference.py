@@ -7,7 +7,7 @@ import torch
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.kronecker.reference import kronecker_factor, kronecker_linear
+from blr.kernels.layers.kronecker.reference import kronecker_factor, kronecker_linear
 
 pytestmark = pytest.mark.fast
 

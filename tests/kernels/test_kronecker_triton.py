@@ -12,11 +12,11 @@ from torch import Tensor
 
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
-from blr.kernels.kronecker import densify as densifying
-from blr.kernels.kronecker import permute, products, variants
-from blr.kernels.kronecker.reference import kronecker_factor as reference
-from blr.kernels.kronecker.reference import kronecker_linear
-from blr.kernels.kronecker.variants import VARIANTS, densify, kronecker_chain, kronecker_factor
+from blr.kernels.layers.kronecker import densify as densifying
+from blr.kernels.layers.kronecker import permute, products, variants
+from blr.kernels.layers.kronecker.reference import kronecker_factor as reference
+from blr.kernels.layers.kronecker.reference import kronecker_linear
+from blr.kernels.layers.kronecker.variants import VARIANTS, densify, kronecker_chain, kronecker_factor
 
 pytest.importorskip("triton")
 

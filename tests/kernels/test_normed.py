@@ -7,9 +7,9 @@ import torch
 from compiling import compile_for
 from tolerances import TOLERANCES
 
-from blr.kernels.normed import launch as launching
-from blr.kernels.normed.launch import is_faster, layer_norm
-from blr.kernels.normed.reference import layer_norm as reference
+from blr.kernels.fused.normed import launch as launching
+from blr.kernels.fused.normed.launch import is_faster, layer_norm
+from blr.kernels.fused.normed.reference import layer_norm as reference
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,11 @@ def test_it_compiles(capability: int) -> None:
     signature |= dict.fromkeys(("n", "K", "x_row", "y_row"), "i32") | {"eps": "fp32"}
     constants = {"BIAS": True, "ROWS": 4, "BLOCK": 1024}
     found = compile_for(
-        "blr.kernels.normed.triton", "layer_norm_kernel", signature, constants, capability, num_warps=8
+        "blr.kernels.fused.normed.triton",
+        "layer_norm_kernel",
+        signature,
+        constants,
+        capability,
+        num_warps=8,
     )
     assert found["spills"] == 0

@@ -20,8 +20,8 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 from blr.kernels.common import registration
-from blr.kernels.lowrank import op as lowrank_op
-from blr.kernels.lowrank.op import lowrank_group, lowrank_linear
+from blr.kernels.layers.lowrank import op as lowrank_op
+from blr.kernels.layers.lowrank.op import lowrank_group, lowrank_linear
 
 SPECS: list[Spec] = [
     LowRankSpec(12, 10, 3),

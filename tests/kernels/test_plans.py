@@ -12,7 +12,7 @@ from blr.compressor.tune import run as tune
 from blr.compressor.tune.rules import Candidate, Point, rules_of
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
-from blr.kernels.lowrank import op as lowrank_op
+from blr.kernels.layers.lowrank import op as lowrank_op
 
 
 @pytest.fixture

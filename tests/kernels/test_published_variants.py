@@ -13,8 +13,8 @@ from comparisons import fused_mix, product, staged, transposed
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.blast.reference import blast_linear
-from blr.kernels.monarch.reference import monarch_linear
+from blr.kernels.layers.blast.reference import blast_linear
+from blr.kernels.layers.monarch.reference import monarch_linear
 
 pytestmark = pytest.mark.usefixtures("poison")
 DTYPES = [torch.float32, torch.float16]

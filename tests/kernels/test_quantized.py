@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized import reference, segments
-from blr.kernels.quantized.formats import BITS as ALL_BITS
-from blr.kernels.quantized.formats import GROUPS, packed_width
-from blr.kernels.quantized.reference import (
+from blr.kernels.decode.quantized import reference, segments
+from blr.kernels.decode.quantized.formats import BITS as ALL_BITS
+from blr.kernels.decode.quantized.formats import GROUPS, packed_width
+from blr.kernels.decode.quantized.reference import (
     dequantize,
     levels_of,
     pack,
@@ -143,7 +143,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
 def test_stage_equals_its_dequantized_weights(
     stage: tuple[Any, ...], tokens: int, dtype: torch.dtype, bits: int
 ) -> None:
-    from blr.kernels.quantized.launch import gemv_quantized
+    from blr.kernels.decode.quantized.launch import gemv_quantized
 
     arguments, epilogue = _stage(stage, bits, tokens, dtype, norm=tokens != 2)
     out = torch.full((tokens, stage[0] * stage[1]), float("nan"), dtype=dtype)
@@ -157,7 +157,7 @@ def test_stage_equals_its_dequantized_weights(
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_any_tile_gives_the_same(bits: int, config: dict[str, int], tokens: int) -> None:
     """Chunks that end inside, at, and far beyond a row, and rows that do not fill a tile."""
-    from blr.kernels.quantized.launch import gemv_quantized
+    from blr.kernels.decode.quantized.launch import gemv_quantized
 
     if tokens > 2:
         config = {**config, "BR": 16}  # least rows of a tensor-core product
@@ -185,7 +185,7 @@ def _mixing(
 def test_mixing_stage_equals_its_dequantized_weights(
     norm: bool, tokens: int, dtype: torch.dtype, bits: int
 ) -> None:
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, tokens, dtype)
     gain = torch.rand(x.shape[1]).to(dtype) if norm else None
@@ -200,7 +200,7 @@ def test_mixing_stage_equals_its_dequantized_weights(
 @pytest.mark.parametrize("config", [{"BR": 1, "BQ": 8}, {"BR": 2, "BQ": 32}])
 def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
     """Blocks that fill no power of two, chunks that end inside and beyond a row."""
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, 2, torch.float32, blocks=6, ranks=5, K=300)
     stage = segments.QuantizedSegment(x, packed, scale, bits, K, torch.empty(2, 30), mix=s)
@@ -212,7 +212,7 @@ def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
 @BITS
 def test_slices_of_packed_weights_need_no_copy(bits: int) -> None:
     """Rows of a larger packed tensor, as V of q|k|v in one, at an offset."""
-    from blr.kernels.quantized.launch import as_words, gemv_quantized
+    from blr.kernels.decode.quantized.launch import as_words, gemv_quantized
 
     (x, packed, scale, _, K), _ = _stage((1, 24, 200, None), bits, 1, torch.float32, norm=False)
     part, part_scale = packed[:, 8:20], scale[:, 8:20]
@@ -223,7 +223,7 @@ def test_slices_of_packed_weights_need_no_copy(bits: int) -> None:
 
 @needs_triton
 def test_wrong_width_and_too_many_tokens_are_refused() -> None:
-    from blr.kernels.quantized.launch import gemv_quantized
+    from blr.kernels.decode.quantized.launch import gemv_quantized
 
     packed, scale = quantize(torch.randn(1, 4, 200), 4)
     with pytest.raises(ValueError, match="expected 256 for 200 columns of int8"):
@@ -266,7 +266,7 @@ def _against_reference(
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> None:
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     made = _segments(bits, tokens, [STAGES[name] for name in ("dense", "monarch-V")])
     made.insert(1, _mixing_segment(bits, tokens))
@@ -279,7 +279,7 @@ def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> Non
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
     """The first stage of Monarch splits its input among blocks; the norm before it does not."""
-    from blr.kernels.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.grouped import grouped
 
     made = [*_segments(bits, tokens, [STAGES["monarch-V"]]), _mixing_segment(bits, tokens)]
     for s in made:
@@ -296,7 +296,7 @@ def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
 @BITS
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
-    from blr.kernels.quantized.grouped import dual
+    from blr.kernels.decode.quantized.grouped import dual
 
     gain = torch.rand(200)
     made = _segments(bits, tokens, [(1, 19, 200, None)] * 2)
@@ -311,7 +311,7 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
 @pytest.mark.parametrize("widths", [(400, 30), (30, 400)], ids=["wide-gate", "wide-up"])
 def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int, int]) -> None:
     """Several blocks; a rank far below the other's; more chunks than one; a bias on one side only."""
-    from blr.kernels.quantized.grouped import dual
+    from blr.kernels.decode.quantized.grouped import dual
 
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)
@@ -333,7 +333,7 @@ def test_rounding_of_the_offsets_stays_small(bits: int, tokens: int, dtype: torc
     """Numbers carry offsets of up to 70 levels, which are taken from the sums of quads only: inputs of
     one sign make those sums large. With float32 scales nothing is lost, with float16 scales a hundredth
     of what they may lose."""
-    from blr.kernels.quantized.launch import gemv_quantized
+    from blr.kernels.decode.quantized.launch import gemv_quantized
 
     torch.manual_seed(0)
     packed, scale = quantize(torch.randn(1, 32, 1024) / 32, bits, dtype)
@@ -347,7 +347,7 @@ def test_rounding_of_the_offsets_stays_small(bits: int, tokens: int, dtype: torc
 @needs_triton
 def test_dense_and_quantized_stages_side_by_side() -> None:
     """One list of segments of three kinds, and a stage of each kind added to its result."""
-    from blr.kernels.quantized import either
+    from blr.kernels.decode.quantized import either
 
     int4 = _segments(4, 1, [STAGES["dense"], STAGES["blast-U"]])
     (int8,) = _segments(8, 1, [STAGES["monarch-V"]])

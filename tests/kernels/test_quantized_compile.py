@@ -8,8 +8,8 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.quantized.formats import form_of
-from blr.kernels.quantized.segments import QuantizedStage, QuantizedTile
+from blr.kernels.decode.quantized.formats import form_of
+from blr.kernels.decode.quantized.segments import QuantizedStage, QuantizedTile
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 BITS = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
@@ -19,7 +19,7 @@ def _compiled(
     bits: int, capability: int, tokens: int, width: int, norm: bool, dtype: str = "bf16"
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """What the compiler makes of a stage of 4096 rows with its default tile, and the tile."""
-    from blr.kernels.quantized.launch import complete, tile_shape, token_slots
+    from blr.kernels.decode.quantized.launch import complete, tile_shape, token_slots
 
     shape = tile_shape(4096, width, tokens, bits)
     shape = complete(shape, shape["num_warps"], tokens)
@@ -41,7 +41,7 @@ def _compiled(
         "PDL": capability >= 90,
     }
     made = compile_for(
-        *("blr.kernels.quantized.triton", "gemv_kernel", signature, constants, capability),
+        *("blr.kernels.decode.quantized.triton", "gemv_kernel", signature, constants, capability),
         divisible=(*aligned, "residual", "gain"),
         num_warps=shape["num_warps"],
     )

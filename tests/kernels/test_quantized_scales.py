@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.kernels.quantized.reference import dequantize, quantize
+from blr.kernels.decode.quantized.reference import dequantize, quantize
 
 
 @pytest.mark.parametrize(("bits", "least"), [(2, 0.343), (3, 0.186), (4, 0.100)])

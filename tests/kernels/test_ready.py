@@ -12,7 +12,7 @@ from blr.kernels.common.available import has_triton
 @pytest.mark.parametrize("width", [40, 5000])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
 def test_inputs_are_normed_once_and_rounded_once(norm: bool, width: int) -> None:
-    from blr.kernels.gemv.ready import ready
+    from blr.kernels.decode.gemv.ready import ready
 
     torch.manual_seed(0)
     x, gain = torch.randn(3, width + 8)[:, :width], torch.rand(width)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.kernels.blast import variants as blast
 from blr.kernels.common import launching, replay, tables
 from blr.kernels.common.launching import run_kernel
-from blr.kernels.monarch import variants as monarch
+from blr.kernels.layers.blast import variants as blast
+from blr.kernels.layers.monarch import variants as monarch
 
 
 class Compiled:

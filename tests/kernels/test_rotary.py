@@ -8,10 +8,10 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.rotary import launch as launching
-from blr.kernels.rotary.gradient import rotated_with_gradient
-from blr.kernels.rotary.launch import by_token, rotated
-from blr.kernels.rotary.reference import rotate
+from blr.kernels.fused.rotary import launch as launching
+from blr.kernels.fused.rotary.gradient import rotated_with_gradient
+from blr.kernels.fused.rotary.launch import by_token, rotated
+from blr.kernels.fused.rotary.reference import rotate
 
 BATCH, TOKENS = 2, 3
 
@@ -105,12 +105,12 @@ def test_gradients_of_what_it_has_no_room_for_are_torchs(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_it_compiles(capability: int, back: bool) -> None:
-    from blr.kernels.rotary.triton import rotary_kernel
+    from blr.kernels.fused.rotary.triton import rotary_kernel
 
     constants = {"HALF": 64, "BLOCK": 64, "HEADS": launching.HEADS, "BACK": back}
     names = [name for name in rotary_kernel.arg_names if name not in constants]
     signature = {name: "*bf16" if n < 6 else "i32" for n, name in enumerate(names)}
     found = compile_for(
-        "blr.kernels.rotary.triton", "rotary_kernel", signature, constants, capability, num_warps=4
+        "blr.kernels.fused.rotary.triton", "rotary_kernel", signature, constants, capability, num_warps=4
     )
     assert found["spills"] == 0

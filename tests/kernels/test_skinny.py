@@ -9,10 +9,10 @@ import torch
 from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.gemv.segments import dual as plain_dual
-from blr.kernels.quantized.segments import Correction, Narrow, dual
-from blr.kernels.skinny.bound import PACKED_FROM
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import dual as plain_dual
+from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
+from blr.kernels.decode.skinny.bound import PACKED_FROM
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 CASES = {
@@ -35,7 +35,7 @@ CASES = {
 @pytest.mark.parametrize("norm", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
-    from blr.kernels.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import Workspace, grouped
 
     torch.manual_seed(0)
     kind, tokens, rows, K, config = CASES[case]
@@ -55,7 +55,7 @@ def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
 @pytest.mark.parametrize("kind", ["16", "4/128"])
 def test_blocks_and_parts(kind: str) -> None:
     """Monarch's first stage: blocks of their own inputs, rows that are dealt out."""
-    from blr.kernels.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import Workspace, grouped
 
     torch.manual_seed(0)
     x = torch.randn(3, 4 * 72)
@@ -67,8 +67,8 @@ def test_blocks_and_parts(kind: str) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("kind", ["16", "2/64"])
 def test_pairs(kind: str, split: int) -> None:
-    from blr.kernels.skinny.launch import Workspace
-    from blr.kernels.skinny.launch import dual as run
+    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.launch import dual as run
 
     torch.manual_seed(0)
     x = torch.randn(5, 256)
@@ -83,8 +83,8 @@ def test_pairs(kind: str, split: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("rank", [5, 16])
 def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
-    from blr.kernels.skinny.launch import Workspace, grouped
-    from blr.kernels.skinny.prepare import prepare, prepared
+    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     torch.manual_seed(0)
     x, gain, v = torch.randn(tokens, 256), torch.rand(256), drawn(rank, 256) / 16
@@ -103,9 +103,9 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
 @pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
 def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int) -> None:
     """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
-    from blr.kernels.skinny.bound import stages
-    from blr.kernels.skinny.launch import Workspace
-    from blr.kernels.skinny.segments import field_order
+    from blr.kernels.decode.skinny.bound import stages
+    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.segments import field_order
 
     torch.manual_seed(0)
     blocks, dtype, gain = 3, torch.float16, torch.rand(3 * 64)
@@ -133,8 +133,8 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
 
 def test_what_is_not_mixed_here() -> None:
     """Layers that add, that differ in blocks, or of which one has none."""
-    from blr.kernels.skinny.bound import stages
-    from blr.kernels.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.bound import stages
+    from blr.kernels.decode.skinny.launch import Workspace
 
     x = torch.randn(3, 64)
     two, four = (

@@ -7,8 +7,8 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.skinny.launch import PLAIN, fitted, tile_shape, token_slots
-from blr.kernels.skinny.segments import SkinnyStage, SkinnyTile
+from blr.kernels.decode.skinny.launch import PLAIN, fitted, tile_shape, token_slots
+from blr.kernels.decode.skinny.segments import SkinnyStage, SkinnyTile
 
 # Bits, group and tokens.
 CASES = {"int4": (4, 128, 1), "int2": (2, 64, 3), "plain": (PLAIN, 0, 16), "many": (4, 128, 64)}
@@ -47,7 +47,7 @@ def test_default_tiles_compile(case: str, capability: int) -> None:
     signature |= {"partial": "*fp32", "counter": "*i32", "tokens": "i32"}
     constants = {"COUNT": 1, "NP": token_slots(tokens), "T0": tile, "T1": tile, "T2": tile}
     made = compile_for(
-        *("blr.kernels.skinny.triton", "grouped_kernel", signature),
+        *("blr.kernels.decode.skinny.triton", "grouped_kernel", signature),
         *({**constants, "ADD": False, "PDL": capability >= 90}, capability),
         divisible=("partial", *(f"s0.{name}" for name in aligned)),
         num_warps=warps,
@@ -64,13 +64,13 @@ def test_default_tiles_compile(case: str, capability: int) -> None:
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize("blocks", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_mixes_compile(blocks: int) -> None:
-    from blr.kernels.skinny.mix import HELD, Mix
+    from blr.kernels.decode.skinny.mix import HELD, Mix
 
     types = dict.fromkeys(Mix._fields, "i32") | {"z": "*fp32", "s": "*bf16", "y": "*bf16"}
     signature = {**dict.fromkeys(("m0", "m1", "m2"), Mix(**types)), "end0": "i32", "end1": "i32"}
     constants = {"COUNT": 3, "B": blocks, "BR": HELD // blocks**2, "EACH": 4, "LOW": PLAIN}
     made = compile_for(
-        *("blr.kernels.skinny.mix", "mix_kernel", {**signature, "tokens": "i32"}),
+        *("blr.kernels.decode.skinny.mix", "mix_kernel", {**signature, "tokens": "i32"}),
         *({**constants, "LOW_GROUP": 0, "PDL": True}, 90),
         num_warps=4,
     )

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blr.compressor.errors import RecipeError
-from blr.compressor.tuned_table import (
+from blr.compressor.base.errors import RecipeError
+from blr.compressor.recipe.tuned_table import (
     TunedRule,
     read_table,
     shipped_gpus,
@@ -22,13 +22,13 @@ from blr.compressor.tuned_table import (
     user_table,
     write_table,
 )
-from blr.kernels.blast.variants import VARIANTS as BLAST
 from blr.kernels.common import available, dispatch, tables
 from blr.kernels.common.available import gpu_name_key, kernel_device
 from blr.kernels.common.tables import BUCKETS, Shape, bucket, choose, prefers_dense
-from blr.kernels.kronecker.variants import VARIANTS as KRONECKER
-from blr.kernels.lowrank.variants import VARIANTS as LOWRANK
-from blr.kernels.monarch.variants import VARIANTS as MONARCH
+from blr.kernels.layers.blast.variants import VARIANTS as BLAST
+from blr.kernels.layers.kronecker.variants import VARIANTS as KRONECKER
+from blr.kernels.layers.lowrank.variants import VARIANTS as LOWRANK
+from blr.kernels.layers.monarch.variants import VARIANTS as MONARCH
 
 pytestmark = pytest.mark.fast
 

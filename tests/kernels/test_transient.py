@@ -9,12 +9,12 @@ import torch
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.blast.reference import blast_linear
 from blr.kernels.common import dispatch as dispatching
 from blr.kernels.common import transient, tuned
 from blr.kernels.common.dispatch import dispatch, forget
 from blr.kernels.common.tables import Shape
-from blr.kernels.monarch.reference import monarch_linear
+from blr.kernels.layers.blast.reference import blast_linear
+from blr.kernels.layers.monarch.reference import monarch_linear
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.blast import variants as blast
 from blr.kernels.common.available import has_triton
-from blr.kernels.gemm import launch as gemm
-from blr.kernels.lowrank import variants as lowrank
-from blr.kernels.monarch import variants as monarch
+from blr.kernels.decode.gemm import launch as gemm
+from blr.kernels.layers.blast import variants as blast
+from blr.kernels.layers.lowrank import variants as lowrank
+from blr.kernels.layers.monarch import variants as monarch
 
 pytestmark = [
     pytest.mark.skipif(not has_triton(), reason="needs triton"),
@@ -167,7 +167,7 @@ def test_product_compiles_to_matrix_instructions(capability: int) -> None:
     constants |= {"a_col": 1, "b_row": 1}
     signature |= dict.fromkeys(constants, "constexpr")
     made = compile_for(
-        "blr.kernels.gemm.triton", "bmm_kernel", signature, constants, capability,
+        "blr.kernels.decode.gemm.triton", "bmm_kernel", signature, constants, capability,
         divisible=(*pointers, *scalars), **options,
     )  # fmt: skip
     assert made["spills"] == 0 and made["regs"] <= 255
@@ -189,7 +189,7 @@ def test_narrow_products_compile_to_copies_ahead(parts: int) -> None:
     signature |= {"x": "*fp32" if parts > 1 else HALF} | dict.fromkeys(constants, "constexpr")
     pointers = ("x", "w", "bias", "y")
     made = compile_for(
-        "blr.kernels.narrow.triton", "product_kernel", signature, constants, 90,
+        "blr.kernels.decode.narrow.triton", "product_kernel", signature, constants, 90,
         divisible=(*pointers, *scalars), num_warps=4,
     )  # fmt: skip
     assert made["spills"] == 0 and made["shared"] <= 227 * 1024 // 2
@@ -207,7 +207,7 @@ def test_mix_compiles_without_spills(kernel: str, capability: int) -> None:
     signature = {"z": HALF, "s": HALF, "w": HALF} | dict.fromkeys(scalars, "i32")
     signature |= dict.fromkeys(constants, "constexpr")
     made = compile_for(
-        "blr.kernels.blast.triton", kernel, signature, constants, capability,
+        "blr.kernels.layers.blast.triton", kernel, signature, constants, capability,
         divisible=("z", "s", "w", *scalars), num_warps=4,
     )  # fmt: skip
     assert made["spills"] == 0

@@ -10,8 +10,8 @@ import torch
 import transformers
 from pico import save_pico
 
-from blr.compressor.errors import CapabilityError
-from blr.compressor.loading.computing import load_computing
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.load import GENERATES
 
 CPU = torch.device("cpu")

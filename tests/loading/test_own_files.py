@@ -11,10 +11,10 @@ from exporting import compress_to
 from pico import save_pico
 from producing import snapshot
 
-from blr.compressor.checkpoint.manifest import MANIFEST
-from blr.compressor.errors import BlrError
-from blr.compressor.loading.saving import write_code
-from blr.compressor.loading.standing import _put
+from blr.compressor.base.errors import BlrError
+from blr.compressor.loading.hub_proxy import _put
+from blr.compressor.loading.save_pretrained import write_code
+from blr.compressor.workspace.manifest import MANIFEST
 
 Make = Callable[[Path], object]
 MINE: dict[str, Make] = {

@@ -12,7 +12,7 @@ import transformers
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 from blr.compressor.loading.load import load_model
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 from blr.compressor.loading.sentences import Sentences, read_sentences
 
 # Two sentences of 2 and 3 tokens, padded on the left and on the right: states of one number.

@@ -13,15 +13,15 @@ from odd import ODDITIES, class_of, save_odd
 from pico import MODELS, save_pico
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.checkpoint.scan import scan_source
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.errors import InputError
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.loading.discover import meta_model
+from blr.compressor.loading.smoke_run import first_trial
 from blr.compressor.loading.streamed import streamed_model, whole_model
-from blr.compressor.loading.trial import first_trial
-from blr.compressor.loading.usual import is_usual
-from blr.compressor.progress import Progress
+from blr.compressor.loading.usual_names import is_usual
+from blr.compressor.workspace.scan import scan_source
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
 from blr.compressor.loading import tokenizer
 from blr.compressor.loading.tokenizer import check_tokenizer
 

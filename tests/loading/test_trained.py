@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from blr.compressor.loading import trained
-from blr.compressor.loading.trained import fuse_trained
+from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.fused import fuse
 
 IDS = torch.arange(14).view(2, 7)

@@ -11,10 +11,10 @@ import transformers
 from pico import MODELS, MORE, save_model, save_pico
 from tolerances import TOLERANCES
 
+from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import InputError, NumericsError
+from blr.compressor.loading.smoke_run import first_trial
 from blr.compressor.loading.streamed import blocks_of, streamed_model
-from blr.compressor.loading.trial import first_trial
 
 pytestmark = pytest.mark.fast
 

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from blr.compressor.modeling import products
 from blr.compressor.modeling.layers import LowRankLinear
 from blr.compressor.structures.specs import LowRankSpec
-from blr.kernels.activated.reference import activated as reference
 from blr.kernels.common import transient
+from blr.kernels.fused.activated.reference import activated as reference
 
 
 @pytest.fixture

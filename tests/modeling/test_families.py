@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tolerances import TOLERANCES
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.compress import Settings, compress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
 pytestmark = pytest.mark.fast

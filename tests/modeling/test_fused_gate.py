@@ -19,7 +19,7 @@ from blr.compressor.modeling import fused_gate
 from blr.compressor.modeling.fused_gate import FusedGate, fuse_gates
 from blr.compressor.modeling.fused_norm import FusedNorm
 from blr.compressor.modeling.fused_rotary import FusedRotary
-from blr.kernels.gated.reference import GATES
+from blr.kernels.fused.gated.reference import GATES
 
 pytestmark = pytest.mark.fast
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()

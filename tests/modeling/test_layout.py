@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.compress import Settings, compress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import (
@@ -24,7 +25,6 @@ from blr.compressor.modeling.layers import (
     prepare_layers,
     structured_linear,
 )
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import (
     BlastSpec,

@@ -16,7 +16,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Source
 from blr.compressor.modeling.layers import defer_large
 from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache

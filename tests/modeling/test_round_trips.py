@@ -22,13 +22,13 @@ from safetensors import safe_open
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.streamed import load_written
 from blr.compressor.modeling.classes import module_name
 from blr.compressor.modeling.table import Replaced
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.restore import restored
-from blr.compressor.verify import verify_output
 
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},

@@ -22,7 +22,7 @@ from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input, share_siblings
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 from blr.kernels.common.layout import ALIGNED
-from blr.kernels.lowrank.op import lowrank_group, packed
+from blr.kernels.layers.lowrank.op import lowrank_group, packed
 
 pytestmark = pytest.mark.fast
 

@@ -18,14 +18,14 @@ from pico import MODELS, save_model, save_pico
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor.base.progress import Progress
 from blr.compressor.bundling.module import BundleError
 from blr.compressor.bundling.scopes import bound_names
-from blr.compressor.compress import Settings, compress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.vendor import ROOTS, Contents, read_modules, vendored_files
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS
-from blr.compressor.tuned_table import read_table, shipped_gpus, shipped_table
 
 # Loads checkpoints one after the other without blr; prints the logits and a generation of each, and
 # which of the copied modules ran for it. A trace of each holds plain torch alone.
@@ -226,7 +226,7 @@ def test_a_checkpoint_has_four_files_with_the_kernels_of_every_structure() -> No
     assert {"BLAST_VARIANTS", "KRONECKER_VARIANTS", "LOWRANK_VARIANTS", "MONARCH_VARIANTS"} <= defined
 
 
-@pytest.mark.parametrize("left_out", ["blr.kernels.blast.op", "blr.kernels"])
+@pytest.mark.parametrize("left_out", ["blr.kernels.layers.blast.op", "blr.kernels"])
 def test_what_is_needed_at_the_top_cannot_be_left_out(left_out: str) -> None:
     with pytest.raises(BundleError, match="at its top, which is to be left out"):
         read_modules(ROOTS.values(), frozenset({left_out}))

@@ -15,9 +15,9 @@ from heal_models import save_dense, write_text
 from pico import MODELS, MORE, inputs_for, save_model
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.compress import Settings, compress
-from blr.compressor.inspect import inspect_output, inspect_text
-from blr.compressor.progress import Progress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.commands.inspect import inspect_output, inspect_text
 from blr.compressor.recipe.schema import make_recipe
 
 pytestmark = pytest.mark.fast

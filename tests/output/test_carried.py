@@ -11,12 +11,12 @@ from exporting import compress_to, export_to
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.checkpoint.manifest import read_manifest, verify_files
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.output.front import card_front, read_front, source_front, write_front
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.workspace.manifest import read_manifest, verify_files
 
 CARD = """---
 license: llama3.2

@@ -13,14 +13,14 @@ from exporting import compress_to, export_to
 from fresh import blr
 from pico import save_model, save_pico
 
+from blr.compressor.base.errors import BlrError, NumericsError, OutputError
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.compress import Settings, Summary, compress
-from blr.compressor.errors import BlrError, NumericsError, OutputError
+from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.loading import streamed
-from blr.compressor.loading.trial import first_trial
+from blr.compressor.loading.smoke_run import first_trial
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.output import check
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
 pytestmark = pytest.mark.fast

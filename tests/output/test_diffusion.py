@@ -15,18 +15,18 @@ import torch
 from diffusers_folders import CONFIGS, LAYERS, LINEAR, save_diffusion, state_of
 from safetensors.torch import load_file
 
+from blr.compressor.base.errors import CapabilityError, InputError
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import CapabilityError, InputError
-from blr.compressor.inspect import inspect_output
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.commands.inspect import inspect_output
+from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.loading.resolve import resolve_model
 from blr.compressor.modeling.table import layer_of
 from blr.compressor.planning.plan import make_plan
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import spec_from_dict
-from blr.compressor.verify import verify_output
 
 pytestmark = pytest.mark.fast
 STEM = "diffusion_pytorch_model"

@@ -14,20 +14,20 @@ from heal_models import compress_pico, save_dense, write_text
 from pico import save_pico
 from running import Invoke
 
-from blr.compressor import evaluate
-from blr.compressor.checkpoint.manifest import read_manifest
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.commands import evaluate
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.output import sample
-from blr.compressor.output.better import better_export, better_fit
 from blr.compressor.output.check import Bar
 from blr.compressor.output.loss import Loss
-from blr.compressor.output.told import number, told
-from blr.compressor.progress import Progress
+from blr.compressor.output.loss_messages import number, told
+from blr.compressor.output.next_command import better_export, better_fit
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.text.beginning import beginning_of
 from blr.compressor.text.reading import read_calibration
+from blr.compressor.workspace.manifest import read_manifest
 
 pytestmark = pytest.mark.fast
 QUICK = ("--device", "cpu", "-q", "--format", "json")
@@ -201,7 +201,7 @@ def test_healing_is_judged_by_its_end(
     code, _, err = invoke(*given)
     assert code == 7 and not (tmp_path / "healed").exists(), err
     assert "nats a token lost" in err and "--minutes" in err
-    monkeypatch.setattr("blr.compressor.heal.trainer.Trainer._step", None)
+    monkeypatch.setattr("blr.compressor.healing.trainer.Trainer._step", None)
     code, out, err = invoke(*given, "--force")
     assert code == 0 and "blr: warning: " in err, err
     found = json.loads(out)["check"]
@@ -215,7 +215,7 @@ def test_healing_is_judged_by_its_end(
 
 def compress_pico_forced(dense: Path, output: Path) -> Path:
     """By the library, whatever it loses."""
-    from blr.compressor.compress import Settings, compress
+    from blr.compressor.commands.compress import Settings, compress
 
     settings = Settings("dense", force=True, device="cpu")
     compress(dense, make_recipe(method="svd", cf=1.5), output, settings, Progress(quiet=True))
@@ -225,7 +225,7 @@ def compress_pico_forced(dense: Path, output: Path) -> Path:
 def test_healing_after_a_compression_is_judged_once(
     dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blr.compressor.compress import Settings, compress
+    from blr.compressor.commands.compress import Settings, compress
 
     held: list[Loss] = []
     monkeypatch.setattr(Bar, "hold", lambda self, loss: held.append(loss))

@@ -18,12 +18,12 @@ from diffusers_folders import WIDTH, save_diffusion
 from exporting import compress_to
 from patience import PATIENCE
 
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import InputError
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.diffusion import load_diffusion, quiet_diffusers, trial_inputs
-from blr.compressor.loading.trial import run
+from blr.compressor.loading.smoke_run import run
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
 EXACT = {  # ranks and chains that hold any matrix of the models

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.loading.peft import StructuredLora, StructuredLoraModel
+from blr.compressor.integrations.peft import StructuredLora, StructuredLoraModel
 from blr.compressor.modeling.layers import StructuredLinear
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.loading.peft import StructuredLora
+from blr.compressor.integrations.peft import StructuredLora
 from blr.compressor.modeling.table import Replaced
 
 STRUCTURES: dict[str, dict[str, Any]] = {

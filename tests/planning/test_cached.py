@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pico import save_pico
 
-from blr.compressor.planning.cached import FLOOR, cache_notes
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import Plan, make_plan
+from blr.compressor.planning.rank_caches import FLOOR, cache_notes
 from blr.compressor.recipe.schema import Recipe
 
 MODEL = {

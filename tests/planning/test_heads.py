@@ -13,8 +13,9 @@ from pico import inputs_for, save_pico
 from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.compress import Settings, compress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling.layers import LowRankLinear
 from blr.compressor.planning.heads import (
     groups_for_budget,
@@ -24,7 +25,6 @@ from blr.compressor.planning.heads import (
     parameter_threshold,
 )
 from blr.compressor.planning.plan import make_plan
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import relative_error

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pico import save_pico
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.errors import UsageError
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.schema import Recipe, make_recipe
 

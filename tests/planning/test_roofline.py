@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.roofline import (
     DECODE,
     PREFILL,

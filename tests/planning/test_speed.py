@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.errors import UsageError
 from blr.compressor.planning import speed
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan

@@ -102,8 +102,8 @@ HALF: dict[str, tuple[dict[str, Any], int]] = {
 def test_half_precision_goes_by_skinny_products(
     kind: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import blr.kernels.skinny.prepare as module
-    from blr.kernels.skinny import bound
+    import blr.kernels.decode.skinny.prepare as module
+    from blr.kernels.decode.skinny import bound
 
     settings, launches = HALF[kind]
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 2 if rows > 1 else 1)
@@ -131,8 +131,8 @@ def test_two_rows_of_large_launches_go_by_skinny_products(
 ) -> None:
     """All, some and none of the launches of one block, between what CUDA cores multiply; each, and the
     plain head, has its inputs prepared."""
-    import blr.kernels.skinny.prepare as module
-    from blr.kernels.skinny import bound
+    import blr.kernels.decode.skinny.prepare as module
+    from blr.kernels.decode.skinny import bound
 
     monkeypatch.setattr(bound, "WIDE", wide)
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)

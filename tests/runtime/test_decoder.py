@@ -13,20 +13,20 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
-from blr.compressor.architectures import find_family
-from blr.compressor.compress import Settings, compress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import shared_input
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
-from blr.compressor.progress import Progress
+from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
 from blr.compressor.runtime.phases import FAMILIES as RUN
 from blr.compressor.runtime.phases import TOGETHER, make_plan
 from blr.compressor.structures.specs import LowRankSpec
-from blr.kernels.attention.reference import pack, unpack
 from blr.kernels.common.available import has_triton
+from blr.kernels.decode.attention.reference import pack, unpack
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
 FAMILIES = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tolerances import RECOVERY, SLACK, TOLERANCES, WEIGHTED_FLOOR
 from torch import Tensor
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.structures import kronecker, monarch
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.patterns import parse_patterns, two_factor_chain
 from blr.compressor.structures.specs import KroneckerSpec, MonarchSpec
-from blr.kernels.kronecker.reference import kronecker_linear
+from blr.kernels.layers.kronecker.reference import kronecker_linear
 
 CHAINS = {
     "two": ("(1,12,6,2)(2,6,8,1)", 16, 24),

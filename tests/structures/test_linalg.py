@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from blr.compressor.errors import NumericsError
+from blr.compressor.base.errors import NumericsError
 from blr.compressor.structures import linalg
 
 pytestmark = pytest.mark.fast

@@ -21,8 +21,8 @@ from blr.compressor.structures.specs import (
     Spec,
     spec_from_dict,
 )
+from blr.kernels.decode.quantized.formats import BITS, FP8_GROUPS, GROUPS
 from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
-from blr.kernels.quantized.formats import BITS, FP8_GROUPS, GROUPS
 
 pytestmark = pytest.mark.fast
 

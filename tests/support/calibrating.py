@@ -9,7 +9,7 @@ import torch
 import transformers
 from pico import MODELS, MORE, VOCAB, save_pico
 
-from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.batches import Batch, window_rows
@@ -21,9 +21,9 @@ from blr.compressor.fitting.sensitivity import measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import make_plan
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.text.reading import Calibration
+from blr.compressor.workspace.journal import Journal
 
 TEXT_MODELS = [name for name in MODELS if name not in ("vit", "opt")]
 TEXT_MODELS += ["gemma2", "gemma3", "phi3", "distilbert", "xlm-roberta"]

@@ -77,7 +77,7 @@ def compile_for(
     """What Triton and ptxas make of a kernel for a GPU of the given compute capability.
 
     Args:
-        module: where the kernel is, as "blr.kernels.blast.triton".
+        module: where the kernel is, as "blr.kernels.layers.blast.triton".
         kernel: its name there.
         signature: every runtime argument to its type, as "*bf16", "i32", "fp32" or
             "tensordesc<bf16[64,64]>", or to a named tuple of types, with 1 for a field that is 1;

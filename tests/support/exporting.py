@@ -9,10 +9,10 @@ from pathlib import Path
 
 import bare
 
-from blr.compressor.compress import Settings, compress
-from blr.compressor.export.export import export
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.export.job import export
 from blr.compressor.export.options import ExportOptions
-from blr.compressor.progress import Progress
 from blr.compressor.recipe.schema import make_recipe
 
 # Loads exports where blr cannot be imported and prints the tokens that each generates;

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from blr.compressor.checkpoint.manifest import MANIFEST, read_manifest, verify_listed, verify_manifest
-from blr.compressor.errors import OutputError, VerifyError
+from blr.compressor.base.errors import OutputError, VerifyError
+from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_listed, verify_manifest
 
 FLIPS = 16  # in each file
 

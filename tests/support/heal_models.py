@@ -9,8 +9,8 @@ from pico import save_pico
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from blr.compressor.compress import Settings, compress
-from blr.compressor.progress import Progress
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.recipe.schema import Recipe
 
 QUIET = Progress(quiet=True)

@@ -192,8 +192,8 @@ def _limit(fate: Fate) -> None:
 
 def _instrument(log: int, fate: Fate) -> None:
     """Count every boundary in `log`, and do at each what `fate` says."""
-    from blr.compressor.checkpoint.journal import Journal
     from blr.compressor.fitting import factorize
+    from blr.compressor.workspace.journal import Journal
 
     count = 0
 

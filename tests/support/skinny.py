@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.gemv.segments import Segment
-from blr.kernels.quantized.reference import quantize
-from blr.kernels.quantized.segments import QuantizedSegment
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.reference import quantize
+from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 EPS = 1e-5
 
@@ -34,8 +34,8 @@ def made(
 
 def ready(segments: list[Any], gain: Tensor | None = None, dtype: Any = torch.float16) -> list[Any]:
     """The segments of inputs that are prepared."""
-    from blr.kernels.skinny.launch import low_of, width_of
-    from blr.kernels.skinny.prepare import prepare, prepared
+    from blr.kernels.decode.skinny.launch import low_of, width_of
+    from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     one = segments[0]
     how = {"low": low_of(one), "group": getattr(one, "group", 0)}

@@ -4,8 +4,8 @@
 FORKED = """
 import os, sys
 from blr.compressor.__main__ import main
-from blr.compressor.parallel import environment
-from blr.compressor.sweep import folder, launch
+from blr.compressor.base import environment
+from blr.compressor.commands.sweep import folder, launch
 
 class Forked:
     def __init__(self, pid):

@@ -115,17 +115,17 @@ def warm_up() -> None:
     from pico import save_pico
     from syncing import never_wait
 
-    import blr.compressor.architectures
+    import blr.compressor.base.errors
     import blr.compressor.cli
-    import blr.compressor.errors
-    import blr.compressor.evaluate
-    import blr.compressor.generate
+    import blr.compressor.commands.evaluate
+    import blr.compressor.commands.generate
     import blr.compressor.loading.tokenizer
+    import blr.compressor.recipe.architectures
 
     torch.set_num_threads(1)
     replace_once()
     never_wait()
-    blr.compressor.architectures.families()
+    blr.compressor.recipe.architectures.families()
     blr.compressor.loading.tokenizer.check_tokenizer(TINY)
     with tempfile.TemporaryDirectory() as folder:
         dense = save_pico("llama-tied", Path(folder) / "dense")
@@ -133,7 +133,7 @@ def warm_up() -> None:
     for name, *options in NOTHING:
         try:
             blr.compressor.cli.command()([name, "/nowhere", *options], standalone_mode=False)
-        except (blr.compressor.errors.InputError, blr.compressor.errors.OutputError):
+        except (blr.compressor.base.errors.InputError, blr.compressor.base.errors.OutputError):
             continue
         raise AssertionError(f"blr {name} /nowhere: done")
 

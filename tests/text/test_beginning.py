@@ -19,20 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from blr.compressor.checkpoint.journal import Journal
+from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.compress import Settings, compress
-from blr.compressor.errors import InputError
-from blr.compressor.evaluate import _pool, perplexity, read_tokens
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.commands.evaluate import _pool, perplexity, read_tokens
+from blr.compressor.commands.heal import heal
 from blr.compressor.fitting import engine
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.finish import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.heal.data import Author, Reading, make_data
-from blr.compressor.heal.embedding import sentence_stream
-from blr.compressor.heal.objective import Objective
-from blr.compressor.heal.run import heal
-from blr.compressor.heal.settings import HealOptions, check_options
+from blr.compressor.healing.data import Author, Reading, make_data
+from blr.compressor.healing.embedding import sentence_stream
+from blr.compressor.healing.objective import Objective
+from blr.compressor.healing.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.output.loss import computing
@@ -42,6 +41,7 @@ from blr.compressor.text.beginning import beginning_of
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import Stream
+from blr.compressor.workspace.journal import Journal
 
 NONE, BOS, END, BOTH, SEVERAL = "$A", "{$A", "$A}", "{$A}", "{|$A"
 BEGINNINGS = {NONE: (), BOS: (123,), END: (), BOTH: (123,), SEVERAL: (123, 124)}

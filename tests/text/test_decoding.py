@@ -13,7 +13,7 @@ from pico import MODELS, MORE, small
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from blr.compressor.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.text import decoding, own
 from blr.compressor.text.decoding import StaticReader, StaticReading, can_be_static
 from blr.compressor.text.own import OwnText, continued, draw

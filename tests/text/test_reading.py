@@ -10,7 +10,7 @@ import pytest
 from heal_models import save_characters
 from transformers import AutoTokenizer
 
-from blr.compressor.errors import BlrError, HubError, InputError
+from blr.compressor.base.errors import BlrError, HubError, InputError
 from blr.compressor.text.reading import (
     Calibration,
     read_calibration,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.compressor.checkpoint.journal import layer_key
 from blr.compressor.text import shelf as module
 from blr.compressor.text.shelf import Shelf, shelf_folder
+from blr.compressor.workspace.journal import layer_key
 
 KEYS = {n: layer_key(batch=n) for n in (2, 5, 7)}
 HOLD = """

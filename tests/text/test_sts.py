@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from blr.compressor import evaluate
-from blr.compressor.errors import InputError
-from blr.compressor.progress import Progress
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands import evaluate
 
 pytestmark = pytest.mark.fast
 

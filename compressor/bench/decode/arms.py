@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.decode.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
-from blr.compressor.errors import UsageError
 from blr.compressor.export.pack import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.modes import CACHES, MODES

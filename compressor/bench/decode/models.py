@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.subjects import random_order
-from blr.compressor.errors import UsageError
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.orders import order_of
-from blr.kernels.quantized.formats import BITS
+from blr.kernels.decode.quantized.formats import BITS
 
 STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "blast": "blast"}
 OWN = "own"  # a checkpoint as it is

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.decode.arms import (
     HF,
     INT8,
@@ -36,8 +38,6 @@ from blr.compressor.bench.decode.models import (
 from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
-from blr.compressor.errors import UsageError
-from blr.compressor.progress import Progress
 from blr.compressor.runtime.modes import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"

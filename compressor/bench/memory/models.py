@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from blr.compressor.errors import UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.modeling.configuration_blr import PREFIX, config_class
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import PROJECTIONS, prepare_layers

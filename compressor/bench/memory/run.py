@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.memory.models import (
     Subject,
     dense_model,
@@ -27,10 +29,8 @@ from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.bench.results import OK, WRONG, MemoryRow, Report
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
-from blr.compressor.errors import CapabilityError, UsageError
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.masks import unmasked, unpacked
-from blr.compressor.progress import Progress
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
 # Relative error of our results against the same weights in float32, or so many times that of plain

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from blr.compressor.base.tables import aligned
 from blr.compressor.bench.results import OK, MemoryRow, Report
 from blr.compressor.bench.summary import titled
-from blr.compressor.tables import aligned
 
 HEAD = ["arm", "transient MiB", "of naive", "of dense", "predicted", "FlashSVD's", "peak MiB"]
 TIMES = ["ms", "low–high", "of naive", "of dense", "error", ""]

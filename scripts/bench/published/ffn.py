@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from blr.kernels.gemv.reference import ACTIVATIONS
+from blr.kernels.decode.gemv.reference import ACTIVATIONS
 
 try:
     import triton
     import triton.language as tl
 
-    from blr.kernels.gemm.launch import dot_precision
-    from blr.kernels.gemv.triton import activate
+    from blr.kernels.decode.gemm.launch import dot_precision
+    from blr.kernels.decode.gemv.triton import activate
 except ImportError as error:
     raise ImportError("FlashSVD's kernels need triton: install it or use the reference") from error
 

@@ -30,8 +30,8 @@ except ImportError as error:  # callers go through kernels.common.available
     ) from error
 
 from blr.kernels.common.available import shared_limit
-from blr.kernels.gemm.launch import dot_precision
-from blr.kernels.gemm.triton import grouped_tile
+from blr.kernels.decode.gemm.launch import dot_precision
+from blr.kernels.decode.gemm.triton import grouped_tile
 from published.parts import fitting, product, spans
 
 ACCUMULATORS = 16 * 64 * 32  # BLOCK_B·BLOCK_N·BLOCK_R: 128 registers a thread in eight warps

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blr.kernels.gemm.launch import bmm
+from blr.kernels.decode.gemm.launch import bmm
 
 
 def product(

@@ -12,7 +12,7 @@ column c of the product ``x_l V_l`` belongs to output block ``k = c // r'`` and 
 The second stores blocks side by side in the canonical order of outputs; the permutation that the
 paper moves into the next weight (❸) does not exist in it.
 
-Both stages are products of `kernels.gemm`.
+Both stages are products of `kernels.decode.gemm`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ except ImportError as error:  # callers go through kernels.common.available
         "the BLAST kernels need triton: install it or use the reference variant"
     ) from error
 
-from blr.kernels.gemm.launch import dot_precision
+from blr.kernels.decode.gemm.launch import dot_precision
 from published.parts import fitting, product, spans
 
 LINE = 64  # elements: 128 bytes of 16-bit numbers

@@ -14,6 +14,8 @@ from tolerances import TOLERANCES
 from typer import Typer
 from typer.testing import CliRunner
 
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.bench.decode import arms as decode_arms
 from blr.compressor.bench.decode import run as decode
 from blr.compressor.bench.decode.arms import HfArm, parse_arm
@@ -28,8 +30,6 @@ from blr.compressor.bench.decode.run import DecodeBench, DecodeOptions, compare_
 from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, save
 from blr.compressor.bench.summary import decode_summary, decode_text
 from blr.compressor.cli.bench_decode import decode as command
-from blr.compressor.errors import CapabilityError, UsageError
-from blr.compressor.progress import Progress
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")

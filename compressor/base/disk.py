@@ -1,0 +1,146 @@
+"""Durable file operations: written under a name of their own, flushed, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from blr.compressor.base.errors import StorageError
+
+Bytes = bytes | bytearray | memoryview
+CHUNK = 1 << 24  # bytes read or written at once
+# What file systems without durable folders (some network ones) answer to fsync: there is no more to do
+NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+# ... and to link
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
+SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
+
+
+def flush(descriptor: int) -> None:
+    """Make what was written durable, where the file system can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries (creations, renames, deletions) durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def scratch_for(path: Path) -> Path:
+    """A name beside `path` that no other process uses, to write to before renaming."""
+    return path.with_name(f"{path.name[:100]}.{secrets.token_hex(6)}{SCRATCH}")
+
+
+def settle(scratch: Path, path: Path, new: bool = False) -> None:
+    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed.
+
+    With `new` nothing that is there is replaced: FileExistsError.
+    """
+    descriptor = os.open(scratch, os.O_RDONLY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+    if new:
+        _settle_new(scratch, path)
+    else:
+        os.rename(scratch, path)
+
+
+def _settle_new(scratch: Path, path: Path) -> None:
+    try:
+        os.link(scratch, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(scratch, path)
+    else:
+        os.unlink(scratch)
+
+
+def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tuple[int, str]:
+    """Write `chunks` to `path`, which is absent (or as before) until all of them are on the disk.
+
+    With `new` it must not exist: FileExistsError, and what is there stays.
+
+    Returns:
+        Its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
+    """
+    digest, size = hashlib.sha256(), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = scratch_for(path)
+    try:
+        with open(scratch, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+        settle(scratch, path, new)
+    except BaseException:
+        scratch.unlink(missing_ok=True)  # a full disk gets its room back
+        raise
+    return size, digest.hexdigest()
+
+
+def write_probe(folder: Path) -> None:
+    """Raise OSError unless a file can be made in `folder`."""
+    probe = scratch_for(folder / "probe")
+    with open(probe, "xb"):
+        pass
+    os.unlink(probe)
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, `CHUNK` at a time."""
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file, streamed."""
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`, 0 if it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes.
+
+    Raises StorageError.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:  # a file system that does not tell: then writing will
+        return
+    if free < needed:
+        raise StorageError(
+            f"{folder}: {free} bytes free, the run needs about {needed} bytes: "
+            "free or enlarge the disk, or choose another --output"
+        )
+
+
+def pieces(data: bytes | Path) -> Iterator[bytes]:
+    """Of bytes, all at once; of a file, a chunk at a time."""
+    return read_chunks(data) if isinstance(data, Path) else iter([data])

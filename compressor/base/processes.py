@@ -1,0 +1,230 @@
+"""The processes of a run: one, or those that torchrun, `accelerate launch` or `--gpus` started.
+
+Every process runs the same program on its own device. What is written is written by the first, but
+for finished layers, which each puts into the journal: on several hosts it lies in a folder they share.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blr.compressor.base import process_environment as environment
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import CapabilityError, LostProcess, UsageError
+from blr.compressor.base.quoting import first_line
+
+PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is noticed otherwise
+
+
+class Processes:
+    """This process's number `rank` of `count`, and what they do together. `device` is its own.
+
+    Args:
+        device: as on the command line; a GPU's number is this process's on its host.
+        alone: for work that this process does by itself, whatever others there are.
+
+    Raises:
+        UsageError: a GPU of a number for several processes. CapabilityError: no such device, or devices
+            of several kinds, whose results would differ.
+    """
+
+    def __init__(self, device: str, alone: bool = False) -> None:
+        self.rank = 0 if alone else environment.rank()
+        self.count = 1 if alone else environment.count()
+        self.device = pick_device(device)
+        self.wire = torch.device("cpu")  # what messages travel from
+        self.notes: list[str] = []
+        self._control: Any = None
+        if self.count > 1:
+            self._join(device)
+
+    def _join(self, asked: str) -> None:
+        backend = "gloo"
+        if self.device.type == "cuda":
+            if ":" in asked:
+                raise UsageError(
+                    f"device {asked!r} for {self.count} processes; give --device cuda "
+                    "and name the GPUs in CUDA_VISIBLE_DEVICES"
+                )
+            self._take_gpu()
+            backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
+        meeting = os.environ.get(environment.MEETING)
+        if not meeting and "MASTER_ADDR" not in os.environ:
+            raise UsageError(
+                f"WORLD_SIZE is {self.count} and nobody says where processes meet (MASTER_ADDR): start "
+                "them by torchrun, accelerate launch or --gpus, or unset it"
+            )
+        with _lost():
+            store = dist.FileStore(meeting, self.count) if meeting else None
+            if store is not None:
+                store.set_timeout(PATIENCE)
+            method = None if store else "env://"
+            size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
+            dist.init_process_group(backend, init_method=method, store=store, **size)
+            self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._check_alike()
+        if self.device.type == "cuda":
+            self._find_wire()
+
+    def _take_gpu(self) -> None:
+        there = torch.cuda.device_count()
+        self.device = torch.device("cuda", environment.local_rank() % there)
+        torch.cuda.set_device(self.device)
+
+    def _find_wire(self) -> None:
+        """Messages start from GPUs where each process has one of its own: also where a launcher shows
+        each process no other."""
+        gpus = self.gather(_card(self.device))
+        if len(set(gpus)) == len(gpus):
+            self.wire = self.device
+        else:
+            self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
+
+    def _check_alike(self) -> None:
+        kinds = sorted(set(self.gather(_kind(self.device))))
+        if len(kinds) > 1:
+            raise CapabilityError(
+                f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ; "
+                "run on those of one kind"
+            )
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes."""
+        return self.rank == 0
+
+    def owns(self, number: int) -> bool:
+        """Whether item `number` of a series that is dealt out in turn is this process's."""
+        return number % self.count == self.rank
+
+    def owner(self, number: int) -> int:
+        """The process that `owns` an item."""
+        return number % self.count
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            with _lost():
+                dist.barrier(group=self._control)
+
+    def leave(self) -> None:
+        """There is no more to do together: from here on each may end."""
+        if self.count > 1:
+            self.wait()
+            dist.destroy_process_group()
+            self.count = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process gives as `value` (plain data), in order."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        with _lost():
+            dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def told(self, value: Any, source: int = 0) -> Any:
+        """What process `source` gives as `value` (plain data)."""
+        if self.count == 1:
+            return value
+        found = [value]
+        with _lost():
+            dist.broadcast_object_list(found, src=source, group=self._control)
+        return found[0]
+
+    def shared(self, tensor: Tensor | None, source: int = 0) -> Tensor:
+        """The `tensor` of process `source`, on this process's device; the others give None."""
+        found = None if tensor is None else (tensor.shape, tensor.dtype)
+        return self.spread(tensor, source, *self.told(found, source))
+
+    def spread(
+        self, tensor: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """As `shared`, of a tensor whose shape and dtype all know."""
+        if self.count == 1:
+            assert tensor is not None
+            return tensor.to(self.device)
+        if self.rank == source and tensor is not None:
+            held = tensor.detach().to(self.wire).contiguous()
+        else:
+            held = torch.empty(shape, dtype=dtype, device=self.wire)
+        with _lost():
+            dist.broadcast(held, source)
+        return held.to(self.device)
+
+    def exchanged(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Piece `n` goes to process n; what each process has for this one, in their order.
+
+        Args:
+            pieces: [h_n, …] of the same other sizes; the pieces for process n have the same h_n.
+        """
+        if self.count == 1:
+            return pieces
+        heights = [len(piece) for piece in pieces]
+        sent = torch.cat(pieces).to(self.wire)
+        mine = heights[self.rank]
+        found = sent.new_empty(self.count * mine, *sent.shape[1:])
+        with _lost():
+            dist.all_to_all_single(found, sent, [mine] * self.count, heights)
+        return list(found.to(self.device).split(mine)) if mine else [found.to(self.device)] * self.count
+
+    def sum_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Replace the gradients of `tensors` by their sums over the processes, in one message."""
+        if self.count == 1:
+            return
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        if not gradients:  # of the same tensors in every process
+            return
+        flat = torch.cat([g.flatten() for g in gradients]).to(self.wire)
+        with _lost():
+            dist.all_reduce(flat)
+        flat = flat.to(self.device)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Over the processes."""
+        if self.count == 1:
+            return value
+        held = value.to(self.wire, copy=True)
+        with _lost():
+            dist.all_reduce(held)
+        return held.to(value.device)
+
+    def agreed(self, *values: float) -> list[float]:
+        """The first process's `values`, in all of them."""
+        return self.told(list(values))
+
+
+def _card(device: torch.device) -> str:
+    """Which GPU of all hosts this is; the parts of a card (MIG) are all the same, as for NCCL, which
+    takes two processes on one for a mistake."""
+    found = torch.cuda.get_device_properties(device)
+    return f"MIG of {platform.node()}" if " MIG " in found.name else str(found.uuid)
+
+
+def _kind(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """What the library says of a process that is gone, as LostProcess."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = first_line(error, 200)
+        raise LostProcess(
+            f"another process of this run is gone ({reason}); what is finished is kept, run again"
+        ) from error

@@ -1,0 +1,104 @@
+"""Healing in the run that compressed the model: in its workspace, the dense source as the teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.commands.heal import Job
+from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.healing.forecast import kept_bytes
+from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.healing.summary import HealSummary
+from blr.compressor.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from blr.compressor.base.processes import Processes
+    from blr.compressor.fitting.time_forecast import Work
+    from blr.compressor.output.check import Check
+    from blr.compressor.output.sample import Text
+    from blr.compressor.recipe.schema import Recipe
+
+
+class Healing:
+    """The training after a compression of `source`.
+
+    Its text is that of the calibration, mixed with the model's own, or the latter alone.
+
+    Raises:
+        BlrError: a model that cannot be healed, or a text that is too short; before any work.
+    """
+
+    def __init__(self, source: Source, settings: Any) -> None:
+        from blr.compressor.healing.data import reading_of
+
+        self.teacher = Checkpoint(source, {}, compressed=False)
+        self.options = options_of(settings)
+        self.reading = reading_of(self.teacher, self.options)
+        self.reading.texts(self.options, briefly=True)
+
+    def held(self) -> Text | None:
+        """What neither fits nor training read of the text of a decoder."""
+        return self.reading.held(self.options, self.teacher.source)
+
+    def run(
+        self,
+        folder: Path,
+        check: Check | None,
+        read: str,
+        workspace: Workspace,
+        progress: Progress,
+        processes: Processes,
+    ) -> HealSummary:
+        """Train the compressed checkpoint in `folder` and make the output of it.
+
+        Args:
+            check: what the output must pass, in the first process.
+            read: digest of all that the compression read.
+        """
+        started = monotonic()
+        student = open_checkpoint(folder)
+        place = processes, workspace, progress
+        job = Job(student, self.teacher, self.options, *place, self.reading)
+        job.teacher_digest = read  # it is all that the compression reads
+        job.work(read, check)
+        return job.summary(monotonic() - started)
+
+
+def options_of(settings: Any) -> HealOptions:
+    """What `blr heal` would be asked for the same as a compression (`compress.Settings`)."""
+    text = settings.calibration
+    return check_options(
+        HealOptions(
+            source_name=settings.source_name,
+            teacher_name=settings.source_name,
+            revision=settings.revision,
+            data=() if text is None or text == SELF else (text,),
+            minutes=settings.heal,
+            device=settings.device,
+            max_shard_size=settings.max_shard_size,
+            offline=settings.offline,
+        )
+    )
+
+
+def steps_of(settings: Any, recipe: Recipe, device: str) -> list[str]:
+    """The steps of a compression (`compress.Settings`) on a kind of device, with those of the healing
+    behind it; a last pass may turn out to have no room."""
+    from blr.compressor.fitting.engine import expected
+
+    steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]
+    return steps + (healing_steps(options_of(settings)) if settings.heal else [])
+
+
+def disk_beside(sized: Work, settings: Any) -> int:
+    """Bytes on disk that a healing takes beside its compression: what that gives, and its own state."""
+    layers, source = sized.plan.layers, sized.source
+    whole = sum(entry.nbytes for entry in source.entries.values())
+    files = sum(path.stat().st_size for path in source.extra_files().values())
+    specs = {planned.layer.module: planned.spec for planned in layers}
+    compressed = whole - sized.bytes + sum(planned.bits for planned in layers) // 8
+    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))

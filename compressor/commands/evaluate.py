@@ -1,0 +1,258 @@
+"""Quality of a model: perplexity of decoders, STS correlation of sentence encoders."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
+from blr.compressor.base.progress import Progress
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.extras import MODULES
+from blr.compressor.checkpoint.regular import read_text
+from blr.compressor.loading.sentences import Sentences
+from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
+from blr.compressor.text.beginning import Beginning, begun, room_in
+from blr.compressor.text.reading import read_whole_text
+
+MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
+MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
+Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`perplexity` over `tokens` predicted tokens, each seen with at most `window` − 1 before it.
+
+    `beginning` holds the token ids that every window begins with; their predictions are not counted.
+    """
+
+    perplexity: float
+    tokens: int
+    window: int
+    beginning: Beginning = ()
+
+
+@dataclass(frozen=True)
+class Spearman:
+    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
+
+    spearman: float
+    pairs: int
+
+
+def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
+    """Token ids [n] of a text, .jsonl or .json file, without special tokens, without the first `skip`,
+    cut to `max_tokens`.
+
+    Raises InputError for a file that is missing, empty, malformed or not UTF-8.
+    """
+    text = read_whole_text(path, MAX_BYTES)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
+    if len(ids) < 2:
+        raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
+    return torch.tensor(ids)
+
+
+def fitting_window(model: Any, most: int) -> int:
+    """`most` tokens, or as many as the model has positions for."""
+    return min(most, context_of(model.config.to_dict()))
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Any,
+    ids: Tensor,
+    window: int,
+    stride: int,
+    batch: int,
+    progress: Progress,
+    beginning: Beginning = (),
+) -> Perplexity:
+    """exp of the mean negative log-likelihood of `ids` [n] under a causal model.
+
+    A window is the `beginning` that the model's tokenizer gives a text and further tokens of `ids`,
+    `window` in all. Windows start every `stride` tokens of `ids`, so that none is left out. A token is
+    scored in the first window that has it with something before it. So without a beginning the first
+    token of a window is not scored where none overlap; with one all of `ids` are. With a smaller stride
+    a token has at least as many before it as windows overlap. The beginning is not scored.
+
+    Raises InputError for a window longer than the model's context or without room for text, or ids that
+    the model has not; NumericsError for a loss that is no finite number.
+    """
+    limit = context_of(model.config.to_dict())
+    if window > limit:
+        remedy = "take a shorter one, or leave --window out"
+        raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
+    check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
+    room = room_in(window, beginning)
+    stride = min(stride, room)
+    starts = list(range(0, max(len(ids) - room, 0) + 1, stride))
+    if starts[-1] + room < len(ids):
+        starts.append(starts[-1] + stride)
+    total, count = 0.0, 0
+    groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
+    with progress.layers(len(groups), "evaluating") as advance:
+        for group in groups:
+            advance("")
+            for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
+                loss = _losses(model, begun(rows, beginning))[:, -fresh:]
+                total, count = total + float(loss.double().sum()), count + loss.numel()
+    return Perplexity(_exponential(total / count), count, window, beginning)
+
+
+def _exponential(loss: float) -> float:
+    """exp of a mean loss. Raises NumericsError when that is no finite number."""
+    if not loss < MAX_LOSS:  # NaN is not
+        raise NumericsError(
+            f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
+            "evaluate in --dtype float32, or repair the checkpoint"
+        )
+    return math.exp(loss)
+
+
+def _stack(
+    ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
+) -> list[tuple[Tensor, int]]:
+    """Rows of up to `room` tokens of equal length and count of newly scored tokens together, as
+    ([m, w], fresh); where no beginning is before it (`begins`), a row's first token cannot be scored."""
+    groups: dict[tuple[int, int], list[Tensor]] = {}
+    for start in starts:
+        row = ids[start : start + room]
+        alone = start == 0 or stride == room
+        fresh = len(row) - (not begins) if alone else len(row) - (room - stride)
+        if fresh > 0:
+            groups.setdefault((len(row), fresh), []).append(row)
+    return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
+
+
+def _losses(model: Any, rows: Tensor) -> Tensor:
+    """Negative log-likelihood [m, w-1] of every token but the first of each row."""
+    rows = rows.to(model.device)
+    logits = model(rows, use_cache=False).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
+    ).view(len(rows), -1)
+
+
+def check_embeds(folder: Path) -> None:
+    """Raise CapabilityError for a model that continues text and says of no embedding how to make it."""
+    name = str((read_config(folder).get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
+        raise CapabilityError(
+            f"{folder}: {name} continues text; expected an encoder of sentences for --sts; take --text"
+        )
+
+
+@torch.inference_mode()
+def sts_spearman(
+    model: Any,
+    tokenizer: Any,
+    pairs: Sequence[Pair],
+    batch: int,
+    progress: Progress,
+    head: Sentences | None = None,
+) -> Spearman:
+    """Spearman correlation on the `pairs` of an STS file (`read_pairs`).
+
+    Sentences are embedded as `head` says, without one by the mean of the last hidden states.
+    """
+    sentences = [s for first, second, _ in pairs for s in (first, second)]
+    head = head or Sentences()
+    embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
+    cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
+    gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
+    return Spearman(rank_correlation(cosine, gold), len(pairs))
+
+
+def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
+    """Spearman's, in percent. Raises NumericsError where it is not defined."""
+    found = 100 * float(torch.corrcoef(torch.stack([_ranks(cosine), _ranks(gold)]))[0, 1])
+    if math.isfinite(found) and bool(torch.isfinite(cosine).all()):
+        return found
+    bad, values, scores = int((~torch.isfinite(cosine)).sum()), len(cosine.unique()), len(gold.unique())
+    raise NumericsError(
+        f"no rank correlation of {values} different cosine similarities ({bad} of {len(cosine)} NaN) "
+        f"with {scores} different scores: expected finite ones that vary; evaluate in --dtype float32, "
+        "or give pairs with other scores"
+    )
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Sentence pairs and scores of a CSV file; a first row whose last cell is no number, nor
+    inf or nan, is its header.
+
+    Raises InputError for a file that is missing or has other rows.
+    """
+    text = read_text(path, MAX_BYTES)
+    try:
+        rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        remedy = "write sentence, sentence, score in every row"
+        raise InputError(f"{path}: not a readable CSV file ({error}); {remedy}") from None
+    if rows and not _is_numeral(rows[0][-1]):
+        rows = rows[1:]
+    for number, row in enumerate(rows, 1):
+        if len(row) < 3 or not _is_number(row[-1]):
+            raise InputError(
+                f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
+                "repair the row"
+            )
+    if len(rows) < 2:
+        raise InputError(
+            f"{path}: {len(rows)} rows, expected two at least of sentence, sentence, score; give more"
+        )
+    return [(row[-3], row[-2], float(row[-1])) for row in rows]
+
+
+def embed(
+    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress, head: Sentences
+) -> Tensor:
+    """Sentence embeddings [n, d] as `head` pools them, computed in batches of similar length."""
+    order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
+    groups = [order[n : n + batch] for n in range(0, len(order), batch)]
+    rows: dict[int, Tensor] = {}
+    with progress.layers(len(groups), "embedding") as advance:
+        for group in groups:
+            advance("")
+            pooled = _pool(model, tokenizer, [sentences[n] for n in group], head)
+            rows.update(zip(group, pooled, strict=True))
+    return torch.stack([rows[n] for n in range(len(sentences))])
+
+
+def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
+    limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
+    tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
+    check_ids(model, tokens["input_ids"])
+    hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
+    return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Ranks from 0, ties sharing their mean rank."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts.double() + 1) / 2)[inverse]
+
+
+def _is_number(text: str) -> bool:
+    return _is_numeral(text) and math.isfinite(float(text))
+
+
+def _is_numeral(text: str) -> bool:
+    """Whether it reads as a number, finite or not."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

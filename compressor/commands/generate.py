@@ -1,0 +1,260 @@
+"""Continues a prompt with a decoder, and measures where the time of a token goes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, TextIO
+
+import torch
+
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import BlrError, CapabilityError, InputError, UsageError
+from blr.compressor.base.quoting import first_line, is_text, quote
+from blr.compressor.base.tables import aligned
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.context import context_of
+from blr.compressor.loading.tokenizer import check_ids, encode_prompt
+from blr.compressor.modeling.cache_key import Check
+from blr.compressor.modeling.requests import unusual_settings
+from blr.compressor.runtime.sampling import check_logits
+
+MAX_CONTEXT = 8192  # tokens that the cache of a profiled model without export settings has room for
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy decoding."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """`text` continues `prompt` by `tokens` tokens, produced in `seconds` (prefill included)."""
+
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+
+
+def generate(
+    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, stream: TextIO | None = None
+) -> Generation:
+    """Generate and, if `stream` is given, write the text there as it is produced.
+
+    Raises:
+        UsageError: a prompt without tokens.
+        CapabilityError: one that leaves no room in the model's context.
+        NumericsError: logits that choose no token.
+    """
+    inputs = encode_prompt(tokenizer, _text(prompt), model)
+    length = inputs["input_ids"].shape[1]
+    context = context_of(model.config.to_dict())
+    if length == 0:
+        raise UsageError("the prompt has no tokens; give some text to continue")
+    if length + sampling.max_new_tokens > context:
+        raise CapabilityError(
+            f"{length} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's context "
+            f"of {context}; shorten the prompt or lower --max-new-tokens"
+        )
+    check_ids(model, inputs["input_ids"])
+    torch.manual_seed(sampling.seed)
+    started = monotonic()
+    with _watched(model):
+        ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
+    text = tokenizer.decode(ids[length:], skip_special_tokens=True)
+    if stream is not None and not _streams(model, sampling):
+        stream.write(f"{tokenizer.decode(ids, skip_special_tokens=True)}\n")
+    return Generation(prompt, text, len(ids) - length, monotonic() - started)
+
+
+def _text(prompt: str) -> str:
+    """`prompt` as text: bytes that the locale has no characters for are taken as UTF-8.
+
+    Raises UsageError for what is none.
+    """
+    if is_text(prompt):
+        return prompt
+    try:
+        return os.fsencode(prompt).decode("utf-8")
+    except ValueError:
+        raise UsageError(f"prompt {quote(prompt)}: found bytes that are no UTF-8; give text") from None
+
+
+def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """[1, T + new]. Raises InputError where the model's own defaults ask for what cannot be done."""
+    try:
+        return model.generate(**inputs, **arguments)
+    except Exception as error:  # transformers raises any kind for settings that do not fit together
+        odd = sorted(unusual_settings(model.generation_config))
+        if isinstance(error, BlrError | MemoryError | torch.OutOfMemoryError) or not odd:
+            raise
+        reason = quote(first_line(error), 160)[1:-1]
+        raise InputError(
+            f"generation_config.json: found {', '.join(odd)}, with which this model does not generate "
+            f"({reason}); expected settings of plain decoding; remove them"
+        ) from error
+
+
+class _LogitsCheck(Check):
+    def __call__(self, _: Any, __: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        check_logits(logits[:, -1])
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[None]:
+    """While active, a forward pass whose logits choose no token raises NumericsError."""
+    handle = model.register_forward_hook(_LogitsCheck())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of a token, of all layers' like steps one: its time and the weights and cache it reads."""
+
+    name: str
+    microseconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Decoding by the fused runtime, one sequence.
+
+    `bytes_a_token` are the weights and cache that a token reads; `copy_bandwidth` is what a copy on
+    this GPU reaches, in bytes read and written a second, and `fraction` what decoding has of it.
+    """
+
+    tokens_per_second: float
+    bytes_a_token: int
+    copy_bandwidth: float
+    fraction: float
+    stages: list[Stage]
+
+
+def default_dtype(folder: Path, device: str) -> str:
+    """The dtype to compute in when none is asked for: float32; for an export on a GPU, as stored.
+
+    Raises InputError, CapabilityError.
+    """
+    config = read_config(folder)
+    table = config.get("blr")
+    stored = config.get("dtype") or config.get("torch_dtype")
+    exported = isinstance(table, dict) and "export" in table
+    if exported and stored in ("bfloat16", "float16") and pick_device(device).type == "cuda":
+        return stored
+    return "float32"
+
+
+def check_profile(device: str) -> None:
+    """Raise CapabilityError where there is nothing to profile on."""
+    found = pick_device(device)
+    if found.type != "cuda":
+        raise CapabilityError(f"device {str(found)!r}: a profile needs a CUDA GPU; leave --profile out")
+
+
+def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
+    """Time the stages of the tokens that follow `prompt`.
+
+    Raises CapabilityError for a model or a prompt that the fused runtime does not take.
+    """
+    from blr.compressor.runtime.failures import DecoderError
+
+    decoder = _decoder(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    try:
+        decoder.prefill(ids.to(model.device))
+        *stages, token = [Stage(*stage) for stage in decoder.profile(steps)]
+    except DecoderError as error:
+        raise CapabilityError(f"no profile: {error}") from error
+    bandwidth = copy_bandwidth(model.device)
+    seconds = token.microseconds / 1e6
+    return Profile(1 / seconds, token.bytes, bandwidth, token.bytes / seconds / bandwidth, stages)
+
+
+def profile_text(found: Profile) -> str:
+    """A line for the whole and a table of the stages."""
+    whole = (
+        f"{found.tokens_per_second:.1f} tokens/s, {found.bytes_a_token:,} bytes a token, "
+        f"{found.fraction:.1%} of the measured copy bandwidth ({found.copy_bandwidth / 1e12:.2f} TB/s)"
+    )
+    rows = [(s.name, f"{s.microseconds:.2f} us", f"{s.bytes:,} bytes") for s in found.stages]
+    return aligned([whole, *rows], numbers=(1, 2))
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
+    """Bytes read and written a second by copies of `size` bytes on a GPU."""
+    from blr.compressor.runtime.profile import average
+
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / average(lambda: target.copy_(source), repeats, device)
+
+
+def _decoder(model: Any) -> Any:
+    """The decoder that an export generates with, one for a single sequence for any other model."""
+    from blr.compressor.modeling.generation import held_decoder, obstacle
+    from blr.compressor.modeling.settings import export_settings
+    from blr.compressor.runtime.decoder import Decoder
+    from blr.compressor.runtime.phases import supports
+
+    settings = export_settings(model.config)
+    found = obstacle(model.device) or supports(model)
+    if settings is not None and found is None:
+        found = held_decoder(model, settings)
+    if isinstance(found, str):
+        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
+    return found or Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
+
+
+def _streams(model: Any, sampling: Sampling) -> bool:
+    """Whether tokens are final as they come: not with beams, assistants and the like, which a model's
+    generation_config.json may ask for."""
+    config = copy.deepcopy(model.generation_config)
+    config.do_sample = sampling.temperature > 0
+    return config.get_generation_mode() in ("greedy_search", "sample")
+
+
+def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:
+    # one sequence of tokens is the result, whatever else the model's defaults ask for
+    plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
+    defaults = model.generation_config
+    arguments: dict[str, Any] = {
+        **{name: value for name, value in plain.items() if getattr(defaults, name, None)},
+        **({"tokenizer": tokenizer} if getattr(defaults, "stop_strings", None) else {}),
+        **{"max_new_tokens": sampling.max_new_tokens, "do_sample": False},
+    }
+    if sampling.temperature > 0:
+        chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        arguments |= {**chosen, "top_p": sampling.top_p or 1.0, "do_sample": True}
+    if stream is not None and _streams(model, sampling):
+        arguments["streamer"] = _streamer(tokenizer, stream)
+    return arguments
+
+
+def _streamer(tokenizer: Any, stream: TextIO) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        """Writes to `stream` rather than to whatever standard output is at import."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            stream.write(text + ("\n" if stream_end else ""))
+            stream.flush()
+
+    return Streamer(tokenizer, skip_special_tokens=True)

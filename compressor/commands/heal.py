@@ -1,0 +1,403 @@
+"""The healing of one checkpoint: check, read or write text, train, write, check, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.base import process_environment as environment
+from blr.compressor.base.device import device_name
+from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
+from blr.compressor.base.progress import READING, Progress
+from blr.compressor.checkpoint.extras import METRICS
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.healing.settings import (
+    HealOptions,
+    check_options,
+    check_takes_additions,
+    healing_steps,
+)
+from blr.compressor.healing.summary import HealSummary
+from blr.compressor.healing.teacher import recorded_digest
+from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.workspace.destination import check_apart
+from blr.compressor.workspace.fingerprint import headers_digest, versions
+from blr.compressor.workspace.journal import canonical_json, layer_key
+from blr.compressor.workspace.manifest import read_manifest
+from blr.compressor.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.base.processes import Processes
+    from blr.compressor.healing.data import Data, Reading
+    from blr.compressor.healing.output import Packed
+    from blr.compressor.healing.sharding import Sharding
+    from blr.compressor.healing.state import State
+    from blr.compressor.healing.student_and_teacher import Pair
+    from blr.compressor.output.check import Check
+    from blr.compressor.text.own import OwnText
+
+
+def heal(
+    folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
+) -> HealSummary | None:
+    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
+
+    Everything that headers tell is checked first; `output` is absent until it is complete, and an
+    interrupted run goes on from the state it saved last. Under `accelerate launch` every process
+    calls this; the first one writes, and it alone gets a summary.
+
+    Raises:
+        BlrError: any of its kinds.
+    """
+    started = monotonic()
+    options = check_options(options)
+    for place in (folder, teacher):
+        check_apart(output, place)
+    from blr.compressor.base.processes import Processes
+
+    if options.track:
+        from blr.compressor.healing.tracking import check_tracker
+
+        check_tracker(options.track)
+    if options.allow_pickle and environment.count() > 1:
+        raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
+    processes = Processes(options.device)
+    progress = progress if processes.first else Progress(silent=True)
+    with _workspace(output, options, processes) as workspace:
+        scratch = workspace.pickled
+        student = open_checkpoint(folder, options.allow_pickle, scratch)
+        dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
+        progress.notes(dense.source.notes())
+        job = Job(student, dense, options, processes, workspace, progress)
+        job.run()
+    return job.summary(monotonic() - started) if processes.first else None
+
+
+@contextmanager
+def _workspace(output: Path, options: HealOptions, processes: Processes) -> Iterator[Workspace]:
+    """The output's workspace: entered by the first process, only known to the others."""
+    settings = {"overwrite": options.overwrite, "restart": options.restart}
+    workspace = Workspace(output, **settings, visiting=not processes.first)
+    if not processes.first:
+        yield workspace
+        return
+    with workspace:
+        if options.allow_pickle:
+            workspace.claim()
+        yield workspace
+
+
+@dataclass
+class Job:
+    """One healing run. `reading` is made here where there is none; `state` and `facts` are there once it
+    is trained."""
+
+    checkpoint: Checkpoint
+    teacher: Checkpoint
+    options: HealOptions
+    processes: Processes
+    workspace: Workspace
+    progress: Progress
+    reading: Reading | None = None
+    state: State | None = None
+    packed: Packed = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    checked: dict[str, Any] | None = None
+    speeds: list[float] = field(default_factory=list)
+    teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
+    doubted: bool = False  # whether the teacher may be another model than the student came from
+
+    def run(self) -> None:
+        """Train, write, check and commit, or finish what a killed run had all but committed."""
+        from blr.compressor.healing.additions import growth
+        from blr.compressor.healing.choice import check_has_kinds
+        from blr.compressor.healing.output import check_told
+        from blr.compressor.healing.teacher_match import check_teacher
+
+        told = check_teacher(self.checkpoint, self.teacher, self.options.force)
+        check_told(self.checkpoint)
+        if self.options.lora:
+            check_takes_additions(self.checkpoint, self.options.lora)
+            told += growth(self.checkpoint.specs.values(), self.options.lora)
+        else:
+            check_has_kinds(self.checkpoint, self.options.train)
+        self.progress.notes(told)
+        fingerprint = self._fingerprint() if self.processes.first else {}
+        reading = self._read()
+        self.progress.expect(READING, *healing_steps(self.options))
+        workspace, needed = self.workspace, self._estimate(reading)
+        with workspace.room(needed, check=self.processes.first):
+            if self.processes.first:
+                workspace.open(fingerprint)
+            self.processes.wait()
+            read = self._digest()
+            if not self._finished(read):
+                self.work(read)
+            self.processes.leave()
+
+    def work(self, read: str, check: Check | None = None) -> None:
+        """Train, write, check and commit in a workspace that is open.
+
+        Args:
+            read: digest of all that the run reads. check: what the output must pass, made here if None.
+        """
+        if self.processes.first:
+            self.workspace.claim({METRICS})
+            check = check or self._make_check()
+        self.processes.wait()
+        pair, data = self._train(read)
+        self.processes.leave()
+        if check is not None:
+            self._write(pair, data, read, check)
+
+    def _make_check(self) -> Check:
+        from blr.compressor.healing.output import make_check
+
+        place = self.workspace.output, self.progress.warn
+        return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
+
+    def _finished(self, read: str) -> bool:
+        done = self.processes.first and self.workspace.finished(read)
+        return bool(self.processes.agreed(done)[0])
+
+    def _train(self, read: str) -> tuple[Pair, Data]:
+        from blr.compressor.healing.output import round_layers
+        from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
+        from blr.compressor.healing.trainer import Place, Trainer
+
+        reading = self._read()
+        sharding = self._plan_sharding()
+        teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
+        data = self._data(teacher, reading)
+        folder, kinds = self.checkpoint.source.folder, self.options.train
+        added = (self.options.lora, self.options.seed) if self.options.lora else None
+        how = kinds, reading.sentences, added
+        pair = load_pair(folder, teacher, *how, sharding)
+        self.progress.notes(pair.left_out(kinds))
+        key = layer_key(state=[read, data.digest])
+        with self._tracked() as tell:
+            place = Place(self.workspace.journal, key, tell)
+            trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
+            self.state, self.speeds = trainer.run(), trainer.speeds
+        self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
+        self.facts = self._facts(pair, data, trainer.objective.weight)
+        return self._whole(pair, how) if sharding else pair, data
+
+    def _read(self) -> Reading:
+        """How the teacher reads. Raises as `reading_of` and `batch_windows`."""
+        from blr.compressor.healing.data import batch_windows, reading_of
+
+        self.reading = found = self.reading or reading_of(self.teacher, self.options)
+        batch_windows(self.options, found, self.processes.device.type == "cuda", self.processes.count)
+        return found
+
+    def _whole(self, pair: Pair, how: Any) -> Pair:
+        """A pair that was shared out, whole on the CPU in the first process."""
+        import torch
+
+        from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
+
+        values, dtype = pair.joined(pair.values()), str(pair.teacher.dtype).removeprefix("torch.")
+        if not self.processes.first:
+            return pair
+        place = self.teacher.source.folder, torch.device("cpu")
+        teacher = load_teacher(*place, task_of(self.teacher), dtype)
+        found = load_pair(self.checkpoint.source.folder, teacher, *how)
+        found.restore(values)
+        return found
+
+    def _plan_sharding(self) -> Sharding | None:
+        """How both models are shared out, if they are: where that is asked for or memory demands it."""
+        from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
+
+        self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
+        if self.options.fsdp:
+            check_shardable(self.checkpoint, self.processes)
+        self._plan_memory()
+        if not self.options.fsdp:
+            return None
+        check_shardable(self.checkpoint, self.processes)
+        return Sharding(self.processes)
+
+    def _plan_memory(self) -> None:
+        """Say what a GPU will hold, and decide on checkpointing and sharing out where these are open.
+
+        Raises CapabilityError if it cannot hold it.
+        """
+        device = self.processes.device
+        if device.type != "cuda":
+            return
+        import torch
+
+        from blr.compressor.healing.forecast import Crew, predicted, words
+
+        room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
+        card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
+        crew = Crew(self.processes.count, bool(self.options.fsdp), room)
+        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
+        said = words(found, device_name(device), speed=False)
+        if not found.fits:
+            raise CapabilityError(said)
+        self.progress.notes([said])
+        micro = found.micro if found.sharded else self.options.micro
+        kept, shared = found.checkpointing, found.sharded
+        self.options = replace(self.options, checkpointing=kept, fsdp=shared, micro=micro)
+
+    @contextmanager
+    def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """What is told of every logged line."""
+        from blr.compressor.healing.tracking import Tracking
+
+        name = self.options.track if self.processes.first else None
+        tracking = Tracking(name or "", self.workspace.output.name, self.progress)
+
+        def tell(line: dict[str, Any]) -> None:
+            self._tell(line)
+            tracking.log(line)
+
+        try:
+            yield tell
+        finally:
+            tracking.finish()
+
+    def _data(self, teacher: Any, reading: Reading) -> Data:
+        from blr.compressor.healing.data import Author, make_data
+        from blr.compressor.text.own import write_own_text
+
+        if reading.window < self.options.window:
+            self.progress.notes([f"windows of {reading.window} tokens, the model's most"])
+        self.progress.notes(reading.shortened(self.options))
+        share = self.processes.rank, self.processes.count
+
+        def write(wanted: OwnText) -> Tensor:
+            journal, wait = self.workspace.journal, self.processes.wait
+            return write_own_text(
+                teacher, reading.tokenizer, wanted, journal, self.progress, share, wait
+            )
+
+        def digest() -> str:
+            return self.teacher_digest or self._scan(self.teacher.source)
+
+        author = Author(self._parameters(), digest, write, self.processes.device.type == "cuda")
+        return make_data(reading, self.options, author)
+
+    def _parameters(self) -> int:
+        """Of the teacher."""
+        return sum(entry.parameters for entry in self.teacher.source.entries.values())
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        """Append to metrics.jsonl in the partial folder, for whoever watches."""
+        from blr.compressor.healing.teacher_match import first_loss
+
+        if self.doubted and line["step"] == 0:
+            self.progress.notes(first_loss(line["held"], self.teacher.source.config))
+        if self.processes.first:
+            with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _write(self, pair: Pair, data: Data, read: str, check: Check) -> None:
+        from blr.compressor.healing import output
+        from blr.compressor.output.produce import Contents, produce
+        from blr.compressor.workspace.shards import assign_shards
+
+        workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
+        assert self.state is not None
+        better = pair if self.state.best_step else None  # else all tensors stay as they are
+        place = workspace.journal, layer_key(output=[read, data.digest])
+        trained = output.store_trained(better, self.checkpoint, *place, packed) if better else {}
+        shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
+        files = output.small_files(self.checkpoint, better, packed, self.facts, self.state.log)
+        contents = Contents(shards, workspace.journal.reader(source), files)
+        produce(workspace, contents, check, lambda: self._origin(read), self.progress)
+        self.checked = check.facts
+
+    def _facts(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
+        """What the card, the report and the summary tell of the training, in which the blocks' outputs
+        weighed `hidden`."""
+        state, options = self.state, self.options
+        assert state is not None
+        return {
+            "teacher": options.teacher_name,
+            "device": device_name(pair.device),
+            "steps": state.step,
+            "tokens": state.step * data.tokens,
+            "parameters": pair.parameters,
+            "best_step": state.best_step,
+            "before": state.before,
+            "after": state.best_merits,
+            "shares": {part.name: part.windows / data.batch for part in data.parts},
+            **{"train": options.trained(pair.kinds()), "rate": options.rate},
+            **{"loss": options.loss if pair.sentences is None else "distance", "hidden": hidden},
+            **{"seed": options.seed, "batch": data.tokens, "window": data.window},
+        }
+
+    def _origin(self, read: str) -> dict[str, Any]:
+        """The manifest's account of where the output came from."""
+        try:
+            earlier = read_manifest(self.checkpoint.source.folder)
+        except OutputError:  # one without its manifest
+            earlier = {}
+        healed = {"name": self.options.source_name, "revision": self.options.revision}
+        facts = {
+            "source": earlier.get("source", healed),
+            "recipe_sha256": earlier.get("recipe_sha256"),
+            "fallbacks": earlier.get("fallbacks", []),
+            "healed_from": healed,
+            "teacher": {"name": self.options.teacher_name, "sha256": self.teacher_digest},
+            **{"run": self.workspace.fingerprint, "input_sha256": read},
+        }
+        return json.loads(canonical_json(facts))
+
+    def _estimate(self, reading: Reading) -> int:
+        from blr.compressor.healing.data import own_tokens
+        from blr.compressor.healing.forecast import disk_bytes
+
+        gpu = self.processes.device.type == "cuda"
+        written = own_tokens(self.options, reading, self._parameters(), gpu)
+        return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must agree on; not how many processes there are."""
+        from blr.compressor.healing.data import text_digests
+
+        return {
+            "source": headers_digest(self.checkpoint.source),
+            "teacher": headers_digest(self.teacher.source),
+            "texts": text_digests(self.options.files),
+            "heal": {**self.options.fingerprint(), "device": self.processes.device.type},
+            "versions": versions(),
+        }
+
+    def _digest(self) -> str:
+        """SHA-256 over everything that is read but the texts, which the fingerprint holds."""
+        found = [self._scan(checkpoint.source) for checkpoint in (self.checkpoint, self.teacher)]
+        self.teacher_digest = found[1]
+        self.doubted = found[1] != recorded_digest(self.checkpoint.source.folder)
+        return hashlib.sha256(canonical_json(found)).hexdigest()
+
+    def _scan(self, source: Source) -> str:
+        from blr.compressor.workspace.scan import scan_source
+
+        floats = {entry.name for entry in source.entries.values() if entry.is_float}
+        remedy = "repair the checkpoint, or take another"
+        return scan_source(source, floats, remedy, self.progress).digest
+
+    def summary(self, seconds: float) -> HealSummary:
+        """Of this run; little for one that found its work done."""
+        found = HealSummary(str(self.workspace.output), seconds=seconds, check=self.checked)
+        if self.state is not None:
+            found.trained_seconds = self.state.seconds
+            found.tokens_per_second = median(self.speeds or [0.0])
+            for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):
+                setattr(found, name, self.facts[name])
+        return found

@@ -1,0 +1,154 @@
+"""What an output consists of, read from its small files: no torch, no weights.
+
+A model that was loaded, perhaps trained, and saved by transformers has the table of its layers in
+config.json alone: what an error was measured against is no longer there.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
+from blr.compressor.base.tables import aligned
+from blr.compressor.checkpoint.extras import LAYERS
+from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
+from blr.compressor.checkpoint.mistaken import check_is_output
+from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.structures.entries import packed_entries
+from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
+from blr.compressor.workspace.manifest import MANIFEST, saved_by
+from blr.compressor.workspace.trust import check_listed
+
+PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
+MAX_BYTES = 64 * 2**20
+MOST_BITS = 1e6  # a weight: more than any rank makes of it
+
+
+def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
+    """One row a structured layer and the totals; with `verify` the weights are hashed, which are not
+    read otherwise.
+
+    Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
+    """
+    check_is_output(folder, "one that blr compress wrote")
+    check_listed(folder, "all" if verify else "small")
+    try:
+        config = _read(folder / "config.json")
+        if "blr" not in config:
+            raise ValueError("a dense checkpoint, whose config.json names no structured layers")
+        saved = None if (folder / MANIFEST).exists() else saved_by(config)
+        records = {} if saved or PAIRS in config["blr"] else _read(folder / LAYERS)
+        records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
+        width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
+        layers = [_row(name, record, width) for name, record in records.items()]
+        dense = sum(row["dense_parameters"] for row in layers)
+        structured = sum(row["parameters"] for row in layers)
+        if not layers and not {"export", PAIRS} & config["blr"].keys():
+            raise ValueError("no structured layers")
+        cf = dense / structured if layers else 1.0  # an export of a dense model
+        bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
+        totals = {"dense_parameters": dense, "parameters": structured, "cf": cf, "bits": bits}
+    except (InputError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{folder}: not an output of blr compress ({quote(error, 200)[1:-1]}); "
+            "give the folder it wrote"
+        ) from None
+    return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
+
+
+def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
+    """Records of the layers in config.json; pairs are those of an export as plain."""
+    table = config["blr"]
+    if PAIRS in table:
+        layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}
+    else:
+        layers = table["layers"]
+    return {name: _record(name, spec) for name, spec in layers.items()}
+
+
+def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
+    """`records` with what an export has packed as it is stored: nothing there measures those errors."""
+    bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
+    layers = {name: record["spec"] for name, record in records.items()}
+    made = export.get("plain", []), export.get("dense", {}), export.get("head", {})
+    packed = packed_entries(layers, bits, *made)
+    return records | {name: _record(name, spec) for name, spec in packed.items()}
+
+
+def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_json(read_whole(path, MAX_BYTES), path)
+
+
+def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
+    """`width` is that of a number, in bits, in a layer whose record says none.
+
+    Raises ValueError and others for a record that no `blr` has written.
+    """
+    check_name(name, Path(LAYERS))
+    spec = spec_from_dict(record["spec"])
+    _check_sizes(name, spec)
+    _check_said(name, record)
+    bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
+    if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
+        raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
+    return {
+        "module": name,
+        "type": record["type"],
+        "structure": spec.structure,
+        "shape": [spec.out_features, spec.in_features],
+        "rank": spec.describe(),
+        "dense_parameters": spec.dense_parameters,
+        "parameters": spec.parameters,
+        "cf": spec.dense_parameters / spec.parameters,
+        "bits": bits,
+        "output_error": record.get("weighted_error"),
+        "error": record["error"],
+        "notes": record["notes"],
+    }
+
+
+def _check_sizes(name: str, spec: Spec) -> None:
+    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
+    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
+        raise ValueError(f"layer {quote(name)} of sizes that are none")
+
+
+def _check_said(name: str, record: dict[str, Any]) -> None:
+    kind, notes = record["type"], record["notes"]
+    for error in (record["error"], record.get("weighted_error")):
+        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
+        if type(kind) is not str or not (measured or error is None):
+            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
+
+
+def inspect_text(result: dict[str, Any]) -> str:
+    """The table of `inspect_output` as aligned text."""
+    known = any(row["output_error"] is not None for row in result["layers"])
+    error, of = ("output_error", "error of outputs") if known else ("error", "error of weights")
+    head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "bits", of)
+    rows = [
+        (
+            row["module"],
+            row["structure"],
+            "x".join(map(str, row["shape"])),
+            row["rank"],
+            f"{row['parameters']:,}",
+            f"{row['cf']:.3f}",
+            f"{row['bits']:.3f}",
+            "-" if row[error] is None else f"{row[error]:.4f}",
+        )
+        for row in result["layers"]
+    ]
+    total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
+    bits = f", {result['bits']:.3f} bits a weight" if result["bits"] else ""
+    ends = [f"{total} parameters, cf {result['cf']:.3f}{bits}", result.get("saved")]
+    return aligned([head, *rows, *filter(None, ends)], numbers=(4, 5, 6, 7))

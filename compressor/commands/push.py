@@ -1,0 +1,301 @@
+"""Puts an output on the hub: verified first, with a card whose head the hub understands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from blr.compressor.base.errors import HubError, InputError, UsageError
+from blr.compressor.base.quoting import named_line, quote
+from blr.compressor.checkpoint.extras import CARD
+from blr.compressor.checkpoint.regular import (
+    check_is_folder,
+    inside,
+    parse_json,
+    read_text,
+    read_whole,
+    refuse,
+)
+from blr.compressor.loading.resolve import REPOSITORY, is_offline
+from blr.compressor.output.front import read_front, write_front
+from blr.compressor.workspace.manifest import (
+    MANIFEST,
+    computing_digest,
+    read_manifest,
+    verify_manifest,
+    with_file,
+)
+from blr.compressor.workspace.strict_json import Told, fitted
+
+MAX_BYTES = 16 * 2**20  # of a card and of metrics
+MADE = "\n## Made by\n"
+MEASURED, MEASURE = "what `blr eval --format json` prints", "run it on this output"
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f`]*$", max_length=4096)]
+Version = Annotated[str, Field(pattern=r"^[\w.+-]{1,100}$")]
+WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is put where. `files` are names in the repository to contents, or to the file that has them;
+    `front` is the head of the card."""
+
+    folder: Path
+    repository: str
+    files: dict[str, bytes | Path]
+    front: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
+        return sum(sizes)
+
+
+def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
+    """Verify `folder` and make its card and manifest; nothing of it is changed, no socket is opened.
+
+    Args:
+        repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
+
+    Raises:
+        UsageError: no name of a repository.
+        OutputError, VerifyError: no output of blr, or one that has changed.
+        InputError: metrics that cannot be read.
+    """
+    if not _is_repository(repository):
+        raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
+    check_is_folder(folder, "one that blr wrote")
+    verify_manifest(folder)
+    manifest = read_manifest(folder)
+    front, body = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
+    if metrics is not None:
+        front["model-index"] = _index(repository, metrics, folder)
+    card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest, folder / MANIFEST)}".encode()
+    files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
+    files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
+    return Push(folder, repository, files, front, tuple(_lacks(front)))
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the hub could have a repository of this name, with an owner's before it."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return REPOSITORY.fullmatch(name) is not None
+
+
+def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
+    """Make the repository if there is none and commit all files at once, without what an earlier output
+    of blr has there beside them; the commit's address.
+
+    Raises HubError: offline, no token, refused, or not reached; public where `private` is asked for, or
+    with weights of something else.
+    """
+    if is_offline():
+        remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
+        raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    with _hub_errors(push.repository):  # None: as its owner has it, which may be private
+        api.create_repo(push.repository, private=True if private else None, exist_ok=True)
+        info: Any = api.repo_info(push.repository, revision=revision)
+    if private and not info.private:
+        raise HubError(
+            f"{push.repository}: a public repository, expected a private one for --private; make it "
+            "private on the hub, or name another"
+        )
+    stale = _stale(push, api, {file.rfilename for file in info.siblings or []}, revision)
+    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    operations += [
+        CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
+        for name, data in push.files.items()
+    ]
+    with _hub_errors(push.repository):
+        how: dict[str, Any] = {
+            "commit_message": message,
+            "revision": revision,
+            "parent_commit": info.sha,
+        }
+        done: Any = api.create_commit(push.repository, operations, **how)
+    return str(done.commit_url)
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """What the hub client raises, its own, httpx's and the system's errors, as HubError."""
+    try:
+        yield
+    except Exception as error:
+        remedy = "check the name, the network and that `hf auth login` gave a token that may write"
+        raise HubError(f"{repository}: {named_line(error)}; {remedy}") from error
+
+
+def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
+    """Files of the repository that an earlier output left and this one has not: transformers would load
+    its weights, if they lie in other files, before these. Raises HubError for weights of others."""
+    listed: set[str] = set()
+    if MANIFEST in there:
+        with _hub_errors(push.repository):
+            path = Path(api.hf_hub_download(push.repository, MANIFEST, revision=revision))
+        files = parse_json(read_whole(path, MAX_BYTES), path).get("files")
+        listed = set(files) if isinstance(files, dict) else set()
+    others = there - push.files.keys()
+    if foreign := sorted(name for name in others - listed if WEIGHTS.fullmatch(name)):
+        raise HubError(
+            f"{push.repository}: holds {quote(foreign[0])}, weights that are not of this output and "
+            "would be loaded before or beside it; remove them on the hub, or name another repository"
+        )
+    return sorted(others & listed)
+
+
+class Source(Told):
+    """What a manifest says of where an output came from."""
+
+    name: Line = "MODEL"
+    revision: Line | None = None
+
+
+class Run(Told):
+    """What it says of the command that made it; of exports and healed ones, of the libraries."""
+
+    recipe: dict[str, Any] | None = None
+    calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    heal: float | dict[str, Any] | None = None  # minutes behind a compression; settings of `blr heal`
+    max_shard_size: int | None = None
+    threads: int | None = None
+    device: Line | None = None
+    versions: dict[Version, Version] = Field(default_factory=dict)
+
+    def options(self) -> list[str]:
+        """Of `blr compress`, beside model and recipe."""
+        words = [] if self.calibration is None else ["--calibration", f"TEXT-{self.calibration[:16]}"]
+        for option in ("heal", "max_shard_size", "threads", "device"):
+            if getattr(self, option) not in (None, "auto"):
+                words += [f"--{option.replace('_', '-')}", str(getattr(self, option))]
+        return words
+
+
+class Account(Told):
+    """What `push` reads of a manifest."""
+
+    run: Run = Run()
+    source: Source = Source()
+    input_sha256: str | None = None
+
+
+def _made(manifest: dict[str, Any], path: Path) -> str:
+    """The command that makes the folder again, and with what; of exports and healed ones the latter.
+
+    Raises InputError for an account that no `blr` has written.
+    """
+    told = {name: value for name, value in manifest.items() if value is not None}
+    account = fitted(told, Account, path, "compress it again")
+    run, source = account.run, account.source
+    lines = "\n".join(f"{name} {version}" for name, version in run.versions.items())
+    revision = ["--revision", source.revision] if source.revision else []
+    words = ["blr", "compress", source.name, "--recipe", "recipe.yaml", *revision, *run.options()]
+    command = f"{join(words)}\n" if run.recipe is not None else ""
+    read = f"\nInput: SHA-256 {account.input_sha256}.\n" if account.input_sha256 else ""
+    where = "`recipe.yaml` is that of this folder.\n" if command else ""
+    return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
+
+
+def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
+    """The `model-index` of a card: what `blr eval` measured of `folder`, in the hub's terms."""
+    from huggingface_hub import EvalResult
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    found = fitted(parse_json(read_whole(path, MAX_BYTES), path), Metrics, path, MEASURE, MEASURED)
+    _check_judged(found, path, folder)
+    rows = list(_measured(found))
+    if not rows:
+        refuse(path, "no metrics", MEASURED, MEASURE)
+    results = [
+        EvalResult(
+            task_type=kind,
+            dataset_type=data,
+            dataset_name=data,
+            metric_type=metric,
+            metric_value=value,
+        )
+        for kind, data, metric, value in rows
+    ]
+    return eval_results_to_model_index(repository.partition("/")[2], results)
+
+
+class Figure(Told):
+    """Of one text."""
+
+    text: str
+    perplexity: float
+
+
+class Judged(Told):
+    """What was judged."""
+
+    name: str | None = None
+    digest: str | None
+
+
+class Metrics(Told):
+    """What `blr eval --format json` prints."""
+
+    checkpoint: Judged | None = None
+    text: str = "text"
+    perplexity: float | None = None
+    texts: list[Figure] = Field(default_factory=list)
+    tasks: dict[str, dict[str, float]] = Field(default_factory=dict)
+    spearman: float | None = None
+
+
+def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
+    """Raise InputError for figures of another model, where they say of which they are."""
+    judged = found.checkpoint
+    if judged is not None and judged.digest != computing_digest(folder):
+        name = quote(str(judged.name), 120)
+        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
+
+
+def _measured(found: Metrics) -> Iterator[tuple[str, str, str, float]]:
+    """Task, data, metric and value of everything in a result of `blr eval`."""
+    alone = [] if found.perplexity is None else [Figure(text=found.text, perplexity=found.perplexity)]
+    for row in found.texts or alone:
+        yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
+    for task, metrics in found.tasks.items():
+        for metric, value in metrics.items():
+            yield "text-generation", task, metric, value
+    if found.spearman is not None:
+        yield "sentence-similarity", "sts", "spearman", found.spearman
+
+
+def _lacks(front: dict[str, Any]) -> Iterator[str]:
+    """What the hub, or a licence, wants said and the card does not say."""
+    for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
+        if not front.get(key):
+            yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
+
+
+def printed(push: Push) -> dict[str, Any]:
+    """For the command's result."""
+    return {
+        "repository": push.repository,
+        "files": len(push.files),
+        "bytes": push.bytes,
+        "card": json.loads(json.dumps(push.front, default=os.fspath)),
+        "notes": list(push.notes),
+    }

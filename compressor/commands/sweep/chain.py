@@ -1,0 +1,153 @@
+"""What is done for one point: compress, evaluate, keep what was found."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import BlrError, InputError, kind_of_error
+from blr.compressor.checkpoint.extras import REPORT
+from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.regular import read_end
+from blr.compressor.commands.sweep.folder import Folder
+from blr.compressor.commands.sweep.launch import Command
+from blr.compressor.commands.sweep.notes import ANEW, Judgement, Report, read_judgement
+from blr.compressor.workspace.strict_json import read_kept
+
+SAID = "blr: error: "
+SAID_WITHIN = 1 << 16  # bytes at the end of a log
+
+
+@dataclass
+class PointChain:
+    """The commands of a point, whose record the folder then has; `failure` says why it has none, `code`
+    is that of the command that failed, `spent` the seconds of all that ended or were stopped, by earlier
+    runs of the sweep as well.
+
+    Args:
+        compress: options of `blr compress` but for the output; None for the dense model itself.
+        evaluate: options of `blr eval`.
+    """
+
+    folder: Folder
+    name: str
+    model: str
+    compress: tuple[str, ...] | None
+    evaluate: tuple[str, ...]
+    keep: bool = False
+    failure: str = ""
+    code: int = 0
+    begun: Callable[[str], None] = lambda name: None
+    began: float = 0.0
+    done: int = 0
+    spent: float = 0.0
+
+    def command(self) -> Command | None:
+        """The next one, None where the point is done or has failed."""
+        if self.failure or self.done == 2:
+            return None
+        if self.done == 0:
+            self.begun(self.name)
+            self.spent = self.folder.spent(self.name)
+            output = self.folder.output(self.name)
+            if self.compress is not None and not self.folder.is_written(self.name):
+                arguments = (
+                    "compress",
+                    self.model,
+                    *self.compress,
+                    "--force",  # it is judged here
+                    "-o",
+                    str(output),
+                    "--format",
+                    "json",
+                )
+                return self._command(arguments)
+            self.done = 1
+        checkpoint = self.model if self.compress is None else str(self.folder.output(self.name))
+        return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
+
+    def ended(self, code: int) -> None:
+        """Note the end of the command.
+
+        Raises an error of its kind where it was the dense model's: nothing can be judged.
+        """
+        self.stopped()
+        self.done += 1
+        found = read_judgement(self._out)
+        if code:
+            self.code, self.failure = code, found.error or self._last_words(code)
+            if self.compress is None:
+                raise kind_of_error(code)(f"the dense model cannot be judged: {self.failure}")
+        elif self.done == 2:
+            self._keep(found)
+
+    def stopped(self) -> None:
+        """Note what the command took, which another run of the sweep may not take again."""
+        self.spent += time.monotonic() - self.began
+        self.folder.spend(self.name, self.spent)
+
+    def tidy(self) -> None:
+        """Remove the checkpoint of a point that is done, unless it was made to be kept."""
+        record = self.folder.record(self.name)
+        if self.compress is not None and record is not None and not record.kept:
+            self.folder.tidy(self.name)
+
+    def missing(self) -> bool:
+        """Whether it is to be made: it has no record, or not the checkpoint that is to be kept."""
+        if self.folder.record(self.name) is None:
+            return True
+        return self.keep and self.compress is not None and not self.folder.is_written(self.name)
+
+    @property
+    def _out(self) -> Path:
+        return self.folder.log(self.name).with_suffix(".out")
+
+    def _command(self, arguments: tuple[str, ...]) -> Command:
+        self.began = time.monotonic()
+        return Command(arguments, self._out, self.folder.log(self.name))
+
+    def _keep(self, found: Judgement) -> None:
+        """Write the record of the point, or note why there can be none, which ends the dense model."""
+        try:
+            self.folder.write(f"points/{self.name}.json", self._record(found))
+        except BlrError as error:
+            if self.compress is None:
+                raise
+            self.code, self.failure = error.exit_code, str(error)
+        else:
+            self.tidy()
+
+    def _last_words(self, code: int) -> str:
+        lines = read_end(self.folder.log(self.name), SAID_WITHIN).splitlines()
+        said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
+        ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+        return f"{said[-1] if said else 'it said nothing'} ({ended})"
+
+    def _record(self, found: Judgement) -> dict[str, Any]:
+        """Raises InputError for what the commands have not written so."""
+        if not found.perplexities:
+            raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
+        record: dict[str, Any] = {"perplexities": found.perplexities}
+        if self.compress is not None:
+            output = self.folder.output(self.name)
+            report = read_kept(output / REPORT, Report, ANEW, InputError)
+            if report is None:
+                raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
+            record |= {"bits": report.totals.bits, "bytes": _bytes(output)}
+        spent = {"seconds": round(self.spent, 1), "kept": self.keep}
+        return record | spent | {"digest": self.folder.made.get(self.name, "")}
+
+
+def _bytes(folder: Path) -> int:
+    """Of all tensors."""
+    headers = (read_header(path) for path in folder.glob("*.safetensors"))
+    return sum(entry.nbytes for header in headers for entry in header.entries.values())
+
+
+def command_line(model: str, options: tuple[str, ...], name: str) -> str:
+    """What makes a point, to be typed."""
+    return shlex.join(["blr", "compress", model, *options, "-o", name])

@@ -1,0 +1,232 @@
+"""The folder of a sweep: what is done lies in it point by point, and another run goes on.
+
+``sweep.json`` marks the folder and names every point whose files it may hold, before one is written.
+What has another name, or lies there as a link, is the user's and is neither read, written nor removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from blr.compressor.base.disk import write_stream
+from blr.compressor.base.errors import OutputError
+from blr.compressor.checkpoint.regular import read_start
+from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.commands.sweep.notes import ABOUT, ANEW, Record, Spent, Sweep, is_made, read_sweep
+from blr.compressor.workspace import ownership
+from blr.compressor.workspace.destination import output_of
+from blr.compressor.workspace.fingerprint import changes
+from blr.compressor.workspace.lock import Lock
+from blr.compressor.workspace.manifest import MANIFEST, read_manifest
+from blr.compressor.workspace.strict_json import read_kept
+from blr.compressor.workspace.workspace import Workspace
+
+RESULT, PAGE = "sweep.json", "sweep.html"
+LOCK = "sweep.lock"
+NOTES, OUTPUTS = ("points", "logs"), "outputs"
+PAGE_MARK = "swept by blr</title>"
+OTHERS = "not made by this sweep"
+
+
+class Folder:
+    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and, while
+    it is made or if outputs are kept, ``outputs/NAME``.
+
+    Args:
+        common: what all points have in common; a folder of another sweep is refused.
+        points: names of the points of this run, with their digests (`notes.point_digest`); that of the
+            dense model, which has no output, is empty.
+    """
+
+    def __init__(
+        self, path: Path, common: dict[str, Any], points: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.common = json.loads(json.dumps(common))
+        self.points = dict(points or {})
+        self.made = dict(self.points)  # with those of earlier runs
+
+    @contextmanager
+    def held(self, restart: bool) -> Iterator[None]:
+        """While active the folder is this process's.
+
+        Raises OutputError: something else lies there, a sweep of other settings, or one that runs.
+        """
+        with storage_errors(self.path):
+            self._check_place(restart)
+            self.path.mkdir(exist_ok=True)
+            lock = Lock(self.path / LOCK, self.path)
+            lock.acquire()
+        try:
+            with storage_errors(self.path):
+                self._claim(restart)
+            yield
+        finally:
+            lock.release()
+
+    def _check_place(self, restart: bool) -> Sweep | None:
+        """The sweep that lies here, if there is one. Raises OutputError."""
+        if not self.path.parent.is_dir():
+            raise OutputError(f"{self.path.parent}: no such folder; create it first")
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
+        found = self._found()
+        if found and found.common != self.common and not restart and self._has_work():
+            self._differs(found.common)
+        return found
+
+    def _claim(self, restart: bool) -> None:
+        """Make the folder this sweep's, under the lock: another may have changed it until then."""
+        found = self._check_place(restart)
+        earlier = Sweep(about=ABOUT, common=self.common) if found is None else found
+        for part in (*NOTES, OUTPUTS):
+            if os.path.lexists(self.path / part):
+                ownership.check_folder(self.path / part)
+        self._check_page()
+        if restart:
+            self._clear(earlier)
+        known = {} if restart else earlier.made
+        for name, digest in self.points.items():
+            self._check_free(name, name in known, digest)
+        self.made = {**known, **self.points}
+        if restart or found is None or (found.common, found.made) != (self.common, self.made):
+            self.finish({})
+        for part in (*NOTES, OUTPUTS):
+            (self.path / part).mkdir(exist_ok=True)
+
+    def _check_free(self, name: str, known: bool, digest: str) -> None:
+        """Raise OutputError where something that no sweep made is in the place of a point's files."""
+        for path in filter(os.path.lexists, map(self.path.joinpath, files_of(name))):
+            if not (known and _is_plain(path)):
+                ownership.in_the_way(path, OTHERS)
+        output = self.output(name)
+        if os.path.lexists(output) and (os.path.islink(output) or not self._is_own(name, digest)):
+            ownership.in_the_way(output, OTHERS)
+
+    def _check_page(self) -> None:
+        """Raise OutputError for something else in the place of the page."""
+        path = self.path / PAGE
+        if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
+            ownership.in_the_way(path, OTHERS)
+
+    def _is_own(self, name: str, digest: str, common: dict[str, Any] | None = None) -> bool:
+        return is_made(self.output(name), digest, self.common if common is None else common)
+
+    def _clear(self, earlier: Sweep) -> None:
+        """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for what
+        is not of that sweep, or was changed since."""
+        listed = {file for name in earlier.made for file in files_of(name)}
+        notes = [path for part in NOTES for path in (self.path / part).glob("*")]
+        for path in notes:
+            named = ownership.is_named(path.relative_to(self.path).as_posix(), listed)
+            if not named or not _is_plain(path):
+                ownership.in_the_way(path, OTHERS)
+        outputs = self._outputs(earlier)
+        with ExitStack() as held:
+            for path in outputs:
+                held.enter_context(Workspace(path, overwrite=True, restart=True))
+            for path in filter(Path.exists, outputs):
+                ownership.remove(path, listed_in(path))
+        for path in notes:
+            path.unlink()
+
+    def _outputs(self, earlier: Sweep) -> list[Path]:
+        """Where an earlier sweep has made outputs, or begun to. Raises OutputError for others."""
+        found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
+        for path in found:
+            digest = earlier.made.get(path.name)
+            own = not os.path.lexists(path) or (
+                not os.path.islink(path) and self._is_own(path.name, digest or "", earlier.common)
+            )
+            if not digest or not own:
+                ownership.in_the_way(path, OTHERS)
+        return found
+
+    def tidy(self, name: str) -> None:
+        """Remove the checkpoint of a point, but not where anything else lies in it."""
+        path = self.output(name)
+        with suppress(OSError, OutputError):
+            if self.is_written(name):
+                ownership.remove(path, listed_in(path))
+
+    def is_written(self, name: str) -> bool:
+        """Whether the checkpoint of a point is there."""
+        return self._is_own(name, self.made.get(name, ""))
+
+    def _found(self) -> Sweep | None:
+        """The sweep that lies here; None if there is nothing."""
+        if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
+            return None
+        if (found := read_sweep(self.path / RESULT)) is None:
+            raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
+        return found
+
+    def _has_work(self) -> bool:
+        """Whether a run has left anything beside what it was asked for."""
+        return any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
+
+    def _differs(self, found: dict[str, Any]) -> NoReturn:
+        raise OutputError(
+            f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
+            "again with those, choose another --output, or pass --restart to begin it anew"
+        )
+
+    def record(self, name: str) -> Record | None:
+        """What is known of a point that is done.
+
+        Raises OutputError for a record that this sweep has not written, or one of another point.
+        """
+        path = self.path / "points" / f"{name}.json"
+        if (found := read_kept(path, Record, ANEW)) is None:
+            return None
+        sized, digest = found.bits is not None and found.bytes is not None, self.made.get(name, "")
+        texts = len(self.common.get("texts", found.perplexities))
+        if len(found.perplexities) != texts or found.digest != digest or (digest and not sized):
+            raise OutputError(f"{path}: found the record of another point or sweep; {ANEW}")
+        return found
+
+    def output(self, name: str) -> Path:
+        """Where a point's checkpoint is made."""
+        return self.path / OUTPUTS / name
+
+    def log(self, name: str) -> Path:
+        """What a point's commands have said."""
+        return self.path / "logs" / f"{name}.log"
+
+    def spent(self, name: str) -> float:
+        """Seconds that the commands of a point have taken. Raises OutputError as `read_kept`."""
+        found = read_kept(self.path / "logs" / f"{name}.spent.json", Spent, ANEW)
+        return 0.0 if found is None else found.seconds
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Keep them."""
+        self.write(f"logs/{name}.spent.json", {"seconds": seconds})
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
+        self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
+
+    def write(self, name: str, content: dict[str, Any] | str) -> None:
+        """A file, whole or not at all."""
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        write_stream(self.path / name, [text.encode()])
+
+
+def files_of(name: str) -> list[str]:
+    """Files of a point in the folder, beside its checkpoint."""
+    return [f"points/{name}.json", *(f"logs/{name}.{kind}" for kind in ("log", "out", "spent.json"))]
+
+
+def _is_plain(path: Path) -> bool:
+    return stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def listed_in(output: Path) -> set[str]:
+    """What the manifest of an output lists, and the manifest. Raises OutputError without one."""
+    return {*read_manifest(output)["files"], MANIFEST}

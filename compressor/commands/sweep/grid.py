@@ -1,0 +1,203 @@
+"""The points of a sweep: which compressions of a model are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import quote
+from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
+from blr.compressor.recipe.unused_settings import idle, refuse
+
+NONE = "none"
+PIVOT = "-pivot"  # behind a method: held by pivot rows
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
+    corrections by `methods`, but those with pivots, of each of `bases` in each of `ranks`; and `plain`
+    quantization, which they have to beat. All of it with each of so many minutes of healing (0: none),
+    and with each of several seeds."""
+
+    methods: tuple[str, ...]
+    cfs: tuple[float, ...]
+    quantize: tuple[str, ...] = (NONE,)
+    bases: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    plain: tuple[str, ...] = ()
+    heals: tuple[float, ...] = (0.0,)
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One compression. `name` is that of its files; `settings` are those of its recipe that differ from
+    other points', `heal` minutes of training, `kind` the curve that it belongs to, `setting` the name
+    that it shares with those that differ in the seed alone."""
+
+    name: str
+    kind: str
+    settings: tuple[tuple[str, Any], ...]
+    heal: float = 0.0
+    seed: int | None = None
+
+    @property
+    def setting(self) -> str:
+        return self.name if self.seed is None else self.name.removesuffix(f"-seed{self.seed}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is quantization alone."""
+        return ("method", DENSE) in self.settings
+
+    @property
+    def options(self) -> list[str]:
+        """Of `blr compress`."""
+        found = [part for setting in self.settings for part in _option(*setting)]
+        return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """A setting as it is typed."""
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
+
+
+def _shown(number: float) -> str:
+    """As short as it reads back the same."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
+
+
+def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
+    """Every point with its recipe, plain quantization first.
+
+    Args:
+        common: settings of all recipes that have a use for them.
+        calibrated: whether points are.
+
+    Raises:
+        UsageError: settings that do not fit together, or that no point has a use for; a point twice,
+            or none.
+    """
+    if DENSE in grid.methods:
+        raise UsageError(
+            "--methods are structures; dense weights in few bits are the line of --plain: give that"
+        )
+    _refuse_halves(grid)
+    bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
+    healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
+    found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
+    names = [point.name for point in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
+    if not found:
+        raise UsageError("the sweep holds no point; give --methods with --cf, or --base with --rank")
+    _refuse_unused(found, common, calibrated)
+    return {point: make_recipe(**_fitting(point, common)) for point in found}
+
+
+def _refuse_halves(grid: Grid) -> None:
+    """Raise UsageError for lists that nothing is combined with."""
+    if bool(grid.bases) != bool(grid.ranks):
+        raise UsageError("--base and --rank make points together; give both, or leave out the other")
+    if grid.methods and not grid.cfs and not grid.bases:
+        raise UsageError("--methods make points with --cf, or --base and --rank; give one of these")
+    if grid.quantize != (NONE,) and not grid.cfs:
+        raise UsageError(
+            "--quantize is of the factors of --cf; give that, or --plain for dense weights in few bits"
+        )
+    pivoted = [method for method in grid.methods if method.endswith(PIVOT)]
+    if pivoted and not grid.cfs:
+        raise UsageError(
+            f"--methods {','.join(pivoted)}: pivots correct no base, they make points with --cf alone; "
+            "give that, or leave them out"
+        )
+    if grid.bases and len(pivoted) == len(grid.methods):
+        raise UsageError(
+            "--base is for methods without pivots to correct; name one, as svd, or leave it out"
+        )
+
+
+def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: bool) -> None:
+    """Raise UsageError for a setting that no point has a use for."""
+    recipes = [make_recipe(**common | dict(point.settings)) for point in points]
+    unused = [idle(recipe, common, calibrated) for recipe in recipes]
+    for name in common:
+        if all(name in found for found in unused):
+            refuse(name, common[name], unused[0][name])
+
+
+def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
+    """Its settings, with those of all that it has a use for."""
+    own = dict(point.settings)
+    unused = idle(make_recipe(**common | own), common, calibrated=True)
+    return {name: value for name, value in common.items() if name not in unused} | own
+
+
+def _plain(grid: Grid) -> Iterator[Point]:
+    for kind in grid.plain:
+        yield Point(kind, "plain", (("method", DENSE), ("quantize", kind)))
+
+
+def _structured(grid: Grid) -> Iterator[Point]:
+    for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
+        stored = () if kind == NONE else (("quantize", kind),)
+        suffix = "" if kind == NONE else f"-{kind}"
+        form = _form(method)
+        yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
+
+
+def _form(method: str) -> tuple[tuple[str, Any], ...]:
+    """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
+    plain = method.removesuffix(PIVOT)
+    return (("method", plain), *((("pivot", True),) if plain != method else ()))
+
+
+def _corrected(grid: Grid) -> Iterator[Point]:
+    methods = [method for method in grid.methods if not method.endswith(PIVOT)]
+    for base, method, rank in product(grid.bases, methods, grid.ranks):
+        settings = (("base", base), ("method", method), ("rank", rank))
+        yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
+
+
+def _healed(point: Point, minutes: float) -> Point:
+    if not minutes:
+        return point
+    return Point(f"{point.name}-heal{minutes:g}", f"{point.kind}, healed", point.settings, minutes)
+
+
+def _seeded(point: Point, seed: int | None) -> Point:
+    if seed is None:
+        return point
+    settings = (*point.settings, ("seed", seed))
+    return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
+
+
+def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list, or one
+    of fewer than `least`, whose points would be left out in silence."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) < least:
+        raise UsageError(f"{option} is empty: expected a list; check the variable it came from")
+    try:
+        return tuple(kind(part) for part in parts)
+    except ValueError:
+        wanted = "whole numbers" if kind is int else "numbers"
+        found = quote(text, 40)[1:-1]
+        raise UsageError(f"{option} {found}: expected {wanted} with commas between") from None
+
+
+def common_options(common: dict[str, Any], point: Point) -> Sequence[str]:
+    """`common` settings as options of `blr compress`."""
+    found: list[str] = []
+    for name, value in _fitting(point, common).items():
+        if name in dict(point.settings):
+            continue
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
+    return found

@@ -1,0 +1,128 @@
+"""The page and the table of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.quoting import printable_all
+from blr.compressor.base.tables import aligned
+from blr.compressor.output.report import PAGE, STYLE
+from blr.compressor.output.svg import Series, chart, legend
+
+CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
+
+
+def page(result: dict[str, Any]) -> str:
+    """Well-formed XHTML, whatever files are called: a chart of losses against bits for every text,
+    losses against predicted speed, and the commands, of the frontier first."""
+    result = printable_all(result)
+    kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
+    colours = {kind: n % 8 for n, kind in enumerate(kinds)}
+    parts = [legend(list(colours.items()))] if kinds else []
+    for n, text in enumerate(result["texts"]):
+        name = escape(Path(text).name)
+        loss = "nats a token over dense"
+        parts.append(f"<h2>Loss in {name}</h2>")
+        parts.append(chart(_series(result, colours, "bits", n), "stored bits a weight", loss))
+        if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
+            title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
+            parts.append(chart(_series(result, colours, "speed", n), title, loss))
+    parts += [_commands(result, frontier=True), _rows(result), _commands(result, frontier=False)]
+    parts.append(_failed(result))
+    title = escape(f"{result['model']}: bits against loss, swept by blr")
+    return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
+
+
+def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int) -> list[Series]:
+    """A series of points for every kind; plain quantization as the line to beat."""
+    found = []
+    for kind, colour in colours.items():
+        points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
+        points.sort(key=lambda point: point[key])
+        places = [(float(point[key]), float(point["losses"][text])) for point in points]
+        titles = [f"{p['name']}: {p['bits']:.3f} bits, {p['losses'][text]:.4f}" for p in points]
+        plain = bool(points) and points[0]["plain"]
+        best = [
+            (*place, p["name"])
+            for place, p in zip(places, points, strict=True)
+            if p["name"] in result["frontier"]
+        ]
+        found.append(Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles))
+    return found
+
+
+def _commands(result: dict[str, Any], *, frontier: bool) -> str:
+    """Of the points on the frontier, or of all others."""
+    order = {name: n for n, name in enumerate(result["frontier"])}
+    points = [point for point in result["points"] if (point["name"] in order) == frontier]
+    points.sort(key=lambda point: order.get(point["name"], 0))
+    parts = [
+        f"<h3>{escape(point['name'])}, {point['bits']:.3f} bits</h3>"
+        + "".join(f"<pre>{escape(line)}</pre>" for line in point["commands"])
+        for point in points
+    ]
+    said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
+    return (said if frontier else "<h2>The others</h2>" * bool(parts)) + "".join(parts)
+
+
+def _rows(result: dict[str, Any]) -> str:
+    head, *rows = table_rows(result)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>"
+
+
+def _failed(result: dict[str, Any]) -> str:
+    items = "".join(
+        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
+    )
+    return f"<h2>Failed</h2><ul>{items}</ul>" if items else ""
+
+
+def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
+    """A row a point, by rising bits, a head first."""
+    names = [Path(text).name for text in result["texts"]]
+    head = ["", "point", "bits"]
+    for name in names:
+        head += [f"loss in {name}", "of plain"]
+    rows: list[Sequence[str]] = [[*head, "tokens/s (predicted)", "seconds"]]
+    for point in sorted(result["points"], key=lambda point: point["bits"]):
+        cells = [
+            "*" if point["name"] in result["frontier"] else "",
+            point["name"],
+            f"{point['bits']:.3f}",
+        ]
+        spreads = point["spread"] or [None] * len(point["losses"])
+        for loss, wide, share in zip(point["losses"], spreads, point["of_plain"], strict=True):
+            cells.append(f"{loss:.4f}" if wide is None else f"{loss:.4f} ({wide:.4f})")
+            cells.append("" if share is None else f"{share:.2f}")
+        speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
+        rows.append([*cells, speed, f"{point['seconds']:.0f}"])
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    """As plain text: what failed in a line each, and every point's command."""
+    rows, stars = table_rows(result), result["frontier"]
+    spread = "; in brackets how far seeds differ" * any(p["spread"] for p in result["points"])
+    others = [point["name"] for point in result["points"] if point["name"] not in stars]
+    lines = {point["name"]: point["commands"] for point in result["points"]}
+    dense = ", ".join(
+        f"{value:.3f} in {Path(text).name}"
+        for value, text in zip(result["dense"], result["texts"], strict=True)
+    )
+    return "\n".join(
+        [
+            f"perplexity of the dense model: {dense}; losses below in nats a token over it{spread}",
+            aligned(rows, numbers=range(2, len(rows[0]))),
+            *(f"failed: {point['name']}: {point['why']}" for point in result["failed"]),
+            "* the frontier: no other point is better in bits and in every text",
+            *(f"  {name}: {line}" for name in stars for line in lines[name]),
+            *["the others:"] * bool(others),
+            *(f"  {name}: {line}" for name in others for line in lines[name]),
+        ]
+    )

@@ -1,0 +1,226 @@
+"""A sweep from a model and a grid to a table: what is missing is made, what fails is said and left."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import READING, Progress
+from blr.compressor.checkpoint.regular import read_pieces
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.commands.sweep.chain import PointChain, command_line
+from blr.compressor.commands.sweep.folder import PAGE, Folder
+from blr.compressor.commands.sweep.frontier import Found, frontier, over_seeds, share_of_plain
+from blr.compressor.commands.sweep.grid import Point, common_options
+from blr.compressor.commands.sweep.launch import Pool, slots
+from blr.compressor.commands.sweep.notes import point_digest
+from blr.compressor.commands.sweep.page import page
+from blr.compressor.loading.checked import open_checked
+from blr.compressor.output.loss_messages import MOST
+from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.planning.speed import tokens_per_second
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.text.reading import calibration_digest
+from blr.compressor.workspace.destination import check_apart, check_outside
+from blr.compressor.workspace.fingerprint import headers_digest
+
+SWEEPING = "sweeping"  # the step behind the reading
+DENSE = "dense"  # the record of the model itself
+MAX_TEXT = 2 * 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a sweep runs.
+
+    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
+    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `keep` keeps the checkpoints; `gpu`
+    is what speed is predicted for; `offline` opens no socket.
+    """
+
+    model: str
+    texts: tuple[Path, ...]
+    common: dict[str, Any] = field(default_factory=dict)
+    calibration: str | None = None
+    evaluate: tuple[str, ...] = ()
+    device: str = "auto"
+    jobs: int = 1
+    keep: bool = False
+    restart: bool = False
+    gpu: str | None = None
+    offline: bool = False
+
+
+def sweep(
+    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: Settings, progress: Progress
+) -> dict[str, Any]:
+    """Make every point that `output` does not have, and say what all of them lose.
+
+    Args:
+        folder: the model's. recipes: of every point (`points_of`).
+
+    Returns:
+        JSON-ready: `points` that were made, `failed` ones with reason and code, names of the `frontier`.
+
+    Raises:
+        UsageError, InputError, OutputError: before anything is made. What `blr eval` ends with, as soon
+        as it is known: the dense model cannot be evaluated, so that nothing can be judged.
+    """
+    check_apart(output, folder)
+    check_outside(output)
+    progress.loading()
+    progress.expect(READING, SWEEPING)
+    source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
+    place = Folder(output, _common(source, settings, progress), _digests_of(recipes))
+    with place.held(settings.restart):
+        chains = _chains(place, list(recipes), settings)
+        _run(chains, settings, progress)
+        calibrated = settings.calibration is not None
+        speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
+        result = _result(place, chains, speeds, settings)
+        place.finish(result)
+        place.write(PAGE, page(result))
+    return result
+
+
+def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
+    """Of every point by its name, and of the model itself, which nothing is made of."""
+    made = {
+        point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()
+    }
+    return {DENSE: "", **made}
+
+
+def _common(source: Source, settings: Settings, progress: Progress) -> dict[str, Any]:
+    """What all points of a sweep have in common, and another run of it must have as well: models and
+    texts by what they hold, whatever they are called."""
+    from blr.compressor.base.device import pick_device
+    from blr.compressor.workspace.scan import scan_source
+
+    calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
+    texts, device = _digests(settings.texts), pick_device(settings.device)
+    floats = {entry.name for entry in source.entries.values() if entry.is_float}
+    return {
+        "headers": headers_digest(source),
+        "weights": scan_source(source, floats, remedy, progress).digest,
+        "settings": settings.common,
+        "calibration": None if calibration is None else calibration_digest(calibration),
+        "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
+        **_begun(source),
+        "evaluate": list(settings.evaluate),
+        "device": device.type,
+        "version": __version__,
+    }
+
+
+def _begun(source: Source) -> dict[str, Any]:
+    """What the tokenizer puts before every text, if anything: losses without it are others."""
+    from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.beginning import beginning_of
+
+    beginning = beginning_of(load_tokenizer(source.folder))
+    return {"beginning": list(beginning)} if beginning else {}
+
+
+def _digests(texts: Sequence[Path]) -> list[str]:
+    """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
+    found = [_digest(path) for path in texts]
+    for number, digest in enumerate(found):
+        if (first := found.index(digest)) < number:
+            raise UsageError(
+                f"--eval {texts[number]}: the same text as {texts[first]}; give every text once"
+            )
+    return found
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for piece in read_pieces(path, MAX_TEXT):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
+    """By name, the dense model first."""
+    judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
+    here = ("--device", settings.device, *["--offline"] * settings.offline)
+    evaluate = (*judged, *settings.evaluate, *here)
+    found = {DENSE: PointChain(place, DENSE, settings.model, None, evaluate)}
+    for point in points:
+        options = (*_options(point, settings), *here)
+        found[point.name] = PointChain(
+            place, point.name, settings.model, options, evaluate, settings.keep
+        )
+    return found
+
+
+def _options(point: Point, settings: Settings) -> tuple[str, ...]:
+    """Of `blr compress`, as a user would give them."""
+    text = [] if settings.calibration is None else ["--calibration", settings.calibration]
+    return (*point.options, *text, *common_options(settings.common, point))
+
+
+def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) -> None:
+    """Make what there is no record of, some at once."""
+    missing = [chain for chain in chains.values() if chain.missing()]
+    for chain in chains.values():
+        if chain not in missing:
+            chain.tidy()  # a run was killed before it did
+    if done := len(chains) - len(missing):
+        progress.say(f"{done} of {len(chains)} points are there already")
+    with progress.layers(len(missing), SWEEPING) as advance:
+        for chain in missing:
+            chain.begun = advance
+        if missing:
+            Pool(slots(settings.device, settings.jobs)).run(missing)
+    lost = [chain for chain in missing if chain.failure]
+    progress.notes([f"{chain.name} failed: {chain.failure}" for chain in lost])
+
+
+def _result(
+    place: Folder,
+    chains: dict[str, PointChain],
+    speeds: dict[Point, float | None],
+    settings: Settings,
+) -> dict[str, Any]:
+    dense = place.record(DENSE)
+    assert dense is not None  # else the sweep has ended
+    base = dense.perplexities
+    made, failed = dict[str, list[Found]](), []
+    for point, speed in speeds.items():
+        record = place.record(point.name)
+        options = _options(point, settings)
+        line = command_line(settings.model, options, point.name)
+        if record is None:
+            lost = chains[point.name]
+            why = {"why": lost.failure, "code": lost.code}
+            failed.append({"name": point.name, **why, "command": line})
+            continue
+        assert record.bits is not None and record.bytes is not None  # the dense model's alone has none
+        losses = [math.log(p / d) for p, d in zip(record.perplexities, base, strict=True)]
+        if max(losses) > MOST:  # what `blr compress` alone would refuse
+            line = command_line(settings.model, (*options, "--force"), point.name)
+        facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
+        one = Found(*facts, speed, (line,), record.bytes, record.seconds)
+        made.setdefault(point.setting, []).append(one)
+    found = [over_seeds(alike, setting) for setting, alike in made.items()]
+    texts = range(len(settings.texts))
+    rows = [
+        {**asdict(one), "of_plain": [share_of_plain(found, one, text) for text in texts]}
+        for one in found
+    ]
+    return {
+        "model": settings.model,
+        "texts": [str(path) for path in settings.texts],
+        "dense": base,
+        "gpu": chosen_gpu(settings.gpu)[0].name,
+        "points": rows,
+        "failed": failed,
+        "frontier": [one.name for one in frontier(found)],
+    }

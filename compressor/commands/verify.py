@@ -1,0 +1,68 @@
+"""Checks an output: by its manifest, or, where transformers saved it and left none, by its model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import InputError, VerifyError
+from blr.compressor.checkpoint.mistaken import check_is_output
+from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
+
+
+def verify_output(folder: Path) -> dict[str, Any]:
+    """How many files were checked, and against what.
+
+    Raises:
+        VerifyError: something differs.
+        OutputError: a folder that neither `blr` nor a model of ours wrote.
+        InputError: no folder, or malformed files in one that transformers saved.
+    """
+    check_is_output(folder, "one that blr wrote")
+    saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
+    if saved is not None:
+        return {"output": str(folder), "files": _check_saved(folder), "ok": True, "saved": saved}
+    return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
+
+
+def verify_text(result: dict[str, Any]) -> str:
+    """`verify_output` in a line."""
+    if "saved" in result:
+        return (
+            f"{result['output']}: {result['saved']}, which leaves no digests to compare: "
+            f"{result['files']} files, whose tensors fit the configuration"
+        )
+    signed = f", signed by {result['signed']}" if "signed" in result else ""
+    return f"{result['output']}: {result['files']} files match the manifest{signed}"
+
+
+def _saved(folder: Path) -> str | None:
+    """Who saved a folder without a manifest, None for anything that is not of our model types."""
+    try:
+        path = folder / "config.json"
+        return saved_by(parse_json(read_whole(path, MAX_BYTES), path))
+    except (InputError, KeyError, TypeError):
+        return None
+
+
+def _check_saved(folder: Path) -> int:
+    """Check headers, the tensors against the model, and that the code it names is there."""
+    from blr.compressor.checkpoint.source import open_source
+    from blr.compressor.export.origin import native_config
+    from blr.compressor.loading.native import native_class, native_errors
+    from blr.compressor.modeling.exported import model_class
+    from blr.compressor.output.files import misfits
+
+    source = open_source(folder)
+    native = replace(source, config=native_config(source))
+    native_class(native)
+    with native_errors(native):
+        found = misfits(model_class(source.config["architectures"][0]), folder)
+    named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
+    found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
+    if found:
+        raise VerifyError(f"{folder}: {found} missing or not as its configuration says; save it again")
+    return sum(path.is_file() for path in folder.rglob("*"))

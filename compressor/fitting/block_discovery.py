@@ -1,0 +1,206 @@
+"""What no table says of blocks: the residual streams that layers add to, and, of a family without one,
+what blocks hand on, and which of their layers read the same.
+
+All is read off a run of them. That one block after the other gives what the model gives is not taken
+on trust where a table is missing: a short text goes through the whole model, and the states that enter
+every block, and the logits, are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.quoting import named_line
+from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.running import Reached, in_place_of, run_block
+from blr.compressor.recipe.architectures import Group
+
+if TYPE_CHECKING:
+    from blr.compressor.fitting.blocks import BlockModel
+
+PROBE = 32  # tokens of the text
+TOLERANCE = 1e-3  # of the states' norm: the same operations in the same order
+SUM = 1e-6  # the same for a sum of two tensors
+FAILURES = (  # whatever a model makes of blocks that it did not expect
+    *(ArithmeticError, AttributeError, LookupError),
+    *(NotImplementedError, RuntimeError, TypeError, ValueError),
+)
+
+Handing = Callable[[Tensor], Any]  # what a block gives whose states are these
+
+
+def check_blocks(model: BlockModel, ids: Tensor) -> None:
+    """Learn what the blocks of `model` hand on, and that they are the model, by tokens `ids` [1, w].
+
+    Raises CapabilityError if they are not.
+    """
+    arguments = {"input_ids": ids[:, :PROBE].to(model.device)}
+    try:
+        with torch.no_grad():
+            _check(model, arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        _refuse(model, f"cannot be run one by one ({named_line(error)})")
+
+
+def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
+    model.handing = _handing(model, arguments)
+    every = torch.ones(arguments["input_ids"].shape, dtype=torch.bool)
+    model.sample = batch = model.batch(arguments, every)
+    if batch.hidden.dim() != 3 or batch.hidden.shape[:2] != every.shape:
+        _refuse(model, f"have states of shape {list(batch.hidden.shape)}, not one a token")
+    state, count = batch.hidden, 0
+
+    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        nonlocal state, count
+        if number != count or not _alike(state, entering):
+            _refuse(model, f"are given something else than their own states (block {number})")
+        block = model.load_block(number)
+        model.groups(block)  # which it keeps
+        state, count = run_block(block, state, batch), count + 1
+        return block(*positional, **named)
+
+    with in_place_of(model.blocks, run):
+        whole = model.run(arguments)
+    if count != len(model):
+        _refuse(model, f"are {len(model)}, but {count} are run")
+    if not model.model.can_generate():
+        return
+    model.plain = model.plain and _alike(model.logits(state), whole.logits)
+    if not _alike(model.logits(state), whole.logits):
+        _refuse(model, "are followed by what their states alone do not tell")
+
+
+def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
+    """[..., v] of final hidden states [..., d], by all that the model does behind its blocks."""
+    last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
+
+    def run(part: Tensor) -> Tensor:
+        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+            return model.handing(part if number == last else entering)
+
+        ids = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
+        with in_place_of(model.blocks, passed):
+            return model.run({"input_ids": ids}).logits
+
+    found = torch.cat([run(part) for part in rows.split(model.width, 1)], 1)
+    return found.view(*hidden.shape[:-1], -1)
+
+
+def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
+    """What the first block gives, with other states in it."""
+    given: list[Any] = []
+
+    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        given.append(model.load_block(number)(*positional, **named))
+        raise Reached
+
+    with in_place_of(model.blocks, run), suppress(Reached):
+        model.run(arguments)
+    if not given:
+        _refuse(model, "are not run")
+    if isinstance(given[0], Tensor):
+        return lambda hidden: hidden
+    kind, rest = type(given[0]), given[0][1:]
+    return lambda hidden: kind((hidden, *rest))
+
+
+def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+    if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
+        return False
+    return bool((mine - wanted).norm() <= tolerance * wanted.norm())
+
+
+def _refuse(model: BlockModel, found: str) -> None:
+    raise CapabilityError(
+        f"{model.source.folder}: calibration runs a model block after block; those of model type "
+        f"{model.source.model_type!r} {found}; compress it without --calibration"
+    )
+
+
+def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]:
+    """Layers `names` of a loaded block that read the same tensor, in order of execution, with residual
+    streams.
+
+    Layers that are run more than once, on something else than the tokens of `batch`, or with no gradient
+    from what the block gives, are in none.
+    """
+    with torch.enable_grad():
+        seen = _Seen(block, names, batch)
+        seen.output.sum().backward()
+    times, found = Counter(name for name, _, _ in seen.layers), dict[int, list[str]]()
+    m, w = batch.mask.shape
+    for name, at, output in seen.layers:
+        given = seen.inputs[at][1]
+        of_tokens = given.shape[:-1] in ((m, w), (m * w,), (m, 1, w))
+        if times[name] == 1 and of_tokens and output.grad is not None:
+            found.setdefault(id(given), []).append(name)
+    return [seen.group(tuple(names)) for names in found.values()]
+
+
+@torch.no_grad()
+def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[Group]:
+    """`groups` of a loaded block with the residual stream that a layer adds to, where one is found."""
+    seen = _Seen(block, {group.modules[0] for group in groups}, batch)
+    return [seen.group(group.modules) for group in groups]
+
+
+class _Seen:
+    """What one run of a block shows: `inputs` of its modules, in order of execution, of its `layers`
+    which input is theirs and what they give, its `output`. All is kept: the id of each is its own."""
+
+    def __init__(self, block: nn.Module, names: set[str], batch: Batch) -> None:
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.layers: list[tuple[str, int, Tensor]] = []
+        modules = {name: module for name, module in block.named_modules() if name}
+        hooks = [m.register_forward_pre_hook(partial(self._enter, n)) for n, m in modules.items()]
+        hooks += [modules[name].register_forward_hook(partial(self._leave, name)) for name in names]
+        state = batch.hidden.detach().requires_grad_(torch.is_grad_enabled())
+        try:
+            self.output = run_block(block, state, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            self.inputs.append((name, inputs[0]))
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if not self.inputs or self.inputs[-1][0] != name:
+            return  # it was called by names, as no hook here sees
+        if output.requires_grad:
+            output.retain_grad()
+        self.layers.append((name, len(self.inputs) - 1, output))
+
+    def group(self, names: tuple[str, ...]) -> Group:
+        """Layers of one input; a layer alone with the stream that it adds to, if any: x, where x + s y
+        is read by a later module or given by the block."""
+        layer = next((layer for layer in self.layers if layer[0] == names[0]), None)
+        if layer is None or len(names) > 1:
+            return Group(names)
+        _, at, output = layer
+        later = [*(given for _, given in self.inputs[at + 1 :]), self.output]
+        sums = [z for z in later if z.shape == output.shape]
+        streams = [(name, x) for name, x in self.inputs[:at] if x.shape == output.shape]
+        scales = ((name, _scale(x, output, z)) for name, x in streams for z in sums)
+        found = next(((name, scale) for name, scale in scales if scale), (None, 1.0))
+        return Group(names, *found)
+
+
+@torch.no_grad()
+def _scale(x: Tensor, y: Tensor, z: Tensor) -> float | None:
+    """s, where z = x + s y; None where there is none but 0."""
+    if _alike(x + y, z, SUM):
+        return 1.0
+    found = float(((z - x) * y).sum() / y.square().sum().clamp_min(1e-30))
+    return found if abs(found) > SUM and _alike(x + found * y, z, SUM) else None

@@ -1,0 +1,334 @@
+"""What is trained on: a mixture of token streams, in fixed shares of every batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import printable
+from blr.compressor.checkpoint.context import context_of, of_text
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.healing.embedding import BRIEF, sentence_stream
+from blr.compressor.healing.settings import MINUTES, SELF, HealOptions
+from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
+from blr.compressor.loading.load import load_tokenizer
+from blr.compressor.loading.sentences import Sentences, read_sentences
+from blr.compressor.text.beginning import Beginning, beginning_of
+from blr.compressor.text.own import ROOM, OwnText
+from blr.compressor.text.reading import calibration_digest, is_dataset, read_documents
+from blr.compressor.text.windows import (
+    LEAST_WINDOWS,
+    Stream,
+    check_known,
+    digest,
+    interleaved,
+    text_stream,
+    tokenize,
+)
+from blr.compressor.workspace.journal import canonical_json
+
+if TYPE_CHECKING:
+    from blr.compressor.output.sample import Text
+
+CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
+SHORTER = 4  # times as many sentences
+CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # own tokens written; beside long trainings
+READS = 4  # times that training may read them where more than GPU_OWN are written
+SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
+PACE, MOST_PACE = 3e13, 5e5  # parameters times tokens that a GPU trains on in a second; tokens at most
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stream called `name` ("self" or a text) that gives `windows` of every batch."""
+
+    name: str
+    stream: Stream
+    windows: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """`parts` make up every batch of `batch` windows; the first one's windows count epochs."""
+
+    parts: list[Part]
+    digest: str
+
+    @property
+    def batch(self) -> int:
+        """Windows a step."""
+        return sum(part.windows for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch, padding left out; their mean where sentences differ in length."""
+        return round(sum(p.windows * p.stream.row_tokens for p in self.parts))
+
+    @property
+    def window(self) -> int:
+        """Tokens a window."""
+        return self.parts[0].stream.window
+
+    def steps(self, epochs: float) -> int:
+        """Steps in so many epochs of the first part."""
+        first = self.parts[0]
+        return max(1, round(epochs * len(first.stream) / first.windows))
+
+    def take(self, step: int) -> Tensor:
+        """The windows [batch, window] of a step, the parts interleaved so that any share of the rows
+        has some of each."""
+        rows = [p.stream.take(step * p.windows, p.windows) for p in self.parts]
+        return interleaved(rows)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` of the
+    `context` tokens that it has, each with the `beginning` of a text, or, where there are `sentences`,
+    one of these a line, which the tokenizer begins and ends."""
+
+    tokenizer: Any
+    window: int
+    context: int
+    sentences: Sentences | None = None
+    vocabulary: int | None = None
+    beginning: Beginning = ()
+    kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # read whole
+
+    def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
+        """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
+        of these no more than shows that they will do.
+
+        Raises InputError, HubError for one that is missing, malformed, too short, or of tokens that
+        the model does not have.
+        """
+        found: dict[str, Stream] = {}
+        for name in options.files:
+            found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
+                name, options, briefly
+            )
+            check_known((stream.rows, stream.held), self.vocabulary, name)
+            if not (briefly and is_dataset(name)):
+                self.kept[name] = stream
+        return found
+
+    def held(self, options: HealOptions, source: Source) -> Text | None:
+        """The last windows of the user's texts, which no training reads, to judge a decoder by; None
+        without a text. `source` has the dense model."""
+        from blr.compressor.output.sample import held_text, most_tokens
+
+        texts = self.texts(options)
+        each = max(most_tokens(source) // (self.window * max(len(texts), 1)), 1)
+        rows = [stream.held[-each:] for stream in texts.values()]
+        if not rows:
+            return None
+        first = [s.length - min(each, len(s.held)) * s.text for s in texts.values()]
+        place = " and ".join(texts), source, first[0] if len(texts) == 1 else None
+        return held_text(torch.cat(rows), self.beginning, *place)
+
+    def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
+        documents, long = read_documents(name, options.offline), is_dataset(name)
+        place = self.window, options.seed, name
+        if self.sentences is None:
+            most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
+            tokens = tokenize(documents, self.tokenizer, most)
+            return text_stream(tokens, *place, options.varied, self.beginning)
+        lines, most = filter(str.strip, documents), BRIEF if briefly else SET_SENTENCES
+        first = islice(lines, most if long else None)
+        return sentence_stream(first, self.tokenizer, self.sentences, *place)
+
+    def shortened(self, options: HealOptions) -> list[str]:
+        """What to say of texts that are not read to their end."""
+        most = f"{SET_TOKENS:,} tokens" if self.sentences is None else f"{SET_SENTENCES:,} lines"
+        return [f"{n}: its first {most} at most" for n in options.files if is_dataset(n)]
+
+
+def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
+    """How the model in `checkpoint` reads texts.
+
+    Raises CapabilityError for a model that is not healed, UsageError for what encoders do not do.
+    """
+    source = checkpoint.source
+    encodes = task_of(checkpoint) == EMBEDS
+    if encodes:
+        _check_encoder(options)
+    tokenizer = load_tokenizer(source.folder)
+    context, vocabulary = context_of(source.config), of_text(source.config).get("vocab_size")
+    if not encodes:
+        window, beginning = min(options.window, context), beginning_of(tokenizer)
+        return Reading(tokenizer, window, context, None, vocabulary, beginning)
+    sentences = read_sentences(source.folder)
+    context = min(context, sentences.length or context)
+    return Reading(tokenizer, min(options.window, context), context, sentences, vocabulary)
+
+
+def _check_encoder(options: HealOptions) -> None:
+    if not options.files:
+        raise UsageError(
+            "an encoder writes no text of its own; add --data FILE, a sentence a line "
+            "(of compress --calibration FILE)"
+        )
+    if options.loss != "kl" or options.top_k is not None:
+        raise UsageError(
+            "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
+        )
+    if options.own_tokens is not None:
+        raise UsageError(
+            "--own-tokens is for decoders; an encoder writes no text of its own: leave it out"
+        )
+    if options.vary is not None:
+        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are: leave it out")
+
+
+@dataclass(frozen=True)
+class Author:
+    """Who writes own text: the teacher's `parameters`, its weights' `digest`, and how, on a `gpu`."""
+
+    parameters: int
+    digest: Callable[[], str]
+    write: Callable[[OwnText], Tensor]
+    gpu: bool
+
+
+def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
+    """Read the user's texts, have the own text written, and mix them.
+
+    Raises:
+        InputError, HubError: a text that is missing, malformed or too short.
+        UsageError: as `batch_windows`.
+    """
+    streams = reading.texts(options)
+    share = _own_share(options, reading)
+    batch = batch_windows(options, reading, author.gpu)
+    if share > 0:
+        length = _own_length(options, reading)
+        count = own_tokens(options, reading, author.parameters, author.gpu)
+        rows = author.write(OwnText(count, length, options.seed, author.digest()))
+        text, beginning = rows[:, len(reading.beginning) :], reading.beginning
+        streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
+    counts = _shares(streams, share, batch)
+    parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
+    begins = [list(reading.beginning)] if reading.beginning else []
+    found = [[part.name == SELF, digest(part.stream.rows), part.windows, *begins] for part in parts]
+    return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())
+
+
+def own_tokens(options: HealOptions, reading: Reading, parameters: int, gpu: bool) -> int:
+    """Tokens of own text that a teacher of so many `parameters` writes, 0 where it has no share."""
+    if not _own_share(options, reading):
+        return 0
+    length = _own_length(options, reading)
+    step = batch_windows(options, reading, gpu) * length
+    return max(_wanted_tokens(options, step, parameters, gpu), LEAST_WINDOWS * length)
+
+
+def _own_length(options: HealOptions, reading: Reading) -> int:
+    """Tokens of a row of own text."""
+    return min(options.window + ROOM, reading.context)
+
+
+def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) -> int:
+    """Own tokens to write: as asked for, else no more than steps of so many tokens read, and than usual
+    or, on a GPU, where it is more, a quarter of what training will read: what is read more often is
+    learnt by heart (SmolLM2, 12 times: divergence .09 on what was read, .23 on what was not). On a CPU,
+    where writing takes as long as training, in proportion to the minutes below the default."""
+    if options.own_tokens is not None:
+        return options.own_tokens
+    usual = GPU_OWN if gpu else CPU_OWN
+    if options.minutes is not None and not gpu:
+        return round(usual * min(options.minutes / MINUTES, 1.0))
+    if options.minutes is not None:
+        read = 60 * options.minutes * min(PACE / parameters, MOST_PACE)
+    elif options.steps is not None:
+        read = options.steps * step
+    else:
+        return usual
+    read *= options.mix or 1.0
+    most = min(max(usual, read / READS), MOST_OWN) if gpu else usual
+    return round(min(read, most))
+
+
+def _label(name: str, taken: dict[str, Stream]) -> str:
+    """What a text is called in what is written: no folder, and no other's name."""
+    label = known = printable(Path(name).name)
+    number = 1
+    while label in taken or label == SELF:
+        number += 1
+        label = f"{known} {number}"
+    return label
+
+
+def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: int = 1) -> int:
+    """Windows a step. Raises UsageError for less than one of each text, or for each process."""
+    batch, window, texts = _windows(options, reading, gpu), reading.window, len(options.files)
+    share = _own_share(options, reading)
+    if batch < 1:
+        raise UsageError(
+            f"--batch {options.batch}: less than a window of {window} tokens; raise it or lower --window"
+        )
+    if batch - _own_windows(share, batch) < texts:
+        enough = next(b for b in count(batch) if b - _own_windows(share, b) >= texts)
+        own = " and the teacher's own" if share else ""
+        raise UsageError(
+            f"a batch of {batch} windows has no room for {texts} of --data{own}; "
+            f"give --batch {enough * window} or more, or fewer texts"
+        )
+    if batch < processes:
+        raise UsageError(f"a batch of {batch} windows for {processes} processes; raise --batch")
+    return batch
+
+
+def text_digests(names: list[str]) -> list[str]:
+    """SHA-256 of every text, as `calibration_digest` takes it.
+
+    Raises InputError for one that is not there, UsageError for one that comes twice, also under two
+    names: it would count as two texts.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        digest = calibration_digest(name)
+        if digest in known:
+            same = "given twice" if name == known[digest] else f"the same text as {known[digest]}"
+            raise UsageError(f"--data {name}: {same}; give every text once")
+        known[digest] = name
+    return list(known)
+
+
+def _own_share(options: HealOptions, reading: Reading) -> float:
+    """Of a batch; encoders write no text."""
+    return (options.mix or 0.0) if reading.sentences is None else 0.0
+
+
+def _own_windows(share: float, batch: int) -> int:
+    """Of the own text in a batch: one at least, where it has a share."""
+    return min(max(round(share * batch), 1), batch) if share > 0 else 0
+
+
+def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
+    if options.batch is not None:
+        return options.batch // reading.window
+    several = 1 if reading.sentences is None else SHORTER
+    return several * (GPU_BATCH if gpu else CPU_BATCH)
+
+
+def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
+    """Windows of every stream in a batch, which has room for all: `own` of them own text, texts by
+    their size."""
+    texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
+    mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
+    left, total = batch - mine, sum(texts.values())
+    given, waiting = {}, len(texts)
+    for name, size in texts.items():
+        waiting -= 1
+        given[name] = min(max(round(left * size / total), 1), left - waiting)
+        left, total = left - given[name], total - size
+    return [mine if name == SELF else given[name] for name in streams]

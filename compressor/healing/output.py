@@ -1,0 +1,311 @@
+"""What a healing run writes: the compressed checkpoint with its trained tensors, and what was done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.quoting import named_line, quote
+from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.fitting.composed import dense_weight
+from blr.compressor.healing.additions import extended, product_of, raised
+from blr.compressor.healing.card import healed_card
+from blr.compressor.healing.data import Reading
+from blr.compressor.healing.reading import metric_of, read_inputs
+from blr.compressor.healing.settings import HealOptions
+from blr.compressor.healing.student_and_teacher import Pair, structured_layers
+from blr.compressor.loading.vendor import vendored_files
+from blr.compressor.modeling.classes import module_name, module_names
+from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.native_classes import GUARD, guard
+from blr.compressor.modeling.registry import auto_map, declared_keys
+from blr.compressor.output.check import Bar, Check
+from blr.compressor.output.files import carried_files, check_reload
+from blr.compressor.output.next_command import better_healing
+from blr.compressor.output.report import mean_errors, report_pages
+from blr.compressor.structures.base import relative_error
+from blr.compressor.structures.restore import restored
+from blr.compressor.structures.spec import WIDTHS
+from blr.compressor.structures.specs import Spec
+from blr.compressor.workspace.journal import Journal
+from blr.compressor.workspace.shards import Slot
+from blr.kernels.fp8.reference import is_number
+
+KEPT = ("recipe.yaml",)
+MAX_BYTES = 64 * 2**20
+# What JSON of another kind makes code raise that knows its own
+UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
+
+
+def make_check(
+    checkpoint: Checkpoint,
+    teacher: Checkpoint,
+    reading: Reading,
+    options: HealOptions,
+    output: Path,
+    warn: Callable[[str], None],
+) -> Check:
+    """Compares what becomes of `checkpoint` with the teacher, which runs now."""
+    reload = partial(check_reload, checkpoint.source)
+    bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
+    held = partial(reading.held, options, teacher.source)
+    return Check(teacher.source, reload, bar, options.check, held)
+
+
+Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
+
+
+def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
+    """`packed_layers`, behind all training; those in float8, which are rounded only now, compute with
+    what is stored from here on, as which `judge` judges them.
+
+    Args:
+        rows: of `read_inputs`.
+    """
+    packed = packed_layers(pair, source, read_inputs(pair, rows))
+    twins = {layer: pair.twins[name] for layer, name in module_names(pair.student, packed).items()}
+    late = [layer for layer, twin in twins.items() if getattr(twin.spec, "fp8", False)]
+    for layer in late:
+        twins[layer].take(packed[layer])
+    if late:
+        judge()
+    return packed
+
+
+def packed_layers(pair: Pair, source: Source, inputs: dict[str, Tensor]) -> Packed:
+    """Of every layer in few bits, on the CPU. `inputs`: of `read_inputs`, for those in float8."""
+    found: Packed = {}
+    for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
+        twin, x = pair.twins.get(name), inputs.get(name)
+        if twin is not None:
+            dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
+            widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
+            metric = None if x is None else metric_of(x, pair.device)
+            found[layer] = {n: t.cpu() for n, t in twin.stored(widest, metric).items()}
+    return found
+
+
+def store_trained(
+    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
+) -> dict[str, TensorEntry]:
+    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has; weights
+    and factors with what was added to them.
+
+    Args:
+        packed: of `packed_layers`.
+
+    Raises NumericsError for values that such a dtype does not hold.
+    """
+    source = checkpoint.source
+    tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
+    merged = pair.places.parted(pair.masters, source)
+    for entry in source.entries.values():
+        name = pair.places.names[entry.name]
+        master = merged.get(entry.name, pair.master_of(name))
+        if master is None:
+            master = _sum(pair, checkpoint, entry)
+        if master is not None and entry.name not in tensors:
+            stored = master.detach().to("cpu", getattr(torch, TORCH_NAMES[entry.dtype]))
+            apart = name in pair.masters  # else one of several in one tensor, which files hold apart
+            tensors[entry.name] = stored.contiguous() if apart else stored.clone()
+    numbers = {name: tensor for name, tensor in tensors.items() if is_number(tensor)}
+    bad = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise NumericsError(f"{bad[0]}: not finite after training; lower --lr and pass --restart")
+    journal.store(key, tensors, {})
+    found = journal.load(key)
+    assert found is not None
+    return found[0]
+
+
+def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
+    """The stored tensor with its layer's addition; None without one."""
+    owner, _, leaf = entry.name.rpartition(".")
+    product = product_of(pair.masters, module_name(pair.student, owner))
+    spec = checkpoint.specs.get(owner)
+    if product is None or leaf == "bias":
+        return None
+    stored = checkpoint.source.load_tensor(entry)
+    if spec is None:
+        return stored.double() + product[0] @ product[1] if leaf == "weight" else None
+    return extended(stored, spec, leaf, *product)
+
+
+def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
+    """Specs of the structured layers, by module, whose rank additions have raised."""
+    found = {}
+    for module, name in module_names(pair.student, checkpoint.specs).items():
+        product = product_of(pair.masters, name)
+        if product is not None:
+            found[module] = raised(checkpoint.specs[module], product[1].shape[0])
+    return found
+
+
+def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
+    """The output's tensors in the order of `source`."""
+    return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
+
+
+@torch.no_grad()
+def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
+    """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
+    the teacher has a weight of that name to compare with."""
+    theirs = dict(pair.teacher.named_modules())
+    found = {}
+    for stored, name in module_names(pair.student, records).items():
+        record = records[stored]
+        weight = getattr(theirs.get(name), "weight", None)
+        ours = _weight(pair, name, packed.get(stored))
+        if weight is not None and ours is not None and weight.numel() == ours.numel():
+            weight = weight.mT if isinstance(theirs[name], Conv1D) else weight
+            product = product_of(pair.masters, name)
+            if product is not None:
+                ours = ours + (product[0] @ product[1]).to(ours)
+            record = {**record, "error": relative_error(weight.double(), ours.double())}
+            record.pop("weighted_error", None)  # of the factors before
+        found[stored] = record
+    return found
+
+
+def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
+    """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
+    if packed is not None:
+        held = {n: t.to(pair.device) for n, t in packed.items()}
+        return restored(pair.twins[name].spec, held, torch.float32)
+    layer = structured_layers(pair.student).get(name)
+    return None if layer is None else dense_weight(layer)
+
+
+def check_told(checkpoint: Checkpoint) -> None:
+    """Make card, records and report as they will be made after the training, of what is there.
+
+    Raises InputError where they are not as `blr` writes them.
+    """
+    folder, specs = checkpoint.source.folder, checkpoint.specs
+    if (folder / CARD).is_file():
+        read_text(folder / CARD, MAX_BYTES)
+    for name in (LAYERS, REPORT):
+        try:
+            records = _json(folder / LAYERS)
+            records |= {m: _grown(records[m], spec, 1.0) for m, spec in specs.items() if m in records}
+            if name == REPORT and (data := _json(folder / REPORT)):
+                _update(data, records, specs)
+                report_pages(data)
+        except UNLIKE as error:
+            found = f"what cannot be gone on from ({quote(named_line(error), 120)[1:-1]})"
+            refuse(folder / name, found, "what blr writes there", "compress the model again")
+
+
+def small_files(
+    checkpoint: Checkpoint,
+    pair: Pair | None,
+    packed: Packed,
+    facts: dict[str, Any],
+    log: list[dict[str, Any]],
+) -> dict[str, bytes | Path]:
+    """Everything but weights and manifest: name to contents, or file to carry over.
+
+    Args:
+        pair: None where all tensors stay as they are. packed: of `packed_layers`.
+        facts: what the card says of the training (`card.py`).
+    """
+    folder = checkpoint.source.folder
+    specs = {} if pair is None else new_specs(pair, checkpoint)
+    records = _json(folder / LAYERS)
+    records = records if pair is None else new_errors(pair, records, packed)
+    grown = {m: (s, s.parameters / checkpoint.specs[m].parameters) for m, s in specs.items()}
+    records |= {m: _grown(records[m], *found) for m, found in grown.items() if m in records}
+    held = {name: folder / name for name in KEPT if (folder / name).is_file()}
+    card = folder / CARD
+    return {
+        **carried_files(checkpoint.source),
+        **held,
+        "config.json": json.dumps(_config(folder, specs), indent=2).encode() + b"\n",
+        LAYERS: json.dumps(records, indent=2).encode() + b"\n",
+        CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
+        METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
+        **_report(folder, records, specs, facts, log),
+        **vendored_files(),
+    }
+
+
+def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
+    """config.json of a compressed checkpoint, whatever code it names replaced by ours, and its layers by
+    `specs` where these have changed."""
+    config = read_config(folder)
+    layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
+    config = {**config, "blr": {**config["blr"], "layers": layers}}
+    native = config["model_type"].removeprefix(f"{PREFIX.lower()}_")
+    kept = inert(config, declared_keys(native) | {"blr"})
+    ours = {**kept, "auto_map": auto_map(native, config.get("architectures")), GUARD: guard(native)}
+    return {key: ours[key] for key in (*config, "auto_map", GUARD) if key in ours}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return parse_json(read_whole(path, MAX_BYTES), path) if path.is_file() else {}
+
+
+def _grown(record: dict[str, Any], spec: Spec, ratio: float) -> dict[str, Any]:
+    """The record of a layer that is now as `spec` says, `ratio` times as large."""
+    sized = {"bits": record["bits"] * ratio} if "bits" in record else {}
+    return {**record, "spec": spec.to_dict(), **sized}
+
+
+def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
+    """Give a layer of the report the size of `spec`, and the totals what it adds."""
+    more = spec.parameters - layer["parameters"]
+    layer |= {"rank": spec.describe(), "parameters": spec.parameters}
+    ratio = spec.parameters / (spec.parameters - more)
+    if layer.get("equal_rank") is not None:
+        layer["equal_rank"] *= ratio
+    totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
+    for sums in (totals, *kinds):
+        sums["parameters"] += more
+    dense = totals["dense_parameters"]
+    totals["cf"] = dense / totals["parameters"]
+    if layer.get("bits") is not None and totals.get("bits") is not None:
+        totals["bits"] += layer["bits"] * (ratio - 1) * layer["dense_parameters"] / dense
+        layer["bits"] *= ratio
+
+
+def _report(
+    folder: Path,
+    records: dict[str, Any],
+    specs: dict[str, Spec],
+    facts: dict[str, Any],
+    log: list[dict[str, Any]],
+) -> dict[str, bytes]:
+    """The report of the compression, if there is one, with the new errors and the curve."""
+    data = _json(folder / REPORT)
+    if not data:
+        return {}
+    _update(data, records, specs)
+    data["healing"] = {"facts": facts, "log": log}
+    return report_pages(data)
+
+
+def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, Spec]) -> None:
+    """Give a report the errors of `records` and the sizes of `specs`."""
+    for layer in data["layers"]:
+        record = records.get(layer["module"], layer)
+        layer["error"] = float(record["error"])
+        if "weighted_error" not in record:  # of the factors before
+            layer.pop("weighted_error", None)
+        if spec := specs.get(layer["module"]):
+            _grow(data, layer, spec)
+    for kind in data["types"]:
+        kind |= mean_errors(kind["type"], data["layers"])

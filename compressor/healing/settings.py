@@ -1,0 +1,182 @@
+"""What a healing run is asked to do, checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
+
+SELF = "self"
+KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
+LOSSES = ("kl", "lm")
+CHUNK = 1 << 26  # logits made at once
+LONGEST = 1e5  # minutes
+MINUTES = 3.0  # when no budget is given
+MIX = 2 / 3  # of own text beside the user's
+HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the divergence of logits
+VARY = 0.2  # of the tokens where a text is read for the fourth time and on
+NOT_IN_FINGERPRINT = (
+    *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
+    *("force", "fsdp", "micro", "track"),
+)
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """What the command line says.
+
+    Exactly one of `minutes`, `epochs` (of the user's text, or of the own text where that is all) and
+    `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
+    share of every batch is `mix`; `vary` is the share of tokens that are others where a text is read
+    for the fourth time and on (None: `VARY` under the loss kl). `rate` is relative to a tensor's root
+    mean square; `batch` and `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and
+    `hidden` shape the loss (None: blocks' outputs count `HIDDEN` beside kl, 1 for encoders); `lora` is
+    the rank of additions that are trained in place of factors; `fsdp` shares the model out over
+    processes (None: where it must), of which each takes `micro` windows a pass (None: what fits);
+    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best;
+    `force` goes on with a teacher that does not fit, and writes a result that loses over one nat.
+    """
+
+    source_name: str
+    teacher_name: str = ""
+    revision: str | None = None
+    data: tuple[str, ...] = ()
+    mix: float | None = None
+    own_tokens: int | None = None
+    vary: float | None = None
+    loss: str = "kl"
+    top_k: int | None = None
+    hidden: float | None = None
+    train: tuple[str, ...] = KINDS[:3]
+    lora: int | None = None
+    minutes: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    rate: float = 0.003
+    warmup: float = 0.05
+    clip: float = 1.0
+    batch: int | None = None
+    window: int = 512
+    patience: int | None = None
+    checkpointing: bool | None = None
+    compile: bool = False
+    fsdp: bool | None = None
+    micro: int | None = None
+    track: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    save_minutes: float = 5.0
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+    offline: bool = False
+    check: bool = True
+    force: bool = False
+
+    @property
+    def files(self) -> list[str]:
+        """The user's texts."""
+        return [name for name in self.data if name != SELF]
+
+    @property
+    def varied(self) -> float:
+        """The share of tokens that are others where a decoder's text is read again and again."""
+        return (VARY if self.loss == "kl" else 0.0) if self.vary is None else self.vary
+
+    @property
+    def matches_states(self) -> bool:
+        """Whether the blocks' outputs count."""
+        return self.loss == "kl" if self.hidden is None else self.hidden > 0
+
+    def trained(self, kinds: list[str]) -> list[str]:
+        """What is trained, in words, where that is parameters of these `kinds` beside additions."""
+        return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
+
+    def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
+        """The same for checkpoints found under other names."""
+        return replace(self, source_name=name, revision=revision, teacher_name=teacher)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must agree on."""
+        kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
+        return {**kept, "data": self.data.count(SELF)}  # the texts by their contents, elsewhere
+
+
+def check_options(options: HealOptions) -> HealOptions:
+    """`options` with one budget and the share of own text filled in. Raises UsageError."""
+    budgets = [options.minutes, options.epochs, options.steps]
+    if sum(budget is not None for budget in budgets) > 1:
+        raise UsageError("give one of --minutes, --epochs and --steps, not several")
+    for name, low, high in (
+        ("minutes", 0, LONGEST), ("epochs", 0, 1e6), ("steps", 0, 1e9), ("rate", 0, 1), ("clip", 0, 1e9)
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and not low < value <= high:
+            option = "lr" if name == "rate" else name
+            raise UsageError(f"--{option} {value:g}: expected a number over {low}, at most {high:g}")
+    for name, values, known in (("loss", [options.loss], LOSSES), ("train", options.train, KINDS)):
+        if unknown := [value for value in values if value not in known]:
+            raise UsageError(f"--{name} {unknown[0]}: expected {', '.join(known)}")
+    if not options.train:
+        raise UsageError(f"--train: nothing to train; name some of {', '.join(KINDS)}")
+    if options.mix is not None and not 0 <= options.mix <= 1:
+        raise UsageError(f"--mix {options.mix:g}: expected a share from 0 to 1")
+    if options.vary is not None and not 0 <= options.vary < 1:
+        raise UsageError(f"--vary {options.vary:g}: expected a share from 0 to below 1")
+    if options.mix and not options.files and options.mix < 1:
+        raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --data FILE")
+    _refuse_idle(options)
+    if all(budget is None for budget in budgets):
+        options = replace(options, minutes=MINUTES)
+    return replace(options, mix=_own_share(options))
+
+
+def _refuse_idle(options: HealOptions) -> None:
+    """Raise UsageError for what another option leaves no use for."""
+    if options.mix == 1 and options.files:
+        raise UsageError("--mix 1 reads nothing of --data; lower it, or leave out --data")
+    if options.own_tokens is not None and options.mix == 0:
+        raise UsageError(f"--own-tokens {options.own_tokens}: --mix 0 takes none; leave one of them out")
+    if options.vary and options.loss != "kl":
+        raise UsageError(f"--vary {options.vary:g} is of --loss kl; leave it out")
+    if options.top_k is not None and options.loss != "kl":
+        raise UsageError(f"--top-k {options.top_k} is of --loss kl; leave it out")
+
+
+def healing_steps(options: HealOptions) -> list[str]:
+    """The steps of a healing, by what their bars say."""
+    return [*[OWN] * bool(options.mix), HEALING, WRITING, CHECKING]
+
+
+def checked_minutes(minutes: float | None) -> float | None:
+    """`minutes` of healing as an option of another command gives them. Raises UsageError."""
+    if minutes is not None and not 0 < minutes <= LONGEST:
+        raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
+    return minutes
+
+
+def _own_share(options: HealOptions) -> float:
+    """Own text alone where no text is named, else the share asked for, else the mixture."""
+    if not options.files:
+        return 1.0
+    return MIX if options.mix is None else options.mix
+
+
+def check_takes_additions(student: Checkpoint, rank: int) -> None:
+    """Raise CapabilityError for layers in few bits, which hold no sum with an addition, and UsageError
+    for a `rank` that no layer has."""
+    sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
+    if rank > max(sizes, default=rank):
+        raise UsageError(
+            f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer; lower it"
+        )
+    if packed := sum(spec.quantized for spec in student.specs.values()):
+        raise CapabilityError(
+            f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "
+            "are for --lora; heal without it, which trains what is packed"
+        )

@@ -1,0 +1,120 @@
+"""A model's blocks shared out over the processes of a run, so that none holds all of it (FSDP2).
+
+Every process keeps a slice of each of a block's tensors, in float32 with its moments, and a block is
+put together while it computes. What stands outside of the blocks (embeddings, last norm, head) is
+whole everywhere, and its gradients are summed as without. PyTorch FSDP (arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.processes import Processes
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.healing.dense_weights import blocks_of
+from blr.compressor.healing.settings import HealOptions
+from blr.compressor.structures.latent import Plain
+
+ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
+
+
+class Slice(Plain):
+    """This process's slice of a parameter of a block: its master, of the same memory."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__(parameter, parameter.to_local().detach().requires_grad_())
+        self.mesh: DeviceMesh = parameter.device_mesh
+
+    def publish(self) -> None:
+        """Nothing to do."""
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """As of `Latent`: what backward passes leave is the mean over processes, and is made the sum."""
+        found = self.parameter.grad
+        if found is None:
+            return
+        assert isinstance(found, DTensor)
+        fresh = found.to_local() * self.mesh.size()
+        self.master.grad = fresh if self.master.grad is None else self.master.grad.add_(fresh)
+        self.parameter.grad = None
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The tensor on the CPU of which every process gives a slice as its `part`."""
+        parameter = self.parameter
+        placed = DTensor.from_local(
+            part.to(self.master.device), self.mesh, [Shard(0)],
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        return placed.full_tensor().cpu()
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The inverse of `whole`."""
+        held = whole.to(self.master.device)
+        return distribute_tensor(held, self.mesh, [Shard(0)], src_data_rank=None).to_local()
+
+
+class Sharding:
+    """Shares models out over `processes`."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.mesh = init_device_mesh(processes.device.type, (processes.count,))
+        self.device = processes.device
+
+    def shard(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        """Leave every process its slices of the blocks of `model`, which may lie on the CPU before.
+
+        Args:
+            dtype: what blocks compute in; None: that of their tensors, one in each block.
+        """
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        blocks = blocks_of(model)
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=policy)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        outside = {p for p in model.parameters() if id(p) not in inside}
+        # The root has no tensors of its own; it makes the blocks look ahead for the next one's
+        fully_shard(model.base_model, mesh=self.mesh, mp_policy=policy, ignored_params=outside)
+        _move(model, self.device)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Everything that is not sharded, to `device`."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor) and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
+    """Whether it is asked for, by --fsdp or accelerate; None where memory decides.
+
+    Raises UsageError for a single process.
+    """
+    if options.fsdp and processes.count == 1:
+        raise UsageError("--fsdp shares a model out over processes; start several with --gpus N")
+    if processes.count == 1:
+        return False
+    asked = os.environ.get(ACCELERATE, "").lower() in ("1", "true", "yes")
+    return True if options.fsdp is None and asked else options.fsdp
+
+
+def check_shardable(student: Checkpoint, processes: Processes) -> None:
+    """Raise CapabilityError for what cannot be shared out."""
+    if packed := sum(spec.quantized for spec in student.specs.values()):
+        raise CapabilityError(
+            f"{student.source.folder}: {packed} layers are stored in few bits, which --fsdp does not "
+            "share out; heal with --no-fsdp, where every process holds the whole model"
+        )
+    if processes.device.type == "cuda" and processes.wire.type == "cpu":
+        raise CapabilityError("--fsdp needs a GPU a process; start as many processes as there are GPUs")

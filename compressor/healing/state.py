@@ -1,0 +1,170 @@
+"""The state of a training run in the journal of its workspace, replaced as a whole at every save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from blr.compressor.healing.optimizer import Moments, moments_of
+from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.workspace.journal import Journal
+from blr.compressor.workspace.strict_json import Kept, Told
+
+OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class _OfText(Kept):
+    """`objective.Merit`."""
+
+    kl: float
+    student: float
+    teacher: float
+
+
+class _OfSentences(Kept):
+    """`embedding.Nearness`."""
+
+    distance: float
+    states: float
+
+
+Merits = dict[str, _OfText | _OfSentences]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _Line(Told):
+    """A line of metrics.jsonl."""
+
+    step: Natural
+    tokens: Natural
+    seconds: float = 0.0  # of earlier versions
+    held: Merits = Field(default_factory=dict)
+    loss: float = 0.0
+
+
+class _Record(Kept):
+    """A `State` without its tensors, as it is read again."""
+
+    step: Natural = 0
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    before: Merits = Field(default_factory=dict)
+    best: Annotated[float, Field(allow_inf_nan=True)] = float("inf")
+    best_step: Natural = 0
+    best_merits: Merits = Field(default_factory=dict)
+    worse: Natural = 0
+    done: bool = False
+    log: list[_Line] = Field(default_factory=list)
+    texts: list[str] = Field(default_factory=list)
+
+
+@dataclass
+class State:
+    """Where a run is: `step` steps and `seconds` of training are done; `best` is the merit judged best
+    and `best_step` when that was; `values` are the masters then. `worse` counts evaluations since.
+    `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in their order."""
+
+    step: int = 0
+    seconds: float = 0.0
+    before: dict[str, Any] = field(default_factory=dict)
+    best: float = float("inf")
+    best_step: int = 0
+    best_merits: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Tensor] | None = None
+    worse: int = 0
+    done: bool = False
+    log: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def rename(self, names: list[str]) -> None:
+        """Call the texts by these `names`, in their order: earlier they may have had others."""
+        called = dict(zip(self.texts or names, names, strict=False))
+        held = [line["held"] for line in self.log if isinstance(line.get("held"), dict)]
+        for merits in (self.before, self.best_merits, *held):
+            found = {new: merits[old] for old, new in called.items() if old in merits}
+            if len(found) == len(merits):  # else a state of an earlier version under other names
+                merits.clear()
+                merits.update(found)
+        self.texts = names
+
+    def judged(self, names: list[str]) -> bool:
+        """Whether it was judged by texts of these `names`, if at all: every saved one was."""
+        merits = self.before, self.best_merits
+        return all(found.keys() == set(names) for found in merits) and bool(self.log and self.values)
+
+    def record(self) -> dict[str, Any]:
+        """All but the tensors, JSON-ready."""
+        return {name: value for name, value in vars(self).items() if name != "values"}
+
+
+def save_state(
+    journal: Journal, key: str, state: State, pair: Pair, optimizer: Any, write: bool
+) -> None:
+    """Keep all that a resumed run needs to go on as if it had never stopped.
+
+    All processes call it where masters are shared out; `write`: whether this one writes.
+    """
+    tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
+    for name, value in pair.joined(state.values or {}).items():
+        tensors[f"{BEST}{name}"] = value
+    for name, moments in moments_of(optimizer, pair.masters).items():
+        for part, value in moments.items():
+            kept = torch.as_tensor(value).detach().to("cpu", copy=True)
+            whole = pair.joined({name: kept})[name] if kept.dim() else kept
+            tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
+    if write:
+        journal.store(key, tensors, state.record())
+
+
+def load_state(
+    journal: Journal, key: str, pair: Pair
+) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
+    """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
+    if there is nothing."""
+    found = journal.load(key)
+    if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
+        return None  # or of an earlier version, which trained less
+    tensors = journal.tensors(key)
+    state = _read_state(found[1])
+    if state is None or not _fit(pair, tensors):
+        return None
+    state.values = pair.parted(_named(tensors, BEST)) or None
+    moments: dict[str, Moments] = {}
+    for label, tensor in _named(tensors, OPTIMIZER).items():
+        part, _, name = label.partition(".")
+        own = pair.parted({name: tensor})[name] if tensor.dim() else tensor
+        moments.setdefault(name, {})[part] = own
+    return state, pair.parted(_named(tensors, MASTER)), moments
+
+
+def _read_state(record: Any) -> State | None:
+    """A record as a state, None for one that this version has not written."""
+    try:
+        _Record.model_validate(record)
+    except ValidationError:
+        return None
+    return State(**record)
+
+
+def _fit(pair: Pair, tensors: dict[str, Tensor]) -> bool:
+    """Whether kept masters and moments are those of what is trained, by name and shape."""
+    whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
+    for label, tensor in tensors.items():
+        kind, _, name = label.partition(".")
+        part, _, moment_of = name.partition(".")
+        if f"{kind}." == OPTIMIZER:
+            if part not in MOMENTS or moment_of not in pair.masters:
+                return False
+            name = moment_of
+        scalar = part == "step" and tensor.dim() == 0
+        if name in whole and tensor.shape != whole[name] and not scalar:
+            return False
+    return True
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

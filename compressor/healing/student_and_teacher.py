@@ -1,0 +1,341 @@
+"""The two models of a healing run: the dense teacher, and the student with what is trained of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.processes import Processes
+from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
+from blr.compressor.export.origin import Checkpoint
+from blr.compressor.fitting.composed import compose_layers
+from blr.compressor.fitting.equal_weights import Twin, make_twin
+from blr.compressor.healing.additions import add_products, attach, is_addition
+from blr.compressor.healing.choice import choose, kind_of
+from blr.compressor.healing.factor_balance import balanced
+from blr.compressor.healing.settings import KINDS
+from blr.compressor.healing.sharding import Sharding, Slice
+from blr.compressor.healing.trained_layers import Places
+from blr.compressor.loading.compute_dtype import load_computing
+from blr.compressor.loading.load import load_model
+from blr.compressor.loading.native import continues_text
+from blr.compressor.loading.sentences import Sentences
+from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.classes import module_names
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.structures.bank import Banks
+from blr.compressor.structures.latent import Latent, Plain, Trained
+
+SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
+GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
+
+
+@dataclass
+class Pair:
+    """Both models in evaluation mode on one device and in one dtype to compute in.
+
+    `trained` are what is trained of the student, by parameter name, `places` where parameters lie on
+    disk. `sentences` says how an encoder's
+    hidden states become an embedding; None for decoders. `masters` are what the optimizer moves, by
+    name, and `shares` the part of the rate that each gets.
+    """
+
+    teacher: Any
+    student: Any
+    trained: dict[str, Trained]
+    places: Places
+    sentences: Sentences | None = None
+    twins: dict[str, Twin] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held = Banks(self.trained.values())  # before anybody knows the masters: it moves them
+        self.masters: dict[str, Tensor] = {}
+        self.shares: list[float] = []
+        for name, part in self.trained.items():
+            for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
+                self.masters[name + suffix] = master
+                self.shares.append(share)
+        first = {id(part.parameter): name for name, part in self.trained.items()}
+        every = self.student.named_parameters(remove_duplicate=False)
+        self.first_names = {name: first[id(p)] for name, p in every if id(p) in first}
+        self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.device
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, of all processes where they are shared out."""
+        own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
+        return sum(tensor.numel() for tensor in own.values())
+
+    def master_of(self, name: str) -> Tensor | None:
+        """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
+        trained."""
+        return self.masters.get(self.first_names.get(name, name))
+
+    def kinds(self) -> list[str]:
+        """Of `settings.KINDS`, those that masters are of; additions are of none."""
+        parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
+        found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
+        return [kind for kind in KINDS if kind in found]
+
+    def left_out(self, kinds: tuple[str, ...]) -> list[str]:
+        """A line on parameters of these `kinds` that are not trained, if there are any."""
+        held = self.places.held | parts_of(self.twins).keys()
+        plain = (n for n, _ in self.student.named_parameters() if not is_addition(n) and n not in held)
+        found = [name for name in plain if kind_of(self.student, name) in kinds]
+        said = "not trained, which the checkpoint stores otherwise than the model computes with them:"
+        return [f"{said} {found[0]}, {len(found)} in all"] if found else []
+
+    def kept_whole(self) -> list[Tensor]:
+        """Masters that every process has."""
+        return [master for name, master in self.masters.items() if name not in self.slices]
+
+    def sizes(self, processes: Processes) -> list[float]:
+        """Root mean square of every master, over all processes where it is shared out."""
+        squares = torch.stack([m.detach().double().square().sum() for m in self.masters.values()])
+        split = [name in self.slices for name in self.masters]
+        if any(split):
+            mask = torch.tensor(split, device=squares.device)
+            squares = torch.where(mask, processes.sum(squares), squares)
+        counts = [
+            (self.slices[n].parameter if n in self.slices else m).numel()
+            for n, m in self.masters.items()
+        ]
+        return [(s / max(n, 1)) ** 0.5 for s, n in zip(squares.tolist(), counts, strict=True)]
+
+    def norm(self, processes: Processes) -> Tensor:
+        """Of the gradients of all masters."""
+        found = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        whole = [grad for name, grad in found.items() if name not in self.slices]
+        total = _norm(whole, self.device).square()
+        if self.slices:
+            own = [grad for name, grad in found.items() if name in self.slices]
+            total = total + processes.sum(_norm(own, self.device).square())
+        return total.sqrt()
+
+    def publish(self) -> None:
+        """Round the masters to the student's parameters."""
+        self.held.publish()
+
+    def collect(self) -> None:
+        """Add the gradients of a micro-batch to those of the masters, in float32."""
+        self.held.collect()
+
+    def forget_fresh(self) -> None:
+        """Drop the gradients that were not collected."""
+        for part in self.trained.values():
+            part.parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.forget_fresh()
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def values(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copies of this process's masters on the CPU, contiguous, by name; in the memory of an earlier
+        result `into`, if there is one."""
+        if into is None:
+            into = {n: torch.empty(m.shape, dtype=m.dtype) for n, m in self.masters.items()}
+        return {n: into[n].copy_(m) for n, m in self.masters.items()}
+
+    @torch.no_grad()
+    def restore(self, values: dict[str, Tensor]) -> None:
+        """The inverse of `values`."""
+        for name, master in self.masters.items():
+            master.copy_(values[name])
+        self.publish()
+
+    def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors like `values` (or some of them) put together of all processes' slices."""
+        return {n: self.slices[n].whole(v) if n in self.slices else v for n, v in values.items()}
+
+    def parted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `joined`."""
+        return {n: self.slices[n].part(v).cpu() if n in self.slices else v for n, v in values.items()}
+
+
+def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def task_of(checkpoint: Checkpoint) -> str:
+    """The Auto class of a causal language model or of an encoder of text.
+
+    Raises CapabilityError for any other model.
+    """
+    config = checkpoint.source.config
+    name = (config.get("architectures") or [""])[0]
+    if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
+        return GENERATES
+    reads = "vocab_size" in config and not config.get("is_encoder_decoder")
+    if name.endswith("Model") and "Encoder" not in name and reads:
+        return EMBEDS
+    raise CapabilityError(
+        f"{checkpoint.source.folder}: {name or 'no architecture'} is neither a causal language model "
+        "nor a plain encoder of text (BertModel, …), which can be healed; give one of those"
+    )
+
+
+def load_teacher(
+    folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
+) -> Any:
+    """The dense model, frozen, in `dtype`, by default that to compute in."""
+    model = load_computing(folder, task, device, dtype)
+    fuse_trained(model)
+    return model.requires_grad_(False)
+
+
+def load_pair(
+    folder: Path,
+    teacher: Any,
+    kinds: tuple[str, ...],
+    sentences: Sentences | None = None,
+    additions: tuple[int, int] | None = None,
+    sharding: Sharding | None = None,
+) -> Pair:
+    """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
+
+    Args:
+        kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
+        additions: rank and seed of what is trained in place of factors (`additions.py`).
+        sharding: shares the student out, and `teacher`, which is whole until then.
+    """
+    task = GENERATES if sentences is None else EMBEDS
+    place = teacher.device if sharding is None else "cpu"
+    student = load_model(folder, task, dtype="float32", device=str(place))
+    twins = take_twins(student, folder)
+    _balance(student, twins)
+    added = attach(student, *additions) if additions else set()
+    student.requires_grad_(False)
+    places = Places(student, open_source(folder).entries)
+    chosen = choose(student, kinds, parts_of(twins), added, places.held)
+    compose_layers(student)
+    add_products(student, added)
+    fuse_trained(student)
+    if sharding is not None:
+        _share_out(student, teacher, sharding)
+    trained = _trained(student, teacher, chosen, twins)
+    pair = Pair(teacher, student, trained, places, sentences, twins)
+    pair.publish()
+    return pair
+
+
+def _share_out(student: Any, teacher: Any, sharding: Sharding) -> None:
+    """Both models' blocks over the processes, the student's to be computed in the teacher's dtype."""
+    dtype = None if teacher.dtype == torch.float32 else teacher.dtype
+    sharding.shard(teacher)
+    sharding.shard(student, dtype)
+
+
+def _trained(
+    student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
+) -> dict[str, Trained]:
+    """What is trained, by parameter name. The student computes in the teacher's dtype from here on;
+    masters stay in float32."""
+    parameters, latents = dict(student.named_parameters()), latents_of(twins)
+    narrow = teacher.dtype != torch.float32
+    found: dict[str, Trained] = {}
+    for name in chosen:
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            found[name] = Slice(parameter)
+        elif name in latents:
+            found[name] = latents[name]
+        else:
+            # A CUDA graph leaves gradients where its next replay does: they are summed elsewhere
+            apart = narrow or parameter.is_cuda
+            master = parameter.detach().clone().requires_grad_() if apart else None
+            found[name] = Plain(parameter, master)
+    if narrow:
+        narrowed(student, teacher)
+    _share(student, teacher)
+    return found
+
+
+def narrowed(student: Any, teacher: Any) -> None:
+    """Give the parameters of `student`, but slices, the dtype of `teacher`'s, and its buffers those of
+    the teacher's of the same name: rotations in few bits would turn keys by other angles."""
+    for parameter in student.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(teacher.dtype)
+    theirs = dict(teacher.named_buffers())
+    for name, buffer in student.named_buffers():
+        if name in theirs:
+            buffer.data = buffer.data.to(theirs[name].dtype)
+
+
+def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
+    """Put twins (`fitting/equal_weights.py`) in the place of the layers of `student` that `folder`
+    stores in few bits; by their names in the model."""
+    entries, found = open_source(folder).entries, dict[str, Twin]()
+    for stored, name in module_names(student, student.config.blr["layers"]).items():
+        layer = student.get_submodule(name)
+        if not layer.described.quantized:
+            continue
+        tensors = {n: t for n, t in layer.state_dict().items() if n != "bias"}
+        for suffix, tensor in tensors.items():  # loaded in float32, stored in their own dtype
+            stored_dtype = getattr(torch, TORCH_NAMES[entries[f"{stored}.{suffix}"].dtype])
+            tensors[suffix] = tensor.to(stored_dtype)
+        found[name] = make_twin(layer.described, tensors, layer.bias)
+        parent, _, leaf = name.rpartition(".")
+        setattr(student.get_submodule(parent), leaf, found[name].module)
+    return found
+
+
+def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
+    """What is stored of the layers of `twins`, by the names of the parameters in the model."""
+    return {
+        f"{name}.{part}": found for name, twin in twins.items() for part, found in twin.parts.items()
+    }
+
+
+def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
+    """What is rounded of them before every step."""
+    return {name: part for name, part in parts_of(twins).items() if isinstance(part, Latent)}
+
+
+def structured_layers(model: Any) -> dict[str, StructuredLinear]:
+    """By name in the model."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+
+
+def factors_of(layer: StructuredLinear) -> dict[str, nn.Parameter]:
+    """By the names of its spec."""
+    return {name: layer.get_parameter(name) for name in layer.spec.shapes()}
+
+
+@torch.no_grad()
+def _balance(student: Any, twins: dict[str, Twin]) -> None:
+    inside = {id(part) for twin in twins.values() for part in twin.module.modules()}
+    for layer in structured_layers(student).values():
+        if id(layer) in inside:
+            continue
+        factors = factors_of(layer)
+        found = balanced({name: p.double() for name, p in factors.items()}, layer.spec)
+        for name, parameter in factors.items():
+            parameter.copy_(found[name])
+
+
+def _share(student: Any, teacher: Any) -> None:
+    """Frozen tensors that the teacher has as well are kept once."""
+    theirs = dict(teacher.named_parameters())
+    for name, parameter in student.named_parameters():
+        other = theirs.get(name)
+        split = isinstance(parameter, DTensor)
+        if other is None or split or parameter.requires_grad or other.shape != parameter.shape:
+            continue
+        if torch.equal(parameter, other):
+            parameter.data = other.data

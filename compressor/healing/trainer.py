@@ -1,0 +1,282 @@
+"""The training loop: steps until the budget is spent, judged by held-back windows on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.processes import Processes
+from blr.compressor.base.progress import HEALING, Progress
+from blr.compressor.healing.data import Data
+from blr.compressor.healing.dense_weights import checkpoint_blocks, compile_blocks
+from blr.compressor.healing.embedding import Embedding, Nearness
+from blr.compressor.healing.objective import Merit, Objective
+from blr.compressor.healing.optimizer import load_moments, make_optimizer, schedule, set_rates
+from blr.compressor.healing.passes import Passes
+from blr.compressor.healing.settings import HealOptions
+from blr.compressor.healing.state import State, load_state, save_state
+from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.workspace.journal import Journal
+
+EVALUATIONS = 10  # in a run, besides the one before it
+LOGGED = 100  # lines of metrics in a run
+HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 take as long as ten steps
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run keeps its state, and what is told of every logged line as it comes."""
+
+    journal: Journal
+    key: str
+    tell: Callable[[dict[str, Any]], None]
+
+
+class Trainer:
+    """Trains `pair` on `data`; `run` leaves the best masters in the pair."""
+
+    def __init__(
+        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: Place,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.pair, self.data, self.options = pair, data, options
+        self.processes, self.place, self.progress = processes, place, progress
+        self.masters = list(pair.masters.values())
+        sizes = pair.sizes(processes)
+        self.optimizer = make_optimizer(self.masters, options.rate, sizes, pair.shares)
+        if options.checkpointing:
+            checkpoint_blocks(pair.student)
+        self.objective = _objective(pair, data, options)
+        most = HELD_ON_CPU if pair.device.type == "cpu" and pair.sentences is None else None
+        self.held = {part.name: part.stream.held[:most] for part in data.parts}
+        if options.compile:
+            compile_blocks(pair.student)
+            compile_blocks(pair.teacher)
+        scored = data.batch * self.objective.scored(data.window)
+        most = -(-data.batch // processes.count)
+        self.passes = Passes(pair, self.objective, scored, most, options.micro, progress)
+        self.total = options.steps or (options.epochs and data.steps(options.epochs)) or 0
+        self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
+        self.since = _Since(pair.device)
+        self.state = State()
+        self.kept: dict[str, Tensor] | None = None  # this run's copy of the best masters
+        self.spent = 0.0  # share of the budget
+        self.speeds: list[float] = []  # tokens a second in every logged part of this run
+
+    def run(self) -> State:
+        """Train until the budget is spent or nothing gets better.
+
+        Raises:
+            NumericsError: a loss that is not finite; what was saved last is kept.
+            CapabilityError: one window does not fit in memory.
+        """
+        self._resume()
+        self.started = self.saved = monotonic()
+        self.earlier = self.state.seconds
+        self.spent = self._share()
+        if not self.state.before:
+            self._judge_start()
+        with self.progress.training(HEALING, self.spent) as show:
+            while not self.state.done:
+                self._step()
+                self._after(show)
+        self._keep_best()
+        return self.state
+
+    def _share(self) -> float:
+        """Of the budget that is spent."""
+        if self.total:
+            return self.state.step / self.total
+        return self.state.seconds / (60 * (self.options.minutes or 1))
+
+    def _resume(self) -> None:
+        found = load_state(self.place.journal, self.place.key, self.pair)
+        names = [part.name for part in self.data.parts]
+        if found is not None:
+            found[0].rename(names)
+        if found is None or not found[0].judged(names):
+            self.state.texts = names
+            return
+        self.state, masters, moments = found
+        self.pair.restore(masters)
+        load_moments(self.optimizer, self.pair.masters, moments)
+
+    def _step(self) -> None:
+        half = 0.5 / self.total if self.total else 1e-6
+        set_rates(self.optimizer, schedule(self.spent + half, self.options.warmup))
+        rows = self.data.take(self.state.step)[self.processes.rank :: self.processes.count]
+        loss = self.processes.sum(self.passes(rows))
+        self.processes.sum_gradients(self.pair.kept_whole())
+        norm = self.pair.norm(self.processes)
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.options.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pair.publish()
+        self.state.step += 1
+        self._check()
+        self.figures.put(torch.stack([loss, norm.detach().float()]))
+        self.since.add(loss, self.data.tokens)
+        self.state.seconds = self.earlier + monotonic() - self.started
+
+    def _check(self) -> None:
+        """Raise NumericsError if the step before this one went wrong: its figures are there by now."""
+        if not self.figures.finite():
+            raise NumericsError(
+                f"the loss or its gradient is not finite at step {self.state.step}; lower --lr, now "
+                f"{self.options.rate:g}, and pass --restart"
+            )
+
+    def _after(self, show: Callable[[float, str], None]) -> None:
+        """Log, judge and save when their time has come."""
+        before = self.spent
+        now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
+        self.spent, late = self.processes.agreed(self._share(), now_late)
+        if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
+            loss, speed = self.since.mean(), self.since.speed()
+            self.speeds.append(speed)
+            self._log({"loss": loss}, tokens_per_second=speed)
+            show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+        if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
+            self._judge()
+        self.state.done = self.spent >= 1 or self._stale()
+        if late or self.state.done:
+            self._save()
+
+    def _stale(self) -> bool:
+        return self.options.patience is not None and self.state.worse >= self.options.patience
+
+    def _merits(self) -> dict[str, Any]:
+        return {name: self.objective.merit(held) for name, held in self.held.items()}
+
+    def _judged(self, merits: dict[str, Any]) -> float:
+        """The figure to lower, each part with its share of a batch. Raises NumericsError."""
+        parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
+        found = self.processes.agreed(sum(parts) / self.data.batch)[0]
+        if not math.isfinite(found):
+            raise NumericsError(
+                f"the loss on held-back windows is not finite at step {self.state.step}; "
+                + ("lower --lr and pass --restart" if self.state.step else "the model is damaged")
+            )
+        return found
+
+    def _judge_start(self) -> None:
+        merits = self._merits()
+        self.state.best = self._judged(merits)
+        self.state.before = self.state.best_merits = _plain(merits)
+        self.state.values = self.kept = self.pair.values()
+        self._log({"held": self.state.before})
+
+    def _judge(self) -> None:
+        """Evaluate; remember the masters if they are the best so far."""
+        self._flush()
+        merits = self._merits()
+        found = self._judged(merits)
+        self._log({"held": _plain(merits)})
+        if found < self.state.best:
+            self.state.best, self.state.best_step = found, self.state.step
+            self.state.best_merits, self.state.worse = _plain(merits), 0
+            self.state.values = self.kept = self.pair.values(self.kept)
+        else:
+            self.state.worse += 1
+
+    def judge_written(self) -> None:
+        """Judge the pair as it has been rounded since; the start, where that is no better."""
+        merits, before = self._merits(), self.state.before
+        start = {name: type(merit)(**before[name]) for name, merit in merits.items()}
+        if self.state.best_step and self._judged(merits) < self._judged(start):
+            self.state.best_merits = _plain(merits)
+        else:
+            self.state.best_step, self.state.best_merits = 0, before
+
+    def _flush(self) -> None:
+        """Wait for the step in progress and check it."""
+        self._check()
+        self.figures.clear()
+
+    def _log(self, found: dict[str, Any], **speed: float) -> None:
+        """Keep what was `found` at this step. Of times those who watch are told alone: what is written
+        is the same whenever the steps are."""
+        line = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
+        self.state.log.append(line)
+        self.place.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
+
+    def _save(self) -> None:
+        self._flush()
+        if self.processes.first or self.pair.slices:
+            place = self.place.journal, self.place.key
+            save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
+        self.processes.wait()
+        self.saved = monotonic()
+
+    def _keep_best(self) -> None:
+        """Put the best masters back: those at the start, if nothing was better. What only steps need
+        leaves memory."""
+        assert self.state.values is not None
+        self.passes.graphs.clear()
+        self.optimizer.state.clear()
+        self.pair.restore(self.state.values)
+
+
+def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
+    if pair.sentences is not None:
+        return Embedding(pair, pair.sentences, options.hidden)
+    stream = data.parts[0].stream
+    return Objective(pair, options, stream.held[:1, :64].to(pair.device), stream.idle)
+
+
+class Figures:
+    """Numbers of the last step on their way to the CPU, so that asking for them waits for that step
+    alone and not for the one in progress."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self.values = torch.zeros(2, pin_memory=self.event is not None)
+
+    def put(self, values: Tensor) -> None:
+        self.values.copy_(values, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def clear(self) -> None:
+        self.values.zero_()
+
+    def finite(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(torch.isfinite(self.values).all())
+
+
+class _Since:
+    """Loss and speed since the last logged line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._clear()
+
+    def _clear(self) -> None:
+        self.total = torch.zeros((), device=self.device)
+        self.steps, self.tokens, self.at = 0, 0, monotonic()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        self.total += loss
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+
+    def mean(self) -> float:
+        return round(float(self.total) / max(self.steps, 1), 6)
+
+    def speed(self) -> float:
+        """Tokens a second, and a new start."""
+        found = round(self.tokens / max(monotonic() - self.at, 1e-9), 1)
+        self._clear()
+        return found
+
+
+def _plain(merits: dict[str, Merit | Nearness]) -> dict[str, dict[str, float]]:
+    return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}

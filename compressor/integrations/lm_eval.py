@@ -1,0 +1,109 @@
+"""Tasks of lm-evaluation-harness on a loaded decoder (extra `eval`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import HubError, InputError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.packages import check_packages
+from blr.compressor.base.quoting import named_line, quote
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`names` of tasks or groups, those in `path` too, a folder of task files (YAML); `shots` examples
+    in a prompt (None as the task says); `limit` documents of each task at most."""
+
+    names: list[str]
+    path: Path | None = None
+    shots: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`tasks` maps a task to its metrics, `samples` to how many documents it was asked and `shots` to
+    the examples in its prompts; `harness` is the version of lm_eval."""
+
+    tasks: dict[str, dict[str, float]]
+    samples: dict[str, int]
+    shots: dict[str, int]
+    harness: str
+
+
+def check_installed() -> None:
+    """Raise CapabilityError where lm_eval is not installed."""
+    check_packages("--tasks", "lm_eval", extra="eval")
+
+
+def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
+    """Score a causal model of transformers, `batch` requests at once.
+
+    Raises:
+        CapabilityError: no lm_eval. InputError: unknown or broken tasks. HubError: no data.
+    """
+    check_installed()
+    _be_quiet()
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    names, manager = asked.names, _manager(asked.names, asked.path)
+    subject: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    options = {
+        "num_fewshot": asked.shots,
+        "limit": asked.limit,
+        "bootstrap_iters": 0,
+        "log_samples": False,
+    }
+    try:
+        found: Any = lm_eval.simple_evaluate(subject, tasks=names, task_manager=manager, **options)
+    except OSError as error:  # of the hub and of datasets too
+        remedy = "check the network, or run once with it: data sets are cached"
+        raise HubError(f"{', '.join(names)}: no data ({named_line(error)}); {remedy}") from error
+    except Exception as error:  # a task is a program
+        raise_exhausted(error)
+        remedy = "check the task's file and data"
+        raise InputError(f"{', '.join(names)}: {named_line(error)}; {remedy}") from error
+    return _scores(found, lm_eval.__version__)
+
+
+def _manager(names: list[str], path: Path | None) -> Any:
+    """What finds the tasks; those of the harness, a long list, only if `path` has not all of them."""
+    from lm_eval.tasks import TaskManager
+
+    if path is not None and not path.is_dir():
+        raise InputError(f"{path}: no such folder; expected one of task files (YAML)")
+    include = str(path) if path else None
+    for defaults in (False, True) if path else (True,):
+        manager = TaskManager(include_path=include, include_defaults=defaults)
+        missing = [name for name in names if not manager.match_tasks([name])]
+        if not missing:
+            return manager
+    raise InputError(
+        f"{quote(missing, 160)[1:-1]}: no such task; expected names of lm_eval (`lm_eval ls tasks`) "
+        "or of files in --tasks-path"
+    )
+
+
+def _scores(found: dict[str, Any], version: str) -> Scores:
+    tasks = {
+        task: {
+            key.removesuffix(",none").replace(",", "_"): float(value)
+            for key, value in row.items()
+            if isinstance(value, int | float) and "," in key and "_stderr" not in key
+        }
+        for task, row in found["results"].items()
+    }
+    samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
+    shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
+    return Scores(tasks, samples, shots, version)
+
+
+def _be_quiet() -> None:
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)

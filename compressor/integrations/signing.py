@@ -1,0 +1,57 @@
+"""Signatures of whole folders by OpenSSF Model Signing (extra `sign`): who vouches for these bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import InputError, UsageError, VerifyError
+from blr.compressor.base.packages import check_packages
+from blr.compressor.base.quoting import first_line
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Who is to have signed: the owner of a public key (PEM), or an identity that an OpenID provider
+    (`issuer`, a URL) vouched for to sigstore."""
+
+    key: Path | None = None
+    identity: str | None = None
+    issuer: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) == (self.identity is None) or bool(self.identity) != bool(self.issuer):
+            raise UsageError(
+                "--signature: expected --public-key FILE, or --identity NAME with --issuer URL, to say "
+                "whose it must be"
+            )
+
+
+def verify_signature(folder: Path, signature: Path, signer: Signer) -> None:
+    """Check that `signer` signed every file of `folder` as it is now.
+
+    Raises:
+        CapabilityError: model_signing is not installed.
+        InputError: no signature, or no key, that can be read.
+        VerifyError: another signer, or other files.
+    """
+    check_packages("--signature", "model_signing", extra="sign")
+    for path in filter(None, (signature, signer.key)):
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; expected the signature and the signer's public key")
+    try:
+        _config(signer).verify(folder, signature)
+    except Exception as error:  # its own, those of cryptography and of sigstore
+        reason = first_line(error, 200)
+        remedy = "take the folder and the signature from the same place again"
+        raise VerifyError(f"{folder}: not as {signature} says ({reason}); {remedy}") from error
+
+
+def _config(signer: Signer) -> Any:
+    from model_signing import verifying
+
+    config = verifying.Config()
+    if signer.key is not None:
+        return config.use_elliptic_key_verifier(public_key=signer.key)
+    return config.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)

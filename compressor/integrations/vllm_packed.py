@@ -1,0 +1,66 @@
+"""A layer in few bits, or of pivots, inside a server: one process holds it whole, as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.integrations.vllm_parts import Part
+from blr.compressor.integrations.vllm_split import Share, check_whole
+from blr.compressor.modeling.float8 import is_float8, prepare_layer
+from blr.compressor.modeling.table import layer_of
+from blr.compressor.structures.specs import Shape, Spec
+
+
+class PackedPart(nn.Module):
+    """The layer called `name`, with what `Part` has; `names` are those of all that a file holds of it.
+
+    Raises CapabilityError for several processes: a cut would go through groups that share a scale,
+    or through the places of outputs.
+    """
+
+    in_rank_space = False
+
+    def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
+        super().__init__()
+        check_whole(name, spec, share)
+        self.name, self.spec = name, spec
+        self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
+        self.names = list(spec.stored())
+        self.loaded: set[str] = set()
+
+    def path(self, factor: str) -> str:
+        """Where in the module a stored tensor is."""
+        return f"layer.{factor}"
+
+    def load(self, factor: str, whole: Tensor) -> None:
+        """Take a stored tensor. Raises ValueError for one that the layer lacks, or of another shape."""
+        if factor not in self.names:
+            raise ValueError(f"{self.name}.{factor}: expected one of {', '.join(self.names)}")
+        mine = self.layer.state_dict(keep_vars=True)[factor]
+        if mine.shape != whole.shape:
+            raise ValueError(f"{self.name}.{factor}: {list(whole.shape)}, expected {list(mine.shape)}")
+        mine.data.copy_(whole)
+        self.loaded.add(factor)
+
+    def relayout_(self) -> None:
+        """Make what products of float8 take beside the weights."""
+        for layer in self.layer.modules():
+            if is_float8(layer):
+                prepare_layer(layer)
+
+    def forward(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., i] -> [..., o] without bias; nothing is left to `reduce`."""
+        found: Tensor = self.layer(x)
+        return found
+
+
+def make_part(
+    name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype
+) -> Part | PackedPart:
+    """What `share` holds of a layer, as `Part` and `PackedPart` say."""
+    if spec is not None and (spec.quantized or spec.indices()):
+        return PackedPart(name, spec, share, dtype)
+    return Part(name, spec, shape, share, dtype)

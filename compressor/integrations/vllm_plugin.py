@@ -1,0 +1,170 @@
+"""vLLM serves compressed Llama, Mistral, Qwen2 and Qwen3 checkpoints by its own models.
+
+The entry point `vllm.general_plugins` calls `register` in each of its processes. A layer of theirs (one
+for q, k and v, one for gate and up) then holds a part for every layer on disk, of whatever structure.
+Written against vLLM 0.32: `ModelRegistry`, `QuantizationConfig`, `LinearMethodBase`, the attributes of
+`ColumnParallelLinear` and `RowParallelLinear`, `load_weights` of layers and `shard_id` of tensors.
+Anything else (another family, an export) goes through vLLM's Transformers backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.integrations.vllm_packed import make_part
+from blr.compressor.integrations.vllm_parts import pack, product, shares_input
+from blr.compressor.integrations.vllm_split import Share
+from blr.compressor.structures.specs import Spec, spec_from_dict
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+INSTEAD = "serve it with --model-impl transformers"
+
+
+def register() -> None:
+    """Make vLLM know the configurations and the models. May be called any number of times."""
+    from vllm import ModelRegistry
+
+    import blr.compressor.modeling  # noqa: F401  (configurations)
+
+    for family in FAMILIES:
+        name = f"Blr{family}ForCausalLM"
+        ModelRegistry.register_model(name, f"blr.compressor.integrations.vllm_models:{name}")
+
+
+class StructuredConfig(QuantizationConfig):
+    """Says how each layer computes. `layers` is ``config.blr["layers"]``, by names on disk; `merged`
+    is a model's `packed_modules_mapping`."""
+
+    def __init__(self, layers: dict[str, dict[str, Any]], merged: dict[str, list[str]]) -> None:
+        super().__init__()
+        self.specs = {name: spec_from_dict(fields) for name, fields in layers.items()}
+        self.packed_modules_mapping = dict(merged)
+
+    def get_name(self) -> str:
+        return "blr"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> StructuredConfig:
+        return cls(config["layers"], {})
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Ours for a layer of which a member is structured.
+
+        Raises CapabilityError for a structured layer that is none of vLLM's linear ones.
+        """
+        if isinstance(layer, LinearBase):
+            members = self._members(prefix)
+            if any(name in self.specs for name in members):
+                return StructuredMethod({name: self.specs.get(name) for name in members})
+            return UnquantizedLinearMethod()
+        if prefix in self.specs:
+            raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
+        return None
+
+    def _members(self, prefix: str) -> list[str]:
+        parent, _, name = prefix.rpartition(".")
+        return [f"{parent}.{member}" for member in self.packed_modules_mapping.get(name, [name])]
+
+
+class StructuredMethod(LinearMethodBase):
+    """Computes one layer of vLLM. `members` are its layers on disk, in order; None is a dense one."""
+
+    def __init__(self, members: dict[str, Spec | None]) -> None:
+        self.members = members
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Give `layer` its parts. Sizes are those of this process, but `input_size`."""
+        parts = []
+        for (name, spec), width in zip(self.members.items(), output_partition_sizes, strict=True):
+            outputs = spec.out_features if spec else width * layer.tp_size
+            shape = (outputs, input_size)
+            parts.append(make_part(name, spec, shape, _share(layer, outputs, width), params_dtype))
+        layer.parts = nn.ModuleList(parts)
+        layer.load_weights = partial(load_weights, layer)
+        if any(part.in_rank_space for part in parts):
+            # the sum is taken before U: the layer itself must not take it again
+            layer.summed, layer.reduce_results = layer.reduce_results, False
+            if not layer.summed:
+                raise CapabilityError(
+                    f"{layer.prefix}: found a layer that leaves its sum to others; {INSTEAD}"
+                )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Lay factors as the kernels read them. Raises ValueError where any is missing."""
+        for part in layer.parts:
+            if missing := set(part.names) - part.loaded:
+                raise ValueError(f"{part.name}: no {', '.join(sorted(missing))} in the checkpoint")
+        if shares_input(layer.parts):
+            pack(layer.parts)
+        elif next(chain(layer.parameters(), layer.buffers())).is_cuda and layer.tp_size == 1:
+            for part in layer.parts:
+                part.relayout_()
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., i'] -> [..., Σ o']."""
+        y = product(layer.parts, x, tensor_model_parallel_all_reduce)
+        if getattr(layer, "summed", False) and not layer.skip_bias_add:
+            bias = layer.bias  # rank 0 alone is given it, for the sum that is not taken
+        return y if bias is None else y + bias
+
+
+def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+    """Hand tensors of a checkpoint to the parts of a layer; their names, as vLLM asks for them."""
+    for name, tensor in weights:
+        shard = getattr(tensor, "shard_id", None)
+        if name == "bias":
+            given = (tensor,) if shard is None else (tensor, shard)
+            layer.weight_loader(layer.bias, *given)
+            yield name
+        else:
+            index = _index(shard)
+            layer.parts[index].load(name, tensor)
+            yield f"parts.{index}.{layer.parts[index].path(name)}"
+
+
+def _index(shard: str | int | None) -> int:
+    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
+
+
+def _share(layer: Any, outputs: int, width: int) -> Share:
+    """What this process holds of a layer with `outputs`, `width` of them: heads of k and v that are
+    fewer than processes are held by several."""
+    if isinstance(layer, RowParallelLinear):
+        return Share("in", layer.tp_rank, layer.tp_size)
+    size = outputs // width
+    return Share("out", layer.tp_rank * size // layer.tp_size, size)

@@ -1,0 +1,190 @@
+"""What transformers takes of a dense checkpoint: the class, its tensors, and which of them are one.
+
+Its loader is asked, on the meta device. What it reads past is left out, what it finds under another
+name of a tied weight gets the name that is tied to, and what it would fill with random numbers is an
+error. All that comes after sees a checkpoint as its class saves it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from blr.compressor.base.errors import InputError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.loading.native import check_type, decoded, native_class, native_errors
+from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors, misfit
+from blr.compressor.modeling.registry import auto_classes
+
+REMEDY = "take config.json and weights from the same model"
+TIES = ("tie_word_embeddings", "tie_embedding")  # what configurations call it
+
+
+def taken(source: Source) -> Source:
+    """`source` as transformers reads it: `entries` are the tensors of its class by the names that it
+    saves, `left` are all others; `config` names the class and ties what is one tensor.
+
+    Raises InputError for a class that transformers has not, and for tensors that are missing, of
+    another shape or of blocks that config.json has not.
+    """
+    source = source if source.config.get("architectures") else _named(source)
+    cls = native_class(source)
+    model, info = _loaded(source, cls)
+    if found := misfit(info, "missing", "mismatched"):
+        raise InputError(f"{source.folder}: {found} for {cls.__name__}; {REMEDY}")
+    _refuse_blocks(source, model, info)
+    keys = Keys(model)
+    return _tied(_placed(source, keys), model, keys)
+
+
+def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
+    with native_errors(source):
+        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
+        return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
+
+
+# --- The class ------------------------------------------------------------------------------------
+
+
+def _named(source: Source) -> Source:
+    """`source` with the class under `architectures` that has a place for the most of its tensors.
+
+    Raises InputError where every class of its model type lacks some.
+    """
+    check_type(source)
+    left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
+    if not left:
+        path = source.folder / "config.json"
+        found = f"no architectures, and no class of {source.model_type!r} with these tensors"
+        refuse(path, found, "the name of a model class of transformers", REMEDY)
+    name = min(left, key=lambda each: left[each])
+    said = f"config.json names no architectures: taken as {name}, whose tensors these are"
+    return replace(source, config={**source.config, "architectures": [name]}, said=(*source.said, said))
+
+
+def _candidates(source: Source) -> list[str]:
+    """The classes of a model type, those that say most plainly what they are for first: what is no
+    decoder by its configuration fills masks."""
+    with native_errors(source):
+        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
+    tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
+    if getattr(config, "is_decoder", None) is False:
+        tasks = [*tasks[1:3], tasks[0], ""]
+    classes = auto_classes(source.model_type)
+    order = [f"AutoModel{task}" for task in tasks]
+    order += sorted(classes.keys() - set(order))
+    return list(dict.fromkeys(name for auto in order for name in classes.get(auto, ())))
+
+
+def _left(source: Source, name: str) -> int | None:
+    """How many tensors the class `name` has no place for; None if it lacks some."""
+    model, info = _loaded(source, getattr(transformers, name))
+    if misfit(info, "missing", "mismatched"):
+        return None
+    keys = Keys(model)
+    return sum(keys.key(stored) not in keys.known for stored in source.entries)
+
+
+# --- Its tensors ----------------------------------------------------------------------------------
+
+
+def _refuse_blocks(source: Source, model: Any, info: dict[str, Any]) -> None:
+    """Refuse tensors of blocks beyond those of config.json, unless the class ignores them by name: the
+    weights are then of another model."""
+    lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    for key in sorted(info["unexpected_keys"]):
+        for dot in re.finditer(r"\.(\d+)\.", key):
+            count = lists.get(key[: dot.start()])
+            if count is not None and int(dot[1]) >= count:
+                found = f"tensor {quote(key)}"
+                expected = f"{count} modules {key[: dot.start()]}.# by config.json"
+                refuse(source.folder, found, expected, REMEDY)
+
+
+def _placed(source: Source, keys: Keys) -> Source:
+    """`source` without the tensors that its class has no place for."""
+    entries, left = dict[str, TensorEntry](), list[TensorEntry]()
+    for name, entry in source.entries.items():
+        if keys.key(name) in keys.known:
+            entries[name] = entry
+        else:
+            left.append(entry)
+    if not left:
+        return source
+    name = source.config["architectures"][0]
+    said = f"left out, as transformers does: {_listed(left)}, for which {name} has no place"
+    return replace(source, entries=entries, left=tuple(left), said=(*source.said, said))
+
+
+def _listed(entries: list[TensorEntry]) -> str:
+    first = quote(entries[0].name)[1:-1]
+    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
+
+
+# --- Which are one --------------------------------------------------------------------------------
+
+
+def _tied(source: Source, model: Any, keys: Keys) -> Source:
+    """`source` with tied weights under the name that they are tied to. One that is stored beside it with
+    other values is a weight of its own, whatever config.json says."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    stored = {keys.key(name): name for name in source.entries}
+    renamed = dict[str, str]()
+    for key, giving in tied.items():
+        if key in stored and giving not in stored and keys.key(giving) == giving:
+            renamed[stored[key]] = giving
+            stored[giving] = giving
+            del stored[key]
+    if renamed:
+        moved = (replace(e, name=renamed.get(e.name, e.name)) for e in source.entries.values())
+        source = replace(source, entries={entry.name: entry for entry in moved})
+    pairs = [(stored[k], stored[giving]) for k, giving in tied.items() if {k, giving} <= stored.keys()]
+    own = [(name, giving) for name, giving in pairs if not _are_equal(source, name, giving)]
+    return _untied(source, keys, tied, own) if own else source
+
+
+def _are_equal(source: Source, name: str, other: str) -> bool:
+    """Whether two stored tensors are the same, read only as far as they are."""
+    one, two = source.entries[name], source.entries[other]
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    pieces = zip(source.read_bytes(one), source.read_bytes(two), strict=True)
+    return all(first == second for first, second in pieces)
+
+
+def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
+    """`source` whose config.json ties nothing, where tensors that it ties have values of their `own`.
+
+    An encoder-decoder keeps its configuration: there the word also says how outputs are scaled, and
+    transformers finds at loading that the weights differ.
+    """
+    name, giving = own[0]
+    said = (
+        f"{name} is stored with values of its own, though config.json ties it to {giving}: taken as it "
+        "is stored, as transformers does"
+    )
+    source = replace(source, said=(*source.said, said))
+    config = {**_without_ties(source.config), TIES[0]: False}  # which it may be silent of
+    with native_errors(source):
+        made = CONFIG_MAPPING[source.model_type].from_dict(decoded(config))
+    if made.is_encoder_decoder:
+        return source
+    stored = {keys.key(name): entry for name, entry in source.entries.items()}
+    copies = {k: stored[g] for k, g in tied.items() if k not in stored and g in stored}
+    entries = {name: replace(entry, name=name) for name, entry in copies.items()}
+    return replace(source, config=config, entries={**source.entries, **entries})
+
+
+def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` that ties no weights, in none of its parts."""
+    parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
+    return {**parts, **{key: False for key in TIES if key in parts}}

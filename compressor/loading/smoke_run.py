@@ -1,0 +1,183 @@
+"""Runs a model on a small input of its kind, and compares what another computes from the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import BlrError, InputError, NumericsError
+from blr.compressor.base.exhaustion import raise_exhausted
+from blr.compressor.base.quoting import first_line, quote
+from blr.compressor.checkpoint.context import context_of
+from blr.compressor.loading.quiet_libraries import quiet_transformers
+
+TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
+NO_CHECK = "--no-check commits without having run anything"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An input and what a model makes of it. `what` says in words what was run."""
+
+    inputs: dict[str, Any]
+    expected: Tensor
+    what: str
+
+    def distance(self, model: Any, where: object) -> float:
+        """Relative distance of what `model` computes from what is expected.
+
+        Raises NumericsError for numbers that are not finite.
+        """
+        found, keep = self._results(model, where), self.expected.isfinite()
+        missed = (found - self.expected)[keep].norm()
+        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
+
+    def _results(self, model: Any, where: object) -> Tensor:
+        found, keep = run(model, self.inputs), self.expected.isfinite()
+        if found.shape != self.expected.shape or not found[keep].isfinite().all():
+            raise NumericsError(
+                f"{where}: found NaN or Inf in the results for {self.what}, where the model it was made "
+                f"from has finite numbers; choose another dtype or a lower --cf ({NO_CHECK})"
+            )
+        return found
+
+
+def first_trial(model: Any, where: object) -> Trial:
+    """Run `model` on the first input of its kind that it takes.
+
+    Raises InputError when it takes none that is known here, NumericsError for no finite result.
+    """
+    reason = ""
+    for inputs in candidates(model):
+        try:
+            expected = run(model, inputs)
+        except (BlrError, MemoryError):
+            raise
+        except Exception as error:  # whatever a model raises at what it does not take
+            raise_exhausted(error)
+            reason = reason or first_line(error)  # of the plainest
+            continue
+        return _checked(Trial(inputs, expected, _words(inputs)), where)
+    reason = reason or f"no input named {model.main_input_name!r} is known"
+    raise InputError(
+        f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
+        f"expected results to compare with; {NO_CHECK}"
+    )
+
+
+def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Trial:
+    """Run `model` on `inputs`, tensors or tables of tensors by argument.
+
+    Raises NumericsError for no finite result, and what the model raises.
+    """
+    return _checked(Trial(inputs, run(model, inputs), what), where)
+
+
+def _checked(trial: Trial, where: object) -> Trial:
+    if not bool(trial.expected.isfinite().any()):
+        raise NumericsError(
+            f"{where}: the model computes nothing finite; repair its weights ({NO_CHECK})"
+        )
+    return trial
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """The first floating-point result of a forward pass, in float32."""
+    given = {name: _cast(value, model) for name, value in inputs.items()}
+    if hasattr(model.config, "return_dict"):
+        model.config.return_dict = True  # a configuration may say that parts of it give tuples
+    with quiet_transformers():
+        result = model(**given, return_dict=True)
+    return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()
+
+
+def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs that a model of its kind might take, the plainest first."""
+    taken = inspect.signature(model.forward).parameters
+    made = {name: make(model) for name, make in _MAKERS.items() if name in taken}
+    known = {name: value for name, value in made.items() if value is not None}
+    main = model.main_input_name
+    if main in known:
+        plain = {main: known[main]}
+        if "decoder_input_ids" in known and model.config.is_encoder_decoder:
+            plain["decoder_input_ids"] = known["decoder_input_ids"]
+        yield plain
+        if main == "input_ids":
+            yield {main: known[main][:, None]}  # one choice of several
+    if len(known) > 1:
+        yield known
+
+
+def _tokens(model: Any) -> Tensor | None:
+    """[1, `TOKENS`] at most, none of them special but a last one that ends the text."""
+    text = model.config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    if size is None:
+        return None
+    usable = plain_tokens(model.config)
+    length = min(TOKENS, max(context_of(text.to_dict()) // 2, 1))
+    drawn = torch.randint(len(usable), (1, length), generator=_generator())
+    ids = usable[drawn]
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < size:
+        ids[:, -1] = end
+    return ids
+
+
+def plain_tokens(config: Any) -> Tensor:
+    """Ids [n] of the text of a model's configuration, the first 65,536 at most, without special ones
+    and those that stand for images."""
+    text = config.get_text_config()
+    told = {**config.to_dict(), **text.to_dict()}
+    ends = ("_token_id", "_token_index")
+    named = {v for k, v in told.items() if k.endswith(ends) and isinstance(v, int)}
+    return torch.tensor([n for n in range(min(text.vocab_size, 1 << 16)) if n not in named] or [0])
+
+
+def _image(model: Any) -> Tensor | None:
+    """[1, channels, height, width]"""
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", None)
+    if size is None and model.main_input_name != "pixel_values":
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size or (224, 224))
+    return torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=_generator())
+
+
+def _spectrum(model: Any) -> Tensor:
+    """[1, bands, frames]"""
+    bands = getattr(model.config, "num_mel_bins", 80)
+    frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
+    return torch.randn(1, bands, frames, generator=_generator())
+
+
+_MAKERS = {
+    "input_ids": _tokens,
+    "decoder_input_ids": _tokens,
+    "pixel_values": _image,
+    "input_values": lambda model: torch.randn(1, SAMPLES, generator=_generator()),
+    "input_features": _spectrum,
+}
+_WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
+_WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
+
+
+def _words(inputs: dict[str, Tensor]) -> str:
+    return " and ".join(_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
+
+
+def _cast(value: Any, model: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cast(inner, model) for name, inner in value.items()}
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(model.dtype) if floating else value
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,1 +1,0 @@
-"""What the machine gives: devices, dtypes, threads, and how it says that it has no more."""

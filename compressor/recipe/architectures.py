@@ -1,0 +1,104 @@
+"""What is compressible in each model family, read from `configs/*.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from blr.compressor.base.globs import matches, matches_any
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers of a decoder block that see the same input.
+
+    `modules` are names inside the block. `residual` is the module of the block whose input is the
+    residual stream that `scale` times the group's output is added to, if it is known to be added to one.
+    """
+
+    modules: tuple[str, ...]
+    residual: str | None = None
+    scale: float = 1.0
+
+    def within(self, names: Collection[str]) -> Group | None:
+        """Its part among the modules `names` of a block, None if it has none there."""
+        modules = tuple(name for name in self.modules if name in names)
+        return Group(modules) if modules else None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family's knowledge.
+
+    `modules` maps globs over module names (as on disk) to the layer type they are reported
+    under; `heads` are layers that stay dense unless asked for; `transposed` says that weights
+    are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes; `blocks`
+    is the list of blocks on disk and `groups` what they consist of, in order of execution, where a
+    block may have some of them only (None and empty where calibration is not supported). `attention`
+    maps the layer types that hold heads to the side they are on ("out" or "in") and their symbolic
+    number; `prefix` is what module names start with in a checkpoint with a head.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    modules: dict[str, str]
+    heads: tuple[str, ...]
+    shapes: dict[str, list[str]]
+    transposed: bool = False
+    blocks: str | None = None
+    groups: tuple[Group, ...] = ()
+    attention: dict[str, tuple[str, str]] = field(default_factory=dict)
+    prefix: str = ""
+
+    def layer_type(self, module: str, *, include_heads: bool = False) -> str | None:
+        """The type of `module`, or None when it is not compressible."""
+        for glob, kind in self.modules.items():
+            if matches(module, glob):
+                return kind
+        if include_heads and matches_any(module, self.heads):
+            return module.rpartition(".")[2]
+        return None
+
+
+def find_family(model_type: str) -> Family | None:
+    """The family that lists `model_type`, or None."""
+    return next((family for family in families() if model_type in family.model_types), None)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All shipped families, by name."""
+    folder = files("blr.configs")
+    names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
+    tables = ((name.removesuffix(".yaml"), _load(name)) for name in names)
+    return tuple(_family(name, table) for name, table in tables if "model_types" in table)
+
+
+@cache
+def short_names() -> dict[str, str]:
+    """Short model names to hub ids."""
+    return dict(_load("hub.yaml"))
+
+
+def _family(name: str, table: dict[str, Any]) -> Family:
+    return Family(
+        name=name,
+        model_types=tuple(table["model_types"]),
+        modules=dict(table["modules"]),
+        heads=tuple(table["heads"]),
+        shapes={glob: [str(d) for d in dims] for glob, dims in table["shapes"].items()},
+        transposed=table.get("stored") == "conv1d",
+        attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
+        prefix=table["prefix"],
+        blocks=table.get("blocks"),
+        groups=tuple(Group(tuple(g["modules"])) for g in table.get("groups", [])),
+    )
+
+
+def _load(name: str) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe").load(files("blr.configs").joinpath(name).read_text("utf-8"))

@@ -1,0 +1,158 @@
+"""Finds recipes: shipped ones by name, files by path; resolves what they extend and lists them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from blr.compressor.base.errors import RecipeError, UsageError
+from blr.compressor.checkpoint.regular import read_text
+from blr.compressor.recipe.schema import DENSE, NONE, Recipe, RecipeFields, make_recipe
+from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read_recipe
+
+MAX_CHAIN = 8  # recipes that extend each other
+RULE_KEYS = (
+    *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
+    *("quantize", "group", "couplings", "base"),
+)
+SIZES = {"cf", "rank", "bpw"}  # of which one is given
+CACHES = {"kv_rank", "kv_cf"}
+BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under another method
+
+
+def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The resolved recipe of a name or path, with settings given on the command line on top.
+
+    An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
+    both there), except that layers which a rule keeps dense stay dense. Another method takes
+    pattern, pivot, solver and rounds of the old one with it. A cache of ranks alone changes nothing
+    else.
+
+    Raises:
+        RecipeError: no such recipe, unreadable, unknown keys, a circle of `extends`.
+        UsageError: an override that is not valid or does not fit the recipe.
+    """
+    overrides = dict(overrides or {})
+    if {"rank", "cf"} <= overrides.keys():
+        given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
+        raise UsageError(f"{given}: a rank says what --cf would follow from; leave one of them out")
+    if recipe is None:
+        if CACHES & overrides.keys() and not {"method", "pivot", *SIZES} & overrides.keys():
+            overrides["method"] = DENSE  # nothing else was asked for
+        return make_recipe(**overrides)
+    path = find_recipe(str(recipe))
+    file = read_recipe(path)
+    data = _resolved(path, file, [])
+    resolved = _checked(file, data)
+    if not overrides:
+        return resolved
+    rules = [_overridden(rule, resolved.method, overrides) for rule in data.get("rules", [])]
+    gone = {*BOUND_KEYS} if overrides.get("method", resolved.method) != resolved.method else set()
+    gone |= SIZES if SIZES & overrides.keys() else set()
+    corrected = overrides.get("base", NONE) != NONE
+    gone |= {"cf"} if corrected or overrides.get("method") == DENSE else set()
+    kept = {key: value for key, value in data.items() if key not in gone}
+    return make_recipe(**{**kept, "rules": rules, **overrides})
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a shipped recipe's name or of a path.
+
+    Raises RecipeError, with the nearest names if any are near, when there is none.
+    """
+    path = Path(os.path.expanduser(recipe))
+    if path.suffix in (".yaml", ".yml") or os.path.isfile(path) or len(path.parts) > 1:
+        return path
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    close = get_close_matches(recipe, shipped, 3, 0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else "see `blr recipes list`"
+    raise RecipeError(
+        f"{recipe}: found no shipped recipe of this name, expected that of one or the "
+        f"path of a .yaml file; {hint}"
+    )
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name to file of every recipe in `recipes/`, sorted."""
+    folder = Path(str(files("blr.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def describe_recipe(path: Path) -> str:
+    """The first line of comment of a recipe file, without its mark; empty if there is none."""
+    first = read_text(path, MAX_BYTES).partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    """`child` over `parent`: mappings are merged, rules of the child come before its parent's (the
+    first match counts), everything else replaces, one size another."""
+    replaced = SIZES if SIZES & child.keys() else set()
+    merged = {key: value for key, value in parent.items() if key not in replaced}
+    for key, value in child.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = [*value, *merged.get(key, [])] if key == "rules" else value
+    return merged
+
+
+def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, Any]:
+    """The data of a recipe with everything it extends merged in; each file's keys are checked."""
+    where = path.resolve()
+    if where in seen or len(seen) >= MAX_CHAIN:
+        found = "a recipe that extends itself" if where in seen else f"over {MAX_CHAIN} recipes"
+        chain = " -> ".join(p.name for p in (*seen, where))
+        raise RecipeError(f"{path}: found {found} ({chain}), expected a chain that ends; cut it")
+    try:
+        RecipeFields.model_validate(file.data)
+    except ValidationError as error:
+        raise RecipeError(explain(file, error, RecipeFields)) from None
+    data = dict(file.data)
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    above = _parent(path, file, parent)
+    return merge(_resolved(above, read_recipe(above), [*seen, where]), data)
+
+
+def _parent(path: Path, file: RecipeFile, parent: str) -> Path:
+    line = file.line(("extends",))
+    if parent in (shipped := shipped_recipes()):
+        return shipped[parent]
+    target = Path(parent)
+    if target.is_absolute() or target.suffix not in (".yaml", ".yml"):
+        close = get_close_matches(parent, shipped, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "see `blr recipes list`"
+        raise RecipeError(
+            f"{path}:{line}: key 'extends': found {parent!r}, expected the name of a shipped recipe "
+            f"or a relative path of a .yaml file; {hint}"
+        )
+    return path.parent / target
+
+
+def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
+    """`data` as a recipe: errors left now are of settings that do not fit together."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(explain(file, error, Recipe)) from None
+
+
+def _overridden(rule: Mapping[str, Any], default: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule without what the command line decides; `default` is the recipe's own method."""
+    if rule.get("method") == DENSE:
+        return dict(rule)
+    gone = {key for key in RULE_KEYS if key in overrides}
+    gone |= SIZES if SIZES & overrides.keys() else set()
+    if "method" in overrides and rule.get("method", default) != overrides["method"]:
+        gone |= set(BOUND_KEYS)
+    return {key: value for key, value in rule.items() if key not in gone}

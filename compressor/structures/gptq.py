@@ -1,0 +1,107 @@
+"""Error-compensated rounding: each column's error is made good by the columns that follow.
+
+For dense weights columns are inputs. For a factor U of W = U Zᵀ they are ranks and ZᵀHZ is the Gram
+matrix: what rounding one term loses, terms that are like it take over.
+
+Source: GPTQ (arXiv 2210.17323), with the inverse Cholesky factor of H in blocks of columns; scales
+are chosen group by group for the weights as they stand then, each column weighted by what an error
+there costs. Columns are taken as they are stored: taking the costly ones first would scatter groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.compressor.structures.linalg import cholesky, inverse_spd
+from blr.kernels.common.available import kernel_device
+from blr.kernels.decode.quantized.reference import levels_of, scales_of, values_of
+
+DAMP = 0.01  # of the mean diagonal, added to H
+
+Rounding = Callable[..., tuple[Tensor, ...]]
+
+
+class Rounded(NamedTuple):
+    """`levels` [..., o, i], int8, and `scale` [..., o, groups], which make `value` [..., o, i]; `latent`
+    [..., o, i] are the compensated weights that were rounded, from which training goes on."""
+
+    levels: Tensor
+    scale: Tensor
+    value: Tensor
+    latent: Tensor
+
+
+def compensation(gram: Tensor) -> Tensor:
+    """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R: row j says what columns behind j take over of
+    an error in column j.
+
+    Args:
+        gram: H [..., i, i], float64.
+    """
+    return cholesky(inverse_spd(damped(gram))).mT.contiguous()
+
+
+def damped(gram: Tensor) -> Tensor:
+    """H [..., i, i] over its mean diagonal, with a ridge: errors that inputs hardly show cost, too."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
+    return gram / scale[..., None, None] + DAMP * identity
+
+
+def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Rounded:
+    """Round `weight` [..., o, i] to `bits`, column by column.
+
+    Args:
+        weight: float32 or float64. root: of `compensation` [..., i, i], in the same dtype.
+        group: columns that share a scale, per row; the last group may be shorter.
+        scale_dtype: what scales are stored in.
+    """
+    left, scales = weight.clone(), []
+    levels = torch.empty_like(weight, dtype=torch.int8)
+    value, latent = torch.empty_like(left), torch.empty_like(left)
+    for start in range(0, weight.shape[-1], group):
+        columns = slice(start, min(start + group, weight.shape[-1]))
+        part, own = left[..., columns], root[..., columns, columns].contiguous()
+        costs = own.diagonal(dim1=-2, dim2=-1).pow(-2)[..., None, :]
+        scale = scales_of(part, bits, scale_dtype, costs)
+        levels[..., columns], latent[..., columns], missed = _rounding(part)(part, own, scale, bits)
+        value[..., columns] = values_of(levels[..., columns], scale, bits)
+        left[..., columns.stop :] -= missed @ root[..., columns, columns.stop :]
+        scales.append(scale)
+    return Rounded(levels, torch.cat(scales, -1), value, latent)
+
+
+def _rounding(part: Tensor) -> Rounding:
+    """`round_group`, by one kernel where it can be."""
+    if part.dtype != torch.float32 or not kernel_device(part):
+        return round_group
+    from blr.kernels.decode.quantized import compensate
+
+    return compensate.round_group if part.dim() == 2 else partial(_one_by_one, compensate.round_group)
+
+
+def _one_by_one(
+    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, bits: int
+) -> tuple[Tensor, ...]:
+    """`rounding`, which takes matrices, of every matrix."""
+    found = [rounding(*each, bits) for each in zip(parts, roots, scales, strict=True)]
+    return tuple(torch.stack(kind) for kind in zip(*found, strict=True))
+
+
+def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels of the columns of `part` [..., o, g] in turn, what was rounded, and the errors over the
+    diagonal of `root` [..., g, g]."""
+    left, missed = part.clone(), torch.empty_like(part)
+    levels = torch.empty_like(part, dtype=torch.int8)
+    for j in range(part.shape[-1]):
+        at, behind = slice(j, j + 1), slice(j + 1, None)
+        column = left[..., at]
+        levels[..., at] = found = levels_of(column, scale, bits)
+        missed[..., at] = error = (column - values_of(found, scale, bits)) / root[..., at, at]
+        left[..., behind] -= error * root[..., at, behind]
+    return levels, left, missed

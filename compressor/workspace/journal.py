@@ -1,0 +1,147 @@
+"""The journal: finished layers, each in a file named by the digest of all that determined it.
+
+A run that is killed finds its layers here when it starts again; a layer whose weight or settings
+changed has another key and is computed anew. Bytes of a resumed run equal those of an
+uninterrupted one because both read the factors from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, settle
+from blr.compressor.base.errors import InputError, OutputError
+from blr.compressor.checkpoint.header import TensorEntry, read_header
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+
+SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
+METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
+
+
+def layer_key(**determinants: Any) -> str:
+    """SHA-256 of everything the factors of one layer depend on, as canonical JSON."""
+    return hashlib.sha256(canonical_json(determinants)).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON text of `value`: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+class Journal:
+    """Factors of finished layers under one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
+        """Of the entries those whose record `counts`; what they hold is not looked at."""
+        return sum(map(counts, self._records()))
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(InputError, OSError, ValueError, KeyError, TypeError):
+                record = json.loads(read_header(path).metadata[METADATA_KEY])["record"]
+                if isinstance(record, dict):
+                    yield record
+
+    def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
+        """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
+        path = self.folder / f"{key}.safetensors"
+        try:
+            header = read_header(path)
+            kept = json.loads(header.metadata[METADATA_KEY])
+            found = {name: self._described(entry) for name, entry in header.entries.items()}
+            if kept["sha256"] == _seal(key, found, kept["record"]):
+                return header.entries, kept["record"]
+        except (InputError, OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        return None  # absent, damaged by the disk or another layer's: compute the layer again
+
+    def reader(self, source: Source) -> Callable[[TensorEntry], Iterator[Bytes]]:
+        """Reads tensors of files of `source` from there, all others from here."""
+
+        def read(entry: TensorEntry) -> Iterator[Bytes]:
+            return source.read_bytes(entry) if entry.file in source.shards else self.read_bytes(entry)
+
+        return read
+
+    def await_all(self, keys: list[str]) -> None:
+        """Return when what other processes have stored under `keys` is seen from here.
+
+        Raises OutputError: it never is.
+        """
+        deadline = time.monotonic() + SHOWN_WITHIN
+        for key in keys:
+            while not (self.folder / f"{key}.safetensors").exists():
+                if time.monotonic() > deadline:
+                    raise OutputError(
+                        f"{self.folder}: a layer that another process has finished is not there; "
+                        "processes on several hosts need an --output in a folder that they share"
+                    )
+                time.sleep(0.1)
+                os.listdir(self.folder)  # makes a network file system look again
+
+    def tensors(self, key: str) -> dict[str, Any]:
+        """What `load` found under `key`, as torch tensors on the CPU by suffix."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / f"{key}.safetensors")
+
+    def read_bytes(self, entry: TensorEntry) -> Iterator[bytes]:
+        """The stored bytes of a tensor that `load` returned, a chunk at a time."""
+        with open(entry.file, "rb") as file:
+            file.seek(entry.start)
+            for start in range(entry.start, entry.end, CHUNK):
+                yield file.read(min(CHUNK, entry.end - start))
+
+    def store(self, key: str, tensors: dict[str, Any], record: dict[str, Any]) -> None:
+        """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
+        from safetensors.torch import save_file
+
+        record = json.loads(canonical_json(record))  # as it is read again
+        described = {name: _described(tensor) for name, tensor in tensors.items()}
+        kept = {"record": record, "sha256": _seal(key, described, record)}
+        path = self.folder / f"{key}.safetensors"
+        scratch = scratch_for(path)
+        try:
+            save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
+            os.chmod(scratch, 0o666 & ~_umask())
+            settle(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        fsync_folder(self.folder)
+
+    def _described(self, entry: TensorEntry) -> list[Any]:
+        digest = hashlib.sha256()
+        for chunk in self.read_bytes(entry):
+            digest.update(chunk)
+        return [TORCH_NAMES[entry.dtype], list(entry.shape), digest.hexdigest()]
+
+
+def _described(tensor: Any) -> list[Any]:
+    """Dtype, shape and SHA-256 of a tensor that is stored."""
+    import torch
+
+    digest = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy()).hexdigest()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
+
+
+def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
+    """SHA-256 of all that a file of the journal says and of the name it goes by: neither a changed
+    bit nor two files that changed their places pass."""
+    return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

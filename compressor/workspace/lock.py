@@ -1,0 +1,188 @@
+"""One run at a time on one output: a lock file that says whose it is.
+
+Its text marks it as ours, names the process that holds it, and tells, if that was killed, whether
+it had begun to move whole folders. A file system without locks (some network ones) falls back on
+that text: a lock whose process is gone is taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.disk import flush
+from blr.compressor.base.errors import InputError, OutputError
+from blr.compressor.checkpoint.regular import parse_json
+from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.ownership import in_the_way
+
+ABOUT = "lock of a blr run"
+MARK = canonical_json({"about": ABOUT})[:-1]
+MAX_BYTES = 4096
+MAX_PROCESS = 2**31
+CLOSED = -1  # no descriptor
+TRIES, PAUSE = 20, 0.01  # seconds; for a file that another run is just making or removing
+UNSUPPORTED = (
+    *(errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL),
+    *(errno.ENOTTY, errno.EPROTONOSUPPORT, errno.EREMOTEIO),
+)
+HELD_LOCKS: set[Path] = set()  # lock files of this process, for whoever ends it abruptly
+LOCKING = threading.Lock()  # held while a lock file comes or goes, when the line above is not yet true
+
+
+class Lock:
+    """The exclusive lock on `output`, at `path`; `acquire` and `release` it.
+
+    Attributes:
+        after_kill: another run left the lock behind. moving: it was killed while it moved folders.
+    """
+
+    def __init__(self, path: Path, output: Path) -> None:
+        self.path, self.output = path, output
+        self.after_kill = self.moving = False
+        self._descriptor = CLOSED
+
+    def acquire(self) -> None:
+        """Take the lock without waiting.
+
+        Raises OutputError: another run holds it, or something that is no lock of ours is in its place.
+        """
+        for _ in range(TRIES):
+            with LOCKING:
+                if self._try():
+                    HELD_LOCKS.add(self.path)
+                    return
+            time.sleep(PAUSE)
+        in_the_way(self.path, "not a lock file of blr")
+
+    def begin_moving(self) -> None:
+        """Note, durably, that whole folders are being moved: until that is done the lock stays, even
+        when this process ends, and tells the next run whose they are."""
+        self.moving = True
+        HELD_LOCKS.discard(self.path)
+        self._write()
+        flush(self._descriptor)
+
+    def done_moving(self) -> None:
+        """What was moved is in its place: `release` removes the lock again."""
+        self.moving = False
+
+    def settled(self) -> None:
+        """What the run before left midway is seen to: from here on it is this process's lock."""
+        self.moving = False
+        self._write()
+
+    def release(self) -> None:
+        """Give the lock back; its file goes unless folders are still on their way."""
+        if self._descriptor == CLOSED:
+            return
+        with LOCKING:
+            with suppress(OSError):  # a folder made read-only meanwhile
+                if not self.moving and self._is_in_place():
+                    os.unlink(self.path)  # while held: whoever waits for it looks again
+            os.close(self._descriptor)
+            self._descriptor = CLOSED
+            HELD_LOCKS.discard(self.path)
+
+    def _try(self) -> bool:
+        """Whether the lock is ours now; False if its file is not marked, or changed hands under us."""
+        try:
+            made = self._open()
+        except FileNotFoundError:  # removed by its holder at this moment
+            return False
+        taken = False
+        try:
+            taken = self._take(made)
+        finally:
+            if not taken:
+                if made:  # no room even for this
+                    os.unlink(self.path)
+                os.close(self._descriptor)
+                self._descriptor = CLOSED
+        return taken
+
+    def _open(self) -> bool:
+        """Open the file; whether it was made for that."""
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with suppress(FileExistsError):
+            self._descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            return True
+        if not stat.S_ISREG(os.lstat(self.path).st_mode):
+            in_the_way(self.path, "not a lock file of blr")
+        self._descriptor = os.open(self.path, flags)
+        return False
+
+    def _take(self, made: bool) -> bool:
+        if not made and self._read() is None:
+            return False
+        locked = _flock(self._descriptor)
+        left = None if made else self._read() or {}
+        if locked is False or (locked is None and left and self._is_alive(left)):
+            raise OutputError(
+                f"{self.output}: another blr run is writing it; wait for it or choose another --output"
+            )
+        if not self._is_in_place():
+            return False
+        self.after_kill = left is not None
+        self.moving = left is not None and left.get("moving") is True
+        if not self.moving:
+            self._write()
+        return True
+
+    def _is_alive(self, left: dict[str, Any]) -> bool:
+        """Whether the process that a lock names still runs, as far as that can be seen from here."""
+        process, host = left.get("pid"), left.get("host")
+        if host != socket.gethostname():
+            raise OutputError(
+                f"{self.path}: a blr run on {host} holds the output, and this file system has no locks "
+                "that would tell whether it still runs; if it does not, remove this file"
+            )
+        if type(process) is not int or not 0 < process < MAX_PROCESS or process == os.getpid():
+            return self.path in HELD_LOCKS
+        try:
+            os.kill(process, 0)
+        except OSError as error:
+            return error.errno == errno.EPERM
+        return True
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the file says, {} if it is ours but damaged, None if it is not ours."""
+        data = os.pread(self._descriptor, MAX_BYTES, 0)
+        if not data.startswith(MARK):
+            return None
+        with suppress(InputError):
+            return parse_json(data, self.path)
+        return {}
+
+    def _write(self) -> None:
+        text = {"about": ABOUT, "host": socket.gethostname(), "moving": self.moving, "pid": os.getpid()}
+        data = canonical_json(text)
+        os.pwrite(self._descriptor, data.ljust(os.fstat(self._descriptor).st_size), 0)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Whether the descriptor's file is locked now; None where the file system has no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return None
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

@@ -1,0 +1,261 @@
+"""The manifest of an output: every file's size and SHA-256, and where the output came from.
+
+It covers itself: `manifest_sha256` is the SHA-256 of the manifest's own text with that digest's 64
+digits as zeros, so that a changed bit in any of its facts is noticed as one in a weight is. Shards are
+listed with the digest of their header too, which tells a relabelled tensor without reading all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from blr.compressor.base.disk import sha256_file
+from blr.compressor.base.errors import InputError, OutputError, VerifyError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import depth
+from blr.compressor.checkpoint.header import header_bytes
+from blr.compressor.checkpoint.regular import parse_json, read_whole
+
+MANIFEST = "blr_manifest.json"
+FORMAT = 2
+WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
+DIGEST, HEADER = "manifest_sha256", "header_sha256"
+MAX_BYTES = 64 * 2**20
+MAX_DEPTH = 32
+TABLES = (
+    "run",
+    "source",
+    "healed_from",
+    "teacher",
+    "compressed_from",
+)  # facts that are tables
+_UNSET = "0" * 64
+# What the hub puts beside files that it gives, none of which a model is read from
+_HUBS_OWN = re.compile(
+    r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
+)
+
+
+def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
+    """The manifest as JSON text; no times, no paths.
+
+    Args:
+        folder: where the files lie. files: their names to (bytes, SHA-256).
+    """
+    listed = {name: _listing(folder / name, *found) for name, found in sorted(files.items())}
+    table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
+    text = json.dumps(table, indent=2).encode() + b"\n"
+    return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
+
+
+def with_file(folder: Path, name: str, data: bytes) -> bytes:
+    """The manifest of `folder` with other contents for a listed file, which need not lie there yet.
+
+    Raises as `read_manifest`.
+    """
+    manifest = read_manifest(folder)
+    files = {listed: (found["size"], found["sha256"]) for listed, found in manifest["files"].items()}
+    files[name] = (len(data), hashlib.sha256(data).hexdigest())
+    facts = {key: manifest[key] for key in manifest if key not in ("format", "files", DIGEST)}
+    return build_manifest(folder, files, **facts)
+
+
+def _listing(path: Path, size: int, sha256: str) -> dict[str, Any]:
+    found = {"size": size, "sha256": sha256}
+    return {**found, HEADER: header_digest(path)} if path.suffix == ".safetensors" else found
+
+
+def header_digest(path: Path) -> str:
+    """SHA-256 of all of a shard before its tensors."""
+    return hashlib.sha256(header_bytes(path)).hexdigest()
+
+
+def _with_digest(text: bytes, old: str, new: str) -> bytes:
+    """`text` with its last field, the digest `old`, made `new`."""
+    head, found, tail = text.rpartition(f'"{DIGEST}": "{old}"'.encode())
+    return head + found.replace(old.encode(), new.encode()) + tail
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an output of ours.
+
+    Raises OutputError when `folder` carries none that this version can read, one that is damaged, or
+    one that no `blr` has written: no files, file names that leave the folder, sizes and digests that
+    are none.
+    """
+    manifest, damage = _read(folder)
+    if damage:
+        remedy = "the folder is not as blr wrote it: copy or compress it again"
+        raise OutputError(f"{folder / MANIFEST}: {damage}; {remedy}")
+    return manifest
+
+
+def is_output(folder: Path) -> bool:
+    """Whether `folder` has a manifest of ours, damaged or not, as a plain file."""
+    try:
+        _read(folder)
+    except OutputError:
+        return False
+    return not (folder / MANIFEST).is_symlink()
+
+
+def computing_digest(folder: Path) -> str | None:
+    """SHA-256 over what the manifest in `folder` says of weights and configuration: the same of a copy
+    with another card. None where there is no manifest that can be read."""
+    try:
+        files = read_manifest(folder)["files"]
+    except (OutputError, InputError):
+        return None
+    read = {n: facts for n, facts in files.items() if n.endswith(".safetensors") or n == "config.json"}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+
+
+def verify_manifest(folder: Path) -> int:
+    """Check every file of an output and its manifest; how many files there are.
+
+    Raises:
+        OutputError: as `read_manifest`.
+        VerifyError: a file or the manifest itself differs, or something cannot be read.
+    """
+    manifest, damage = _read(folder)
+    problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise VerifyError(f"{folder}: {problems[0]}{more}; copy or compress it again")
+    return len(manifest["files"])
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], str]:
+    """The manifest, and how it differs from what was written, empty if it does not."""
+    path = folder / MANIFEST
+    try:
+        text = bytes(read_whole(path, MAX_BYTES))
+        manifest = parse_json(text, path)
+    except InputError:
+        text, manifest = b"", {}
+    if not _is_ours(manifest):
+        raise OutputError(
+            f"{path}: missing or not a manifest of format {FORMAT}, the folder was not written by blr; "
+            "give one that was"
+        )
+    return manifest, _damage(manifest, text)
+
+
+def _damage(manifest: dict[str, Any], text: bytes) -> str:
+    kept = manifest.get(DIGEST)
+    if manifest["format"] == WITHOUT_DIGEST:
+        return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
+    if not isinstance(kept, str) or not _is_digest(kept):
+        return "no digest of its own"
+    found = hashlib.sha256(_with_digest(text, kept, _UNSET)).hexdigest()
+    return "" if found == kept else f"SHA-256 {found}, expected {kept}"
+
+
+def saved_by(config: dict[str, Any]) -> str | None:
+    """By whom and from what a folder was saved, None for one that `blr` wrote itself.
+
+    Raises TypeError or KeyError for a configuration that is none of ours.
+    """
+    saved = config["blr"].get("saved")
+    if saved is None:
+        return None
+    if not isinstance(saved, dict):
+        raise TypeError("blr.saved is no table")
+    by, origin = (quote(saved.get(key))[1:-1] for key in ("by", "from"))
+    return f"saved by {by} from {origin}" if saved.get("from") else f"saved by {by}"
+
+
+def _is_ours(manifest: dict[str, Any]) -> bool:
+    files = manifest.get("files")
+    if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
+        return False
+    if depth(manifest) > MAX_DEPTH or not _is_account(manifest):
+        return False
+    return all(_is_inside(name) and _is_listing(found) for name, found in files.items())
+
+
+def _is_account(manifest: dict[str, Any]) -> bool:
+    """Whether what a manifest says of its run and source has the types that commands write."""
+    tables = [manifest.get(name) for name in TABLES]
+    source = manifest.get("source") or {}
+    read = manifest.get("input_sha256")
+    return (
+        all(table is None or type(table) is dict for table in tables)
+        and all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
+        and (read is None or _is_digest(read))
+    )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a listed name is a plain relative path below the folder."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
+
+
+def _is_listing(found: Any) -> bool:
+    return (
+        type(found) is dict
+        and type(found.get("size")) is int
+        and all(_is_digest(value) for key, value in found.items() if key != "size")
+        and "sha256" in found
+    )
+
+
+def _is_digest(value: Any) -> bool:
+    return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """What differs between the folder and its manifest, one line a file; empty when nothing."""
+    present, unread = _walk(folder)
+    extra = sorted(present - set(manifest["files"]) - {MANIFEST})
+    extra = [name for name in extra if not _is_hubs_own(folder, name)]
+    unlisted = [f"{quote(name)[1:-1]}: not listed in the manifest" for name in extra]
+    return verify_listed(folder, manifest) + unlisted + unread
+
+
+def _is_hubs_own(folder: Path, name: str) -> bool:
+    """Whether a file is one that the hub or its client puts beside others."""
+    named = _HUBS_OWN.fullmatch(name) is not None
+    return named and stat.S_ISREG(os.lstat(folder / name).st_mode)
+
+
+def verify_listed(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """`verify_files` without a look at files that the manifest does not list."""
+    listed = manifest["files"]
+    return [f"{name}: {problem}" for name in listed if (problem := _check(folder / name, listed[name]))]
+
+
+def _walk(folder: Path) -> tuple[set[str], list[str]]:
+    """Names of all files below `folder`, and a line for each folder that cannot be listed."""
+    present: set[str] = set()
+    unread: list[str] = []
+
+    def refused(error: OSError) -> None:
+        name = os.path.relpath(error.filename, folder)
+        unread.append(f"{quote(name)[1:-1]}: a folder that cannot be listed ({error.strerror})")
+
+    for parent, folders, names in os.walk(folder, onerror=refused):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        present |= {os.path.relpath(os.path.join(parent, name), folder) for name in (*names, *links)}
+    return present, unread
+
+
+def _check(path: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return "not a regular file"
+        if status.st_size != expected["size"]:
+            return f"{status.st_size} bytes, expected {expected['size']}"
+        found = sha256_file(path)
+    except OSError as error:
+        return "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+    return None if found == expected["sha256"] else f"SHA-256 {found}, expected {expected['sha256']}"

@@ -1,0 +1,216 @@
+"""What belongs to this tool: the one rule by which anything beside the source is removed or replaced.
+
+A name proves nothing. A folder is ours if a marker inside says so (`run.json` of an unfinished
+output, the manifest of a whole one) and if it holds nothing but plain files that the marker lists.
+Everything else is the user's: it is refused by name and stays as it is. Links are never followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from blr.compressor.base.disk import SCRATCH, fsync_folder, write_stream
+from blr.compressor.base.errors import InputError, OutputError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import depth
+from blr.compressor.checkpoint.mistaken import JOURNAL
+from blr.compressor.checkpoint.regular import parse_json
+from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.manifest import MANIFEST, MAX_DEPTH, read_manifest, verify_listed
+
+RUN_FILE = "run.json"
+ABOUT = "unfinished output of blr: the same command resumes it, --restart discards it"
+MARK = canonical_json({"about": ABOUT})[:-1]  # how every run.json begins
+MAX_BYTES = 64 * 2**20
+PICKLED = "pickled"
+_SCRATCH = re.compile(rf"(.+)\.[0-9a-f]{{12}}{re.escape(SCRATCH)}")
+# Layers by their keys, converted weights, and what the safetensors library was writing of either
+_OWN_FOLDERS = re.compile(
+    rf"{JOURNAL}/(?:[0-9a-f]{{64}}\.safetensors|\.tmp\w{{6}})"
+    rf"|{PICKLED}/(?:(?:teacher|module-\d)/)?(?:model-\d{{5,}}\.safetensors|model\.safetensors\.index\.json|\.tmp\w{{6}})"
+)
+Entries = dict[str, os.stat_result]  # by path relative to the folder
+
+
+def entries(folder: Path) -> Entries:
+    """Everything below `folder`, what a folder holds before the folder itself; links as links."""
+    found: Entries = {}
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as listing:
+            for entry in listing:
+                path = Path(entry.path)
+                status = entry.stat(follow_symlinks=False)
+                found[path.relative_to(folder).as_posix()] = status
+                if stat.S_ISDIR(status.st_mode):
+                    pending.append(path)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def in_the_way(path: Path, why: str) -> NoReturn:
+    """Raise OutputError for something at `path` that is not ours."""
+    raise OutputError(
+        f"{quote(path, 240)[1:-1]}: in the way, {why}; blr leaves it as it is: "
+        "move it away, or choose another --output"
+    )
+
+
+def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
+    """The entries of `folder`, all of them plain files that `listed` names, or folders of these.
+
+    Raises OutputError naming the first other one.
+    """
+    names = set(listed)
+    converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
+    parents = {str(p) for name in names for p in PurePosixPath(name).parents}
+    parents |= {JOURNAL, PICKLED, *converted}
+    found = entries(folder)
+    for name, status in reversed(found.items()):
+        if stat.S_ISDIR(status.st_mode):
+            ours = name in parents
+        else:
+            ours = stat.S_ISREG(status.st_mode) and is_named(name, names)
+        if not ours:
+            in_the_way(folder / name, "not written by blr")
+    return found
+
+
+def is_scratch(name: str) -> bool:
+    """Whether a name is one that only what is being written has."""
+    return _SCRATCH.fullmatch(name) is not None or PurePosixPath(name).name.startswith(".tmp")
+
+
+def is_named(name: str, names: set[str]) -> bool:
+    """Whether a path is one of `names`, what is written to become one, or what any run may keep."""
+    if name in names or _OWN_FOLDERS.fullmatch(name):
+        return True
+    scratch = _SCRATCH.fullmatch(name)
+    if scratch is None:
+        return False
+    path = PurePosixPath(scratch[1])  # of which a long name is cut
+    known = {str(PurePosixPath(n).with_name(PurePosixPath(n).name[:100])) for n in names}
+    return str(path) in known or _OWN_FOLDERS.fullmatch(str(path)) is not None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OutputError if there is something at `folder` that is no folder, or a link to one."""
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        in_the_way(folder, "not a folder")
+
+
+def check_whole(folder: Path) -> Entries:
+    """The entries of an output of ours, which holds what its manifest lists, byte for byte.
+
+    Raises OutputError naming what is not, also what was changed since.
+    """
+    check_folder(folder)
+    manifest = read_manifest(folder)
+    found = check_listed(folder, {*manifest["files"], MANIFEST})
+    if problems := verify_listed(folder, manifest):
+        in_the_way(folder, f"changed since blr wrote it ({problems[0]})")
+    return found
+
+
+def unchanged(before: Entries, folder: Path) -> bool:
+    """Whether `folder` holds what it held when `before` was taken, by size, time and file number."""
+
+    def stamps(found: Entries) -> dict[str, tuple[int, ...]]:
+        return {n: (s.st_mode, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in found.items()}
+
+    return stamps(before) == stamps(entries(folder))
+
+
+def remove(folder: Path, listed: Iterable[str]) -> None:
+    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable.
+
+    Raises OutputError, before anything is deleted, if it holds anything that is not `listed`.
+    """
+    check_folder(folder)
+    delete(folder, check_listed(folder, listed))
+    os.rmdir(folder)
+    fsync_folder(folder.parent)
+
+
+def delete(folder: Path, found: Entries) -> None:
+    """Delete what was found in `folder` and nothing that came since, markers last."""
+    markers = (MANIFEST, RUN_FILE)
+    for name in (*(n for n in found if n not in markers), *(n for n in markers if n in found)):
+        if stat.S_ISDIR(found[name].st_mode):
+            os.rmdir(folder / name)
+        else:
+            os.unlink(folder / name)
+
+
+def write_marker(partial: Path, run: Any, files: Iterable[str]) -> None:
+    """Mark `partial`, made if need be, as ours: what its run is, and all that it may come to hold."""
+    marker = {"about": ABOUT, "files": sorted(files), "run": run}
+    made = not os.path.lexists(partial)
+    if made:
+        os.mkdir(partial)
+    try:
+        write_stream(partial / RUN_FILE, [canonical_json(marker)])
+    except BaseException:
+        if made:  # without its mark it would be nobody's
+            os.rmdir(partial)
+        raise
+    fsync_folder(partial)
+
+
+def read_marker(partial: Path) -> dict[str, Any] | None:
+    """What `write_marker` wrote, None if there is none. Raises OutputError for any other file."""
+    path = partial / RUN_FILE
+    if not os.path.lexists(path):
+        return None
+    data = _small(path)
+    if not data.startswith(MARK):
+        in_the_way(path, "without the mark of blr, or damaged")
+    try:
+        marker = parse_json(data, path)
+    except InputError:
+        in_the_way(path, "damaged")
+    files = marker.get("files")
+    told = marker.get("run") is None or type(marker["run"]) is dict
+    if marker.keys() != {"about", "files", "run"} or not (told and _are_names(files)):
+        in_the_way(path, "damaged")
+    if depth(marker) > MAX_DEPTH:
+        in_the_way(path, "damaged")
+    return marker
+
+
+def is_unborn(partial: Path) -> bool:
+    """Whether `partial` holds only a marker that was being written when its run was killed."""
+    found = entries(partial)
+    for name in found:
+        scratch = _SCRATCH.fullmatch(name)
+        if scratch is None or scratch[1] != RUN_FILE:
+            return False
+        data = _small(partial / name)
+        if not (data.startswith(MARK) or MARK.startswith(data)):
+            return False
+    return bool(found)
+
+
+def _small(path: Path) -> bytes:
+    """The bytes of a plain file of ours; b"" for what is none or too large to be ours."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        plain = stat.S_ISREG(status.st_mode) and not os.path.islink(path)
+        return file.read() if plain and status.st_size <= MAX_BYTES else b""
+
+
+def _are_names(files: Any) -> bool:
+    if type(files) is not list or not all(type(name) is str for name in files):
+        return False
+    return not any({"", ".", ".."} & set(name.split("/")) for name in files)
+
+
+def canonical(value: Any) -> Any:
+    """`value` as it comes back from JSON."""
+    return json.loads(canonical_json(value))

@@ -1,0 +1,103 @@
+"""Writes safetensors shards as streams: the layout is fixed first, then bytes pass through.
+
+Nothing larger than one chunk is held: the library's writer needs a whole shard in memory, which
+is what this module exists to avoid. Every shard is read back by the library at the end of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from blr.compressor.base.disk import Bytes, write_stream
+from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.library import TRANSFORMERS, Library
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of the output: its name and the stored tensor whose bytes it takes."""
+
+    name: str
+    origin: TensorEntry
+
+
+def assign_shards(
+    slots: list[Slot], max_bytes: int, library: Library = TRANSFORMERS
+) -> dict[str, list[Slot]]:
+    """File name to its tensors, filled in order up to `max_bytes` (one larger tensor fills one).
+
+    Inside a shard wider dtypes come first, which keeps every tensor aligned to its elements.
+    """
+    groups: list[list[Slot]] = [[]]
+    size = 0
+    for slot in slots:
+        if groups[-1] and size + slot.origin.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(slot)
+        size += slot.origin.nbytes
+    ordered = [sorted(group, key=lambda s: -BITS[s.origin.dtype]) for group in groups]
+    if len(ordered) == 1:
+        return {library.single: ordered[0]}
+    numbered = (f"{n:05d}-of-{len(ordered):05d}" for n in range(1, len(ordered) + 1))
+    names = (f"{library.weights}-{number}.safetensors" for number in numbered)
+    return dict(zip(names, ordered, strict=True))
+
+
+def index_name(shards: Iterable[str]) -> str:
+    """What lists the files of those names."""
+    return next(iter(shards)).partition("-")[0].removesuffix(".safetensors") + ".safetensors.index.json"
+
+
+def write_shards(
+    folder: Path,
+    shards: Mapping[str, list[Slot]],
+    read: Callable[[TensorEntry], Iterable[Bytes]],
+) -> dict[str, tuple[int, str]]:
+    """Write every shard, then the index if there are several.
+
+    Returns:
+        File name to (bytes, SHA-256).
+    """
+    written = {}
+    for name, slots in shards.items():
+        written[name] = write_stream(folder / name, _shard_bytes(slots, read))
+    if len(shards) > 1:
+        name = index_name(shards)
+        written[name] = write_stream(folder / name, [_index(shards)])
+    return written
+
+
+def _shard_bytes(slots: list[Slot], read: Callable[[TensorEntry], Iterable[Bytes]]) -> Iterator[Bytes]:
+    yield _header(slots)
+    for slot in slots:
+        yield from read(slot.origin)
+
+
+def _header(slots: list[Slot]) -> bytes:
+    """Eight bytes of length, then JSON padded with spaces to a multiple of eight."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for slot in slots:
+        end = offset + slot.origin.nbytes
+        table[slot.name] = {
+            "dtype": slot.origin.dtype,
+            "shape": list(slot.origin.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index(shards: Mapping[str, list[Slot]]) -> bytes:
+    weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
+    total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"

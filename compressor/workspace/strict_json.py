@@ -1,0 +1,94 @@
+"""JSON that `blr` wrote and reads again, in folders where others can write: nothing in it is believed.
+
+A file is read if it is a plain one, no link, of bounded size and depth, and if its content fits a model
+of pydantic: known keys, right types, finite numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from blr.compressor.base.errors import BlrError, InputError, OutputError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import depth
+from blr.compressor.checkpoint.regular import parse_json, read_whole, refuse
+
+MAX_BYTES = 16 * 2**20
+MAX_DEPTH = 32
+OURS = "what blr writes there"
+
+
+class Kept(BaseModel):
+    """What a file of ours holds: nothing but the fields of a subclass, of their very types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Told(BaseModel):
+    """What we use of a file that may say more."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_kept(
+    path: Path,
+    model: type[Model],
+    remedy: str,
+    kind: type[BlrError] = OutputError,
+    limit: int = MAX_BYTES,
+) -> Model | None:
+    """The content of `path`, None where nothing lies there.
+
+    Args:
+        remedy: what to do about a file that cannot be used. kind: of the error. limit: in bytes.
+
+    Raises an error of `kind`, one line: a link, no plain file, too large or too deep, no JSON, or
+    something that no `blr` has written there.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        if os.path.islink(path):
+            refuse(path, "a link", "a file that blr wrote", remedy)
+        return fitted(parse_json(read_whole(path, limit), path), model, path, remedy)
+    except InputError as error:
+        said, _, _ = str(error).rpartition("; ")
+        raise kind(f"{said}; {remedy}") from None
+
+
+def fitted(
+    data: dict[str, Any], model: type[Model], path: Path, remedy: str, expected: str = OURS
+) -> Model:
+    """Parsed JSON as a `model`; `path` names the file in errors, which say that there should be what is
+    `expected`. Raises InputError."""
+    if depth(data) > MAX_DEPTH:
+        refuse(path, f"over {MAX_DEPTH} nested levels", expected, remedy)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        refuse(path, _found(error, data), expected, remedy)
+
+
+def _found(error: ValidationError, data: Any) -> str:
+    """The first thing that does not fit, and where in `data` it is."""
+    first, parts = error.errors(include_url=False)[0], list[str]()
+    for part in first["loc"]:  # those of a union are of its types
+        here = data.get(part) if isinstance(data, dict) else None
+        if isinstance(data, list) and isinstance(part, int):
+            here = data[part]
+        if here is not None or first["type"] in ("missing", "extra_forbidden"):
+            parts.append(str(part))
+            data = here
+    where = quote(".".join(parts), 60)
+    if first["type"] == "missing":
+        return f"no key {where}"
+    if first["type"] == "extra_forbidden":
+        return f"the unknown key {where}"
+    return f"{quote(first['input'], 40)} for {where}"

@@ -1,0 +1,1 @@
+"""Kernels for few tokens: plain, packed and tensor-core products, attention over a cache."""

@@ -1,0 +1,226 @@
+"""Kernels for several decoding stages in one launch: q|k|v, gate|up, and gate ⊙ up.
+
+The stages of one launch may differ in everything but the number of tokens: each has its own code,
+specialized by its own strides and blocks, and a program picks one by its number. The arithmetic is
+that of `triton.py` beside this file; the reference is in segments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.common.launching import run_kernel
+from blr.kernels.decode.gemv.launch import (
+    checked_tokens,
+    launch_options,
+    norm_kind,
+    pair_tile,
+    power_of_two,
+    run_grouped,
+    stage,
+    tile_shape,
+    token_slots,
+)
+from blr.kernels.decode.gemv.segments import Segment, Tile
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from blr.kernels.decode.gemv.triton import activate, stage_rows, store_rows
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+
+@triton.jit
+def mixed_segment(
+    tile, s, gain, eps, tokens,
+    L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """BR ranks of all blocks (up to L) and their mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)``.
+
+    The first chunk of weights serves all tokens; the others are read again from the caches.
+    """
+    rank = tile * BR + tl.arange(0, BR)
+    block = tl.arange(0, L)
+    lane = tl.arange(0, BK)
+    rank_ok = rank < s.rows
+    block_ok = block < s.blocks
+    at = s.w + (block.to(tl.int64)[:, None] * s.w_block + rank.to(tl.int64)[None, :] * s.w_row)
+    ok = block_ok[:, None] & rank_ok[None, :]
+    there = (lane < s.K)[None, None, :]
+    first = tl.load(
+        at[:, :, None] + lane[None, None, :] * s.w_col, mask=ok[:, :, None] & there, other=0.0
+    )
+    at_mix = block[:, None, None] * s.mix_out + block[None, :, None] * s.mix_in
+    at_mix += rank[None, None, :] * s.mix_rank
+    mix = tl.load(s.mix + at_mix, mask=block_ok[:, None, None] & ok[None, :, :], other=0.0).to(
+        tl.float32
+    )
+    if WAIT:
+        gdc_wait()
+    for token in range(tokens):
+        chunk = first
+        sums = tl.zeros([L, BR, BK], tl.float32)
+        square = tl.zeros([L, BK], tl.float32)
+        for start in range(0, s.K, BK):
+            cols = start + lane
+            after = cols + BK
+            there = (after < s.K)[None, None, :]
+            following = at[:, :, None] + after[None, None, :] * s.w_col
+            following = tl.load(following, mask=ok[:, :, None] & there, other=0.0)
+            at_x = block[:, None] * s.K + cols[None, :]
+            x_ok = block_ok[:, None] & (cols < s.K)[None, :]
+            v = tl.load(s.x + token * s.x_token + at_x, mask=x_ok, other=0.0).to(tl.float32)
+            if NORM:
+                square += v * v
+                v *= tl.load(gain + at_x, mask=x_ok, other=0.0).to(tl.float32)
+            sums += chunk.to(tl.float32) * v[:, None, :]
+            chunk = following
+        mixed = tl.sum(mix * tl.sum(sums, 2)[None, :, :], 1)
+        if NORM:
+            mixed *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / (s.K * s.blocks) + eps)
+        to = s.y + token * s.y_token + block[:, None] * s.rows + rank[None, :]
+        tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def run_segment(
+    tile, s, gain, eps, tokens, N: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
+):  # fmt: skip
+    """One tile of a segment, stored; of T.MIX blocks that it mixes, if there are any."""
+    if T.MIX > 0:
+        mixed_segment(tile, s, gain, eps, tokens, T.MIX, T.BR, T.BK, T.NORM, WAIT)
+    else:
+        first, second, out, ok = stage_rows(tile, s, gain, eps, tokens, N, T, WAIT)
+        store_rows(s, s.y, 0, first, second, out, ok, tokens, N, False)
+
+
+@triton.jit
+def grouped_kernel(
+    s0, s1, s2, programs0, programs1, gain, eps, tokens,
+    COUNT: tl.constexpr, N: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < programs0:
+        run_segment(program, s0, gain, eps, tokens, N, T0, PDL)
+    if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
+        if (program >= programs0) & (program < programs1):
+            run_segment(program - programs0, s1, gain, eps, tokens, N, T1, PDL)
+    if COUNT > 2:  # noqa: SIM102
+        if program >= programs1:
+            run_segment(program - programs1, s2, gain, eps, tokens, N, T2, PDL)
+
+
+@triton.jit
+def dual_kernel(
+    s0, s1, gain, eps, tokens,
+    N: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same rows of gate and up: ``act(gate) ⊙ up`` into the second segment's result."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    gate, gate2, out, ok = stage_rows(program, s0, gain, eps, tokens, N, T0, PDL)
+    up, up2, out, ok = stage_rows(program, s1, gain, eps, tokens, N, T1, False)
+    first = activate(gate, ACT) * up
+    second = first
+    if N == 2:
+        second = activate(gate2, ACT) * up2
+    store_rows(s1, s1.y, 0, first, second, out, ok, tokens, N, False)
+
+
+def grouped(
+    segments: Sequence[Segment],
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+    config: Sequence[dict[str, int]] | None = None,
+) -> None:
+    """`segments.grouped` in one launch.
+
+    Args:
+        segments: one to three, of 1 to 16 tokens, with columns of stride 1.
+        config: BR, BK and num_warps of each segment in place of `tile_shape`'s; the launch has the
+            most warps of any.
+    """
+    tokens = checked_tokens(segments)
+    chosen = [segment_shape(s, tokens, gain) for s in segments]
+    shapes = [{**shape, **(config[i] if config else {})} for i, shape in enumerate(chosen)]
+    run_grouped(
+        grouped_kernel,
+        [stage(s) for s in segments],
+        [_tile(s, shape, gain) for s, shape in zip(segments, shapes, strict=True)],
+        gain=gain,
+        eps=eps,
+        N=token_slots(tokens),
+        num_warps=max(shape["num_warps"] for shape in shapes),
+        **launch_options(pdl),
+    )
+
+
+def dual(
+    gate: Segment,
+    up: Segment,
+    *,
+    activation: str,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+    **config: Any,
+) -> None:
+    """`segments.dual` in one launch; config: BR, BK0, BK1, num_warps in place of `tile_shape`'s."""
+    tokens = checked_tokens((gate, up))
+    shapes = _pair_shapes(gate, up, tokens, gain)
+    rows = config.get("BR", min(shape["BR"] for shape in shapes))
+    tiles = [
+        _tile(s, {"BR": rows, "BK": config.get(f"BK{i}", shapes[i]["BK"])}, gain)
+        for i, s in enumerate((gate, up))
+    ]
+    run_kernel(
+        dual_kernel,
+        (gate.w.shape[0] * -(-gate.w.shape[1] // rows),),
+        *(stage(gate), stage(up), gate.x if gain is None else gain, eps, tokens),
+        N=token_slots(tokens),
+        T0=tiles[0],
+        T1=tiles[1],
+        ACT=activation,
+        num_warps=config.get("num_warps", max(shape["num_warps"] for shape in shapes)),
+        **launch_options(pdl),
+    )
+
+
+def segment_shape(segment: Segment, tokens: int, gain: Tensor | None) -> dict[str, int]:
+    """Sizes as `tile_shape` has them; a mixing program has a tile of every block."""
+    blocks, rows, width = segment.w.shape
+    if segment.mix is not None:
+        columns = min(power_of_two(width), max(2048 // power_of_two(blocks), 64))
+        warps = 8 if gain is not None and blocks > 8 else 4  # four would spill
+        return {"BR": min(power_of_two(rows), 4), "BK": columns, "num_warps": warps}
+    sizes = {"size": segment.w.element_size(), "x_size": segment.x.element_size()}
+    return tile_shape(rows, width, tokens, norm=norm_kind(segment.x, width, gain), **sizes)
+
+
+def _pair_shapes(gate: Segment, up: Segment, tokens: int, gain: Tensor | None) -> list[dict[str, int]]:
+    """As `segment_shape`, of both of a pair: on the CUDA cores `pair_tile`'s, else four rows at most."""
+    shapes = [segment_shape(segment, tokens, gain) for segment in (gate, up)]
+    if tokens > 2:
+        return shapes
+    chosen = {} if gain is not None else pair_tile(max(gate.w.shape[2], up.w.shape[2]))
+    rows = min(chosen.get("BR", 4), power_of_two(gate.w.shape[1]))
+    return [{**shape, **chosen, "BR": rows} for shape in shapes]
+
+
+def _tile(s: Segment, shape: dict[str, int], gain: Tensor | None) -> Tile:
+    mix = 0 if s.mix is None else power_of_two(s.mix.shape[0])
+    norm = norm_kind(s.x, s.w.shape[2], gain)
+    return Tile(shape["BR"], shape["BK"], norm, s.bias is not None, mix)

@@ -1,0 +1,236 @@
+"""Launches one decoding stage: shapes in, grid and tile sizes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.launching import run_kernel
+from blr.kernels.decode.gemv.segments import Segment, Stage, Tile, shared_input
+
+
+def tile_shape(
+    rows: int, width: int, tokens: int, *, norm: int = 0, size: int = 2, x_size: int = 4
+) -> dict[str, int]:
+    """Rows and columns of a program's tile, and its warps: the best of those timed on an H200.
+
+    Args:
+        rows, width: of a block of weights of `size` bytes each. norm: as `norm_kind`, of the input,
+            whose elements have `x_size` bytes: what every program reads of them weighs against few
+            rows, most of all if it needs the whole row for its scale.
+    """
+    columns = power_of_two(width)
+    if tokens > 2:
+        columns = max(min(columns, 256 if size == 2 else 128), 16)
+        return {"BR": 32 if rows > 16 else 16, "BK": columns, "num_warps": 4}
+    best = (8, 512, 4)
+    if norm == 2:
+        best = (64, 256, 8)
+    elif norm:
+        best = (4, 512, 4)
+    elif width > 4096:
+        best = (4, 1024 if x_size == 4 else 2048, 8)
+    elif width > 2048:
+        best = (2, 1024, 4) if rows > 2048 else (2, 2048, 8)
+    return {"BR": min(best[0], power_of_two(rows)), "BK": min(best[1], columns), "num_warps": best[2]}
+
+
+def pair_tile(width: int) -> dict[str, int]:
+    """Tiles of gate ⊙ up for one or two tokens, whose programs take the same rows of both. {}: those of
+    `tile_shape`.
+
+    Chunks of 512 columns are best where they fit; a mostly empty last one costs as much as a full one.
+    """
+    if not 512 < width <= 2048:
+        return {}
+    fits = -(-width // 512) * 512 <= 1.1 * width
+    return {"BR": 4, "BK": 512, "num_warps": 4} if fits else {"BR": 16, "BK": 128, "num_warps": 4}
+
+
+def stage_tile(tokens: int, width: int) -> dict[str, int]:
+    """Tiles where the two stages of one layer are all there is: smaller ones than between the other
+    phases of a model, since nothing else hides how they start and end. {}: those of `tile_shape`."""
+    if tokens > 2 or width <= 256:
+        return {}
+    rows, columns = (4, 512) if width <= 2048 else (1, 1024)
+    return {"BR": rows, "BK": min(columns, power_of_two(width)), "num_warps": 4}
+
+
+def token_slots(tokens: int) -> int:
+    """The number of tokens that the kernel for `tokens` is compiled for: 1, 2, 8 or 16."""
+    return tokens if tokens <= 2 else max(power_of_two(tokens), 8)
+
+
+def gemv(
+    x: Tensor,
+    w: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    part: int | None = None,
+    residual: Tensor | None = None,
+    activation: str = "",
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **config: Any,
+) -> Tensor:
+    """`reference.gemv` as one kernel, for 1 to 16 tokens.
+
+    Args:
+        x: [n, …] with columns of stride 1. w: [B, R, K], any strides; fastest with K of stride 1.
+        dtype: of the result (default: that of `x`); ignored when `out` [n, B·R] is given.
+        pdl: launched while the kernel before it still runs (compute capability 9 and later): the
+            weights must not be written by that kernel.
+        config: BR, BK, num_warps in place of `tile_shape`'s.
+
+    Raises:
+        ValueError: more than 16 tokens.
+    """
+    from blr.kernels.decode.gemv.triton import gemv_kernel
+
+    _, rows, width = w.shape
+    x, out = ready(x, w.shape[0] * rows, out, dtype)
+    if not len(x):
+        return out
+    segment, norm = Segment(x, w, out, bias, part=part), norm_kind(x, width, gain)
+    sizes = {"size": w.element_size(), "x_size": x.element_size()}
+    config = {**tile_shape(rows, width, len(x), norm=norm, **sizes), **config}
+    tile = Tile(config.pop("BR"), config.pop("BK"), norm, bias is not None)
+    run_stage(
+        gemv_kernel,
+        stage(segment),
+        tile,
+        residual=residual,
+        gain=gain,
+        eps=eps,
+        N=token_slots(len(x)),
+        ACT=activation,
+        **config,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def ready(
+    x: Tensor, outputs: int, out: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """x with columns of stride 1, and `out`, if None a new tensor [n, outputs] of `dtype`.
+
+    Raises ValueError for more than 16 tokens.
+    """
+    if len(x) > 16:
+        raise ValueError(f"gemv: {len(x)} tokens; it takes 1 to 16")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if out is None:
+        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+    return x, out
+
+
+def stage(s: Segment) -> Stage:
+    """What kernels take of a segment."""
+    blocks, rows, width = s.w.shape
+    w_block, w_row, w_col = s.w.stride()
+    mix_out, mix_in, mix_rank = mix_strides(s.mix)
+    return Stage(
+        x=s.x,
+        x_token=s.x.stride(0),
+        x_block=0 if shared_input(s.x, s.w) else width,
+        w=s.w,
+        w_block=w_block,
+        w_row=w_row,
+        w_col=w_col,
+        mix=s.w if s.mix is None else s.mix,
+        mix_out=mix_out,
+        mix_in=mix_in,
+        mix_rank=mix_rank,
+        bias=s.w if s.bias is None else s.bias,
+        y=s.y,
+        y_token=s.y.stride(0),
+        rows=rows,
+        K=width,
+        blocks=blocks,
+        part=s.part or rows,
+    )
+
+
+def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
+    """Of [B, B, R]; zeros where nothing is mixed."""
+    return (0, 0, 0) if mix is None else mix.stride()
+
+
+def run_stage(
+    kernel: Any,
+    s: Any,
+    tile: Any,
+    *,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    **constants: Any,
+) -> None:
+    """One stage by `kernel`, a `gemv_kernel`: of plain or of quantized weights, as s and tile are."""
+    run_kernel(
+        kernel,
+        (s.blocks * -(-s.rows // tile.BR),),
+        s,
+        *(s.x if residual is None else residual, 0 if residual is None else residual.stride(0)),
+        *(s.x if gain is None else gain, eps, len(s.x)),
+        T=tile,
+        RESIDUAL=residual is not None,
+        **constants,
+    )
+
+
+def run_grouped(
+    kernel: Any,
+    stages: list[Any],
+    tiles: list[Any],
+    *,
+    gain: Tensor | None,
+    eps: float,
+    **constants: Any,
+) -> None:
+    """One to three stages by `kernel`, a `grouped_kernel`, as `run_stage`."""
+    blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
+    programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
+    ends = [*accumulate(programs)]
+    first, second, third = ((*tiles, *tiles[:1] * 2)[i] for i in range(3))
+    run_kernel(
+        kernel,
+        (ends[-1],),
+        *(*stages, *stages[:1] * 2)[:3],
+        *(ends[0], ends[min(1, len(ends) - 1)]),
+        *(stages[0].x if gain is None else gain, eps, len(stages[0].x)),
+        COUNT=len(stages),
+        **{"T0": first, "T1": second, "T2": third},
+        **constants,
+    )
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """PDL of a kernel, and what its launch needs then."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def checked_tokens(segments: Sequence[Any]) -> int:
+    """Tokens of a launch. Raises ValueError for none, or more than 16."""
+    tokens = len(segments[0].x)
+    if not 1 <= tokens <= 16:
+        raise ValueError(f"grouped gemv: {tokens} tokens; it takes 1 to 16")
+    return tokens
+
+
+def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:
+    """0 without a norm, 1 if every block of `width` columns takes all that the norm is over, else 2."""
+    return 0 if gain is None else 1 if x.shape[1] == width else 2
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()

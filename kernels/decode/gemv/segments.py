@@ -1,0 +1,101 @@
+"""What one launch of several decoding stages is made of, and its reference in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.kernels.decode.gemv.reference import ACTIVATIONS, gemv
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stage inside a launch: ``y = W x + bias`` in blocks, as `reference.gemv`.
+
+    x: [n, …] view of its input: all blocks share it when it is K wide. w: [B, R, K]. y: [n, B·R]
+    view that takes the result. bias: [B·R]. part: rows that stay together.
+    mix: [B, B, R], the S of BLAST: ``y[k, r] = Σ_l mix[k, l, r] (w[l, r, :] · x_l)``; then there is
+    neither bias nor part, and a norm is over all of the input.
+    """
+
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    bias: Tensor | None = None
+    mix: Tensor | None = None
+    part: int | None = None
+
+    def product(self, gain: Tensor | None, eps: float) -> Tensor:
+        """[n, B·R] in the dtype of `x`."""
+        tensors = (self.bias, self.mix, gain)
+        bias, mix, gain = (None if t is None else t.to(self.x.dtype) for t in tensors)
+        y = gemv(self.x, self.w.to(self.x.dtype), bias=bias, gain=gain, eps=eps, part=self.part)
+        if mix is None:
+            return y
+        return torch.einsum("klr,nlr->nkr", mix, y.unflatten(-1, mix.shape[1:])).flatten(1)
+
+
+class Stage(NamedTuple):
+    """What kernels take of a `Segment`: pointers, strides and sizes, all in elements.
+
+    x_block: from the input of a block to the next one's, 0 where all share it. Any pointer stands for
+    an absent tensor: it is never read.
+    """
+
+    x: Any
+    x_token: int
+    x_block: int
+    w: Any
+    w_block: int
+    w_row: int
+    w_col: int
+    mix: Any
+    mix_out: int
+    mix_in: int
+    mix_rank: int
+    bias: Any
+    y: Any
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+
+
+class Tile(NamedTuple):
+    """What the code for a stage is specialized by: rows BR and columns BK of a program's tile,
+    `launch.norm_kind`, whether there is a bias, and the power of two of blocks that it mixes or 0."""
+
+    BR: int
+    BK: int
+    NORM: int = 0
+    BIAS: bool = False
+    MIX: int = 0
+
+
+def grouped(segments: Sequence[Segment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:
+    """Every segment's stage; with `gain`, as wide as the input, of the input after an RMS norm."""
+    for segment in segments:
+        segment.y.copy_(segment.product(gain, eps))
+
+
+def dual(
+    gate: Segment, up: Segment, *, activation: str, gain: Tensor | None = None, eps: float = 0.0
+) -> None:
+    """``up.y = act(gate) ⊙ up``: two stages with the same B and R in the plain order."""
+    product = ACTIVATIONS[activation](gate.product(gain, eps)) * up.product(gain, eps)
+    up.y.copy_(product)
+
+
+def dual_fits(gate: Any, up: Any) -> bool:
+    """Whether stages of weights `gate` and `up`, [B, R, K] each, plain or packed, fit one `dual`."""
+    return gate.shape[:2] == up.shape[:2]
+
+
+def shared_input(x: Tensor, w: Tensor) -> bool:
+    """Whether all blocks of `w` [B, R, K] take the whole of `x`."""
+    return x.shape[1] == w.shape[2]

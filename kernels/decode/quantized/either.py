@@ -1,0 +1,188 @@
+"""Launches of stages whose weights may be dense (`kernels.decode.gemv`) or packed (the kernels here)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.segments import QuantizedSegment
+
+AnySegment = Segment | QuantizedSegment
+Run = Callable[[], Any]
+# Of layers whose corrections are in their launch. On an H200 it takes 0.4–0.7 µs less than two launches
+# with 512 programs of 4096 rows, and up to 1.6 µs more with 1024: they queue at its counter.
+MOST_ROWS = 6144
+LONG = 4096  # columns of rows in int4 that are not in pairs
+
+
+def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
+    """The function that runs stages, each stored or added to its result. options: of `grouped`.
+
+    Where products of bytes pay, it is those of `kernels/decode/integer`. Else corrections are computed
+    in the launch of their layers where all have one, by quantized factors, or by a launch of their
+    first stages and then of the layers.
+    """
+    if packed := _in_words(segments):
+        return _bytewise(packed, options, add=add)
+    if whole := _in_one(segments):
+        from blr.kernels.decode.quantized.corrected import corrected
+
+        return partial(corrected, whole, _counter(whole[0]), add=add, **options)
+    runs = _firsts(segments, options)
+    if add:
+        runs += [partial(add_to, s, **options) for s in segments]
+    else:
+        runs.append(partial(grouped, segments, **options))
+    return lambda: [run() for run in runs]
+
+
+def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
+    """The function that runs `dual`, and the corrections of both as `stages` does."""
+    words = _in_words((gate, up))
+    if words:
+        return _bytewise(words, options, activation=activation)
+    if whole := _in_one((gate, up)):
+        from blr.kernels.decode.quantized.corrected import corrected_dual
+
+        first, second = whole
+        counter = _counter(first)
+        return partial(corrected_dual, first, second, counter, activation=activation, **options)
+    if _apart(gate, up):
+        return _beside(gate, up, activation, options)
+    runs = _firsts((gate, up), options)
+    runs.append(partial(dual, gate, up, activation=activation, **options))
+    return lambda: [run() for run in runs]
+
+
+def _apart(gate: AnySegment, up: AnySegment) -> bool:
+    """Whether gate and up are faster as rows of one launch, their product by another: on an H200 one of
+    2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
+    packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
+    long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
+    return len(gate.x) <= 2 and long
+
+
+def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
+    from blr.kernels.decode.gemv.gate import gate as run
+
+    width = up.y.shape[1]
+    both = torch.empty(len(up.x), 2 * width, dtype=torch.float32, device=up.x.device)
+    halves = [replace(s, y=y) for s, y in zip((gate, up), both.split(width, 1), strict=True)]
+    last = partial(run, both, up.y, activation=activation, pdl=options.get("pdl", False))
+    return partial(_in_turn, stages(halves, **options), last)
+
+
+def _in_turn(*runs: Run) -> None:
+    for run in runs:
+        run()
+
+
+def grouped(
+    segments: Sequence[AnySegment],
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> None:
+    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch."""
+    for (bits, _), found in groupby(segments, key=_format):
+        launch: Callable[..., None]
+        if bits:
+            from blr.kernels.decode.quantized.grouped import grouped as launch
+        else:
+            from blr.kernels.decode.gemv.grouped import grouped as launch
+        launch(list(found), gain=gain, eps=eps, pdl=pdl)
+
+
+def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
+    """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
+    found = {_format(s) for s in (gate, up)}
+    if len(found) != 1:
+        bits = " and ".join(f"{bits}/{group}" for bits, group in sorted(found))
+        raise ValueError(f"dual: weights of {bits} bits/group (0: dense); both must be of one kind")
+    launch: Callable[..., None]
+    if found == {(0, 0)}:
+        from blr.kernels.decode.gemv.grouped import dual as launch
+    else:
+        from blr.kernels.decode.quantized.grouped import dual as launch
+    launch(gate, up, **options)
+
+
+def add_to(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
+    """The stage of a segment without a mix, added to what its result holds."""
+    options: dict[str, Any] = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
+    options |= {"residual": s.y, "out": s.y}
+    if isinstance(s, Segment):
+        from blr.kernels.decode.gemv.launch import gemv
+
+        gemv(s.x, s.w, **options)
+    else:
+        from blr.kernels.decode.quantized.launch import gemv_quantized
+
+        options |= {"group": s.group, "correction": s.correction}
+        gemv_quantized(s.x, s.packed, s.scale, s.bits, s.K, **options)
+
+
+def _format(s: AnySegment) -> tuple[int, int]:
+    return (s.bits, s.group) if isinstance(s, QuantizedSegment) else (0, 0)
+
+
+def _corrections(segments: Sequence[AnySegment]) -> list[AnySegment]:
+    """First stages of the corrections that there are."""
+    found = [s.correction for s in segments if isinstance(s, QuantizedSegment)]
+    return [correction.first for correction in found if correction is not None]
+
+
+def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
+    """The segments if their corrections fit the launch of their layers, else none."""
+    firsts, packed = _corrections(segments), [s for s in segments if isinstance(s, QuantizedSegment)]
+    whole = len(firsts) == len(packed) == len(segments) and len({_format(s) for s in packed}) == 1
+    whole = whole and sum(s.y.shape[1] for s in packed) <= MOST_ROWS
+    return packed if whole and all(isinstance(s, QuantizedSegment) for s in firsts) else []
+
+
+def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
+    """The segments if they are faster by products of bytes (`kernels/decode/integer`), else none."""
+    packed = [s for s in segments if isinstance(s, QuantizedSegment)]
+    if len(packed) != len(segments):
+        return []
+    from blr.kernels.decode.integer.form import pays, taken
+
+    return packed if taken(packed) and pays(packed) else []
+
+
+def _bytewise(
+    segments: Sequence[QuantizedSegment],
+    options: dict[str, Any],
+    add: bool = False,
+    activation: str = "",
+) -> Run:
+    """add: to what the results hold. activation: of a pair."""
+    if segments[0].bits == 4:
+        from blr.kernels.decode.integer.looped import Loop, run_loop
+
+        return partial(run_loop, Loop(segments, **options), add=add, activation=activation)
+    from blr.kernels.decode.integer.launch import make_launch, run, takes_first
+
+    firsts = _corrections(segments)
+    beside = [s for s in firsts if isinstance(s, QuantizedSegment) and takes_first(s)]
+    beside = beside if len(beside) == len(firsts) else []
+    before = [] if beside else _firsts(segments, options)
+    launch = make_launch(segments, beside, activation=activation, **options)
+    return partial(_in_turn, *before, partial(run, launch, add))
+
+
+def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:
+    firsts = _corrections(segments)
+    return [partial(grouped, firsts, **options)] if firsts else []
+
+
+def _counter(s: AnySegment) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=s.x.device)

@@ -1,0 +1,76 @@
+"""What one launch of the skinny products is made of, and the order of their inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blr.kernels.decode.quantized.formats import PLANES
+
+
+class SkinnyStage(NamedTuple):
+    """What kernels take of a stage: pointers, strides and sizes, in elements of what they point to.
+
+    w: plain numbers, or packed weights in units of 16 bits. K: columns, or groups of packed weights.
+    u [rows, ranks], z [n, ranks]: what corrects the result. The rest as of
+    `blr.kernels.decode.gemv.segments.Stage`.
+    """
+
+    x: Any
+    x_token: int
+    x_block: int
+    w: Any
+    w_block: int
+    w_row: int
+    scale: Any
+    scale_block: int
+    scale_row: int
+    bias: Any
+    y: Any
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+    u: Any
+    u_row: int
+    z: Any
+    z_token: int
+    ranks: int
+
+
+class SkinnyTile(NamedTuple):
+    """What the code of a stage is specialized by: bits of a weight and columns of a GROUP; rows BR of a
+    program's tile; columns, or groups of packed weights, of a STEP; programs that SPLIT a row; STAGES of
+    steps that are on their way; whether there is a BIAS; whether every step of a row is FULL; whether
+    fields are unpacked by instructions of the GPU (ASM); the power of two RANKS of a correction or 0;
+    lines of a row that are asked for AHEAD of its inputs; LOW and LOW_GROUP of the packed weights in
+    whose order results are stored, or 16."""
+
+    BITS: int
+    GROUP: int
+    BR: int
+    STEP: int
+    SPLIT: int
+    STAGES: int
+    BIAS: bool = False
+    FULL: bool = False
+    ASM: bool = True
+    RANKS: int = 0
+    AHEAD: int = 0
+    LOW: int = 16
+    LOW_GROUP: int = 0
+
+
+def field_order(bits: int, group: int) -> Tensor:
+    """[group] int64: the column of each place of a group, in the order in which fields meet inputs.
+
+    Half h of word j of the lowest plane (i = 2 j + h of H halves) has fields s = 0 …: place s·H + i.
+    """
+    low = PLANES[bits][0]
+    halves, words = group * low // 16, group * low // 32
+    place = torch.arange(group)
+    field, half = place // halves, place % halves
+    return ((half % 2) * (16 // low) + field) * words + half // 2

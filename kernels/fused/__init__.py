@@ -1,0 +1,1 @@
+"""Norms, gates, activations and rotary positions as one kernel each."""

@@ -1,0 +1,1 @@
+"""Kernels of the structured layers, one folder for each structure."""

@@ -1,0 +1,113 @@
+"""BLAST linear layer, ``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``: the operator `blr::blast_linear`.
+
+With z_l = x_l V_l and w_k = Σ_l S_kl ⊙ z_l [n, r] the layer is y_k = w_k U_kᵀ. Backward, g_k [n, q]
+the gradient of y_k, z and w computed again:
+
+    dw_k = g_k U_k      dz_l = Σ_k S_kl ⊙ dw_k      dx_l = dz_l V_lᵀ
+    dU_k = g_kᵀ w_k     dS_kl = Σ_n dw_k ⊙ z_l      dV_l = x_lᵀ dz_l      dbias = Σ_n g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.common.dispatch import Plans, Variant, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.tables import Shape
+from blr.kernels.layers.blast.cpu import blast_linear as on_cpu
+from blr.kernels.layers.blast.reference import blast_linear as reference
+
+
+def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The layer by the fastest known way.
+
+    Args:
+        x: [..., i] with i = b·p, any float dtype, contiguous or not.
+        U: [b, q, r], S: [b, b, r] indexed (k, l, r), V: [b, p, r], fastest stored [b, r, p].
+        bias: [b·q] or None.
+
+    Returns:
+        [..., b·q] in the dtype of `x`.
+    """
+    if is_unwatched(x):
+        return _forward(x, U, S, V, bias)
+    x, U, S, V, bias = autocast((x, U, S, V, bias))
+    y = apply(_LINEAR, rows(x), U, S, V, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+_PLANS = Plans()
+
+
+@cache
+def variants() -> Mapping[str, Variant]:
+    """VARIANTS of this structure, imported where kernels run."""
+    from blr.kernels.layers.blast.variants import VARIANTS
+
+    return VARIANTS
+
+
+def _shape(U: Tensor, S: Tensor, V: Tensor) -> Shape:
+    blocks, width, rank = V.shape
+    return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)  # U may be a part of it
+
+
+def _forward(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., o], planned once for all tensors of these shapes and dtypes."""
+    kind = None if bias is None else bias.dtype
+    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, S.shape, S.dtype, V.shape, V.dtype, kind)
+    run = _PLANS.get(key)
+    if run is None:
+        made = plan("blast", _shape(U, S, V), variants, reference, x, (U, S, V), bias, on_cpu)
+        run = _PLANS.keep(key, made)
+    return run(x, U, S, V, bias)
+
+
+def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, U, S, V = ctx.saved_tensors
+    for_x, for_u, for_s, for_v, for_bias = ctx.needs_input_grad
+    x_l, g_k = _blocks(x, V.shape[0]), _blocks(g, U.shape[0])
+    z: Any = x_l @ V if for_u or for_s else None  # [l, n, r]
+    dw: Any = g_k @ U if for_x or for_s or for_v else None  # [k, n, r]
+    dz: Any = _mix(dw, S.transpose(0, 1)) if for_x or for_v else None  # [l, n, r]
+    return (
+        (dz @ V.mT).transpose(0, 1).flatten(1) if for_x else None,
+        g_k.mT @ _mix(z, S) if for_u else None,
+        (dw.permute(2, 0, 1) @ z.permute(2, 1, 0)).permute(1, 2, 0) if for_s else None,
+        x_l.mT @ dz if for_v else None,
+        g.sum(0) if for_bias else None,
+    )
+
+
+def _blocks(x: Tensor, blocks: int) -> Tensor:
+    """[n, b·p] as [b, n, p]."""
+    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
+
+
+def _mix(z: Tensor, S: Tensor) -> Tensor:
+    """``w_k = Σ_l S_kl ⊙ z_l`` of z [l, n, r] and S [k, l, r], one small product a rank."""
+    return (z.permute(2, 1, 0) @ S.permute(2, 1, 0)).permute(2, 1, 0)
+
+
+_LINEAR = inlined(
+    register(
+        "blast_linear",
+        "(Tensor x, Tensor U, Tensor S, Tensor V, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    ),
+    "blast",
+    _shape,
+)

@@ -1,0 +1,108 @@
+"""Complete BLAST layers: what each reads, writes and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.available import supports_pdl
+from blr.kernels.common.replay import at_once
+from blr.kernels.decode.gemm.launch import library_bmm
+from blr.kernels.decode.gemv.launch import gemv as stage
+from blr.kernels.decode.gemv.launch import stage_tile
+from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.narrow.layers import blast as narrow
+from blr.kernels.layers.blast.reference import blast_linear as reference
+
+# Rows of z start at multiples of so many tokens: the library's fast products need 16 bytes.
+ALIGNED = 8
+
+
+def gemv(
+    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
+) -> Tensor:
+    """Two kernels for up to 16 tokens: V with the mix in its epilogue, then U."""
+    from blr.kernels.decode.gemv.grouped import grouped
+
+    pdl = supports_pdl(x.device)
+    z = torch.empty(x.shape[0], V.shape[0] * V.shape[2], dtype=torch.float32, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    first = config.get("first")
+    if x.shape[0]:
+        segment = Segment(x, V.transpose(1, 2), z, mix=S)
+        grouped([segment], pdl=pdl, config=[first] if first else None)
+    return stage(
+        z,
+        U,
+        bias=bias,
+        dtype=x.dtype,
+        pdl=pdl,
+        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+    )
+
+
+def bmm_mix(
+    x: Tensor,
+    U: Tensor,
+    S: Tensor,
+    V: Tensor,
+    bias: Tensor | None = None,
+    *,
+    by: Callable[..., Tensor] = at_once,
+    **config: Any,
+) -> Tensor:
+    """Library product, our mix in place, library product, on z [b, r, tokens].
+
+    Args:
+        x: [..., i]. by: runs our mix. config: of `launch.mix`.
+    """
+    blocks, p, rank = V.shape
+    part = x.reshape(-1, blocks, p).permute(1, 2, 0)  # [b, p, n]
+    n = part.shape[2]
+    if n % ALIGNED:
+        z = torch.empty(blocks, rank, -(-n // ALIGNED) * ALIGNED, dtype=x.dtype, device=x.device)
+        z = torch.bmm(V.mT, part, out=z[:, :, :n])
+    else:
+        z = torch.bmm(V.mT, part)
+    return _outputs(by(_mixed, z, S, **config).mT, U, bias, x.shape[:-1])
+
+
+def _mixed(z: Tensor, S: Tensor, **config: Any) -> Tensor:
+    """z, mixed in place."""
+    from blr.kernels.layers.blast.launch import mix
+
+    return mix(z, S, z, **config)
+
+
+def _outputs(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
+    """[..., b·q] of z [b, n, r], by the library."""
+    blocks, n, _ = z.shape
+    y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
+    bias = None if bias is None else bias.view(blocks, -1)
+    library_bmm(z, U.mT, y.transpose(0, 1), bias)
+    return y.view(*batch, blocks * U.shape[1])
+
+
+def plain(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain form: three products of the library on [tokens, ranks], as the reference."""
+    return reference(x, U, S, V, bias)
+
+
+def bmm(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain form with tokens last: three products of the library, none of which copies."""
+    z = torch.bmm(V.mT, x.reshape(-1, *V.shape[:2]).permute(1, 2, 0))  # [l, r, n]
+    w = torch.bmm(S.permute(2, 0, 1), z.transpose(0, 1))  # [r, k, n]
+    return _outputs(w.permute(1, 2, 0), U, bias, x.shape[:-1])
+
+
+VARIANTS = {
+    "reference": reference,
+    "gemv": gemv,
+    "narrow": narrow,
+    "bmm_mix": bmm_mix,
+    "bmm": bmm,
+    "plain": plain,
+}

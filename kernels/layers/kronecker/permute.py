@@ -1,0 +1,211 @@
+"""Permutations between the features of a batch and the blocks of a batched product, at copy speed.
+
+`gather` turns x [n, a·m·d] into blocks [a·d, n, m] and `scatter` turns blocks into features, bias
+included. Tiles [BN, BM, BD] are contiguous over l on the side of the features and over k on the
+side of the blocks; Triton transposes a tile through shared memory. Where d is a power of two the
+side of the features is addressed as one run of BM·d elements, so that small d has 16-byte accesses
+too. Neighbouring programs read neighbouring features: the batch is the slowest index.
+
+`gather_parts` writes TF32 parts instead: x = hi + lo with hi rounded to the nearest of 10 bits and
+lo the rounded rest, so that hi·w_hi + lo·w_hi + hi·w_lo is the fp32 product up to 2^-21.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.layers.kronecker.tiles import cdiv, power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:  # callers go through kernels.common.available
+    raise ImportError("the kernels of Kronecker-sparse factors need triton") from error
+
+TILE_BYTES = 16384
+RUN_BYTES = 256  # of one row of a block, where m is as long
+HI_LO_HI, HI_HI_LO = 1, 2  # PARTS of the two operands whose product is the sum of three
+
+
+@triton.jit
+def offset(index, stride, WIDE: tl.constexpr):
+    """index·stride in 64 bits if WIDE, else in the type of the stride."""
+    return index.to(tl.int64) * stride if WIDE else index * stride
+
+
+@triton.jit
+def to_tf32(t):
+    """fp32 rounded to the nearest TF32: half a unit of bit 13 added, the low 13 bits cleared."""
+    bits = t.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tf32_parts(t):
+    """(hi, lo) of fp32; infinities and NaN are all in hi."""
+    special = (t.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+    hi = tl.where(special, t, to_tf32(t))
+    return hi, tl.where(special, 0.0, to_tf32(t - hi))
+
+
+@triton.jit
+def permute_kernel(
+    features,
+    blocks,
+    bias,
+    n,
+    a,
+    m,
+    fn,
+    ff,
+    bl,
+    bn,
+    bm,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    GATHER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """features[n, i·m·D + k·D + l] and blocks[i·D + l, n, k]: the second from the first or back.
+
+    With PARTS a row of blocks is three of m: hi, lo, hi (1) or hi, hi, lo (2).
+    """
+    TILES_D: tl.constexpr = (D + BD - 1) // BD
+    FLAT: tl.constexpr = D == BD
+    tiles_m = tl.cdiv(m, BM)
+    pid = tl.program_id(0)
+    tile_d, tile_m = pid % TILES_D, pid // TILES_D % tiles_m
+    i = pid // TILES_D // tiles_m % a
+    first = (pid // TILES_D // tiles_m // a).to(tl.int64) * BN
+    rows, ks, ls = tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BD)
+    column = i * (m * D) + tile_m * (BM * D) + tile_d * BD
+    f_base = features + first * fn + column.to(tl.int64) * ff
+    b_base = blocks + (i * D + tile_d * BD).to(tl.int64) * bl + first * bn
+    b_base += (tile_m * BM).to(tl.int64) * bm
+    in_n, in_m = rows < n - first, ks < m - tile_m * BM
+    inside = in_m[:, None] & (ls < D - tile_d * BD)[None, :]
+    b_mask = in_n[:, None, None] & inside[None, :, :]
+    b_at = b_base + offset(rows, bn, WIDE)[:, None, None] + offset(ks, bm, WIDE)[None, :, None]
+    b_at += offset(ls, bl, WIDE)[None, None, :]
+    if FLAT:
+        run = tl.arange(0, BM * BD)
+        in_run = run < (m - tile_m * BM) * D
+        f_mask = in_n[:, None] & in_run[None, :]
+        f_at = f_base + offset(rows, fn, WIDE)[:, None] + offset(run, ff, WIDE)[None, :]
+    else:
+        run = (ks * D)[:, None] + ls[None, :]
+        in_run = inside
+        f_mask = b_mask
+        f_at = f_base + offset(rows, fn, WIDE)[:, None, None] + offset(run, ff, WIDE)[None, :, :]
+    if GATHER:
+        tile = tl.reshape(tl.load(f_at, mask=f_mask), [BN, BM, BD])
+        if PARTS == 0:
+            tl.store(b_at, tile, mask=b_mask)
+        else:
+            hi, lo = tf32_parts(tile)
+            part = tl.full([], 1, tl.int64) * m * bm
+            tl.store(b_at, hi, mask=b_mask)
+            tl.store(b_at + part, lo if PARTS == 1 else hi, mask=b_mask)
+            tl.store(b_at + 2 * part, hi if PARTS == 1 else lo, mask=b_mask)
+    else:
+        tile = tl.load(b_at, mask=b_mask)
+        if FLAT:
+            tile = tl.reshape(tile, [BN, BM * BD])
+        if HAS_BIAS:
+            shift = tl.load(bias + column + run, mask=in_run, other=0.0).to(tl.float32)
+            tile = (tile.to(tl.float32) + tl.expand_dims(shift, 0)).to(tile.dtype)
+        tl.store(f_at, tile, mask=f_mask)
+
+
+def columns_of(d: int, size: int) -> int:
+    """Columns l of a tile: all of them up to 32, else what leaves few lanes idle and runs of some
+    sectors of 32 bytes."""
+    if power_of_two(d) <= 32:
+        return power_of_two(d)
+    return min((32, 16), key=lambda columns: cdiv(d, columns) * (columns + 16 // size))
+
+
+@lru_cache(maxsize=4096)
+def tile_of(n: int, m: int, d: int, size: int) -> dict[str, int]:
+    """Tile sizes of 16 kB for elements of `size` bytes: rows of blocks of up to 256 bytes."""
+    BD = columns_of(d, size)
+    BM = min(power_of_two(m), RUN_BYTES // size)
+    while BM > 32 and cdiv(m, BM) * BM * 3 > m * 4:  # over a quarter of the lanes idle
+        BM //= 2
+    BN = max(1, min(TILE_BYTES // size // (BD * BM), power_of_two(n)))
+    return {"BN": BN, "BM": BM, "BD": BD}
+
+
+def wide(tile: dict[str, int], features: Tensor, blocks: Tensor, d: int) -> bool:
+    """Whether offsets inside a tile need 64 bits."""
+    (fn, ff), (bl, bn, bm) = features.stride(), blocks.stride()
+    BN, BM, BD = tile["BN"], tile["BM"], tile["BD"]
+    return max(BN * fn + BM * max(d, BD) * ff, BD * bl + BN * bn + BM * bm) >= 2**31
+
+
+def launch(
+    features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, parts: int, **config: Any
+) -> None:
+    """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m], or [a·d, n, 3·m] with `parts`.
+
+    Args:
+        config: GATHER, and the tile and num_warps where they are not to be the defaults.
+    """
+    count, n = blocks.shape[:2]
+    a, m = count // d, features.shape[1] // count
+    config = {**tile_of(n, m, d, features.element_size()), "num_warps": 4, **config}
+    tiles = cdiv(d, config["BD"]) * cdiv(m, config["BM"]) * cdiv(n, config["BN"])
+    permute_kernel[(tiles * a,)](
+        features,
+        blocks,
+        bias,
+        n,
+        a,
+        m,
+        *features.stride(),
+        *blocks.stride(),
+        D=d,
+        HAS_BIAS=bias is not None,
+        WIDE=wide(config, features, blocks, d),
+        PARTS=parts,
+        **config,
+    )
+
+
+def gather(x: Tensor, a: int, d: int, out: Tensor | None = None, **config: int) -> Tensor:
+    """Blocks [a·d, n, m] of features x [n, a·m·d] in any strides.
+
+    Args:
+        x: any dtype Triton stores.
+        out: where to write, [a·d, n, m] in any strides, or None for a new contiguous tensor.
+        config: BN, BM, BD (powers of two) and num_warps; `tile_of` gives what is left out.
+    """
+    n, features = x.shape
+    blocks = x.new_empty(a * d, n, features // (a * d)) if out is None else out
+    launch(x, blocks, None, d, 0, GATHER=True, **config)
+    return blocks
+
+
+def gather_parts(x: Tensor, a: int, d: int, parts: int, **config: int) -> Tensor:
+    """Blocks [a·d, n, 3·m] of the TF32 parts of fp32 x [n, a·m·d], any strides; x is read once.
+
+    Args:
+        parts: HI_LO_HI or HI_HI_LO, the order of the three parts in a row.
+    """
+    n, features = x.shape
+    blocks = x.new_empty(a * d, n, 3 * (features // (a * d)))
+    launch(x, blocks, None, d, parts, GATHER=True, **config)
+    return blocks
+
+
+def scatter(blocks: Tensor, d: int, out: Tensor, bias: Tensor | None = None, **config: int) -> Tensor:
+    """Features `out` [n, a·m·d] of blocks [a·d, n, m], plus bias [a·m·d] (contiguous) added in fp32."""
+    launch(out, blocks, bias, d, 0, GATHER=False, **config)
+    return out

@@ -1,0 +1,116 @@
+"""Monarch linear layer, ``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``: the operator `blr::monarch_linear`.
+
+With z_l = x_l V_l [n, b·r'] and w_k = (z_1k … z_bk) [n, b·r'] the layer is y_k = w_k U_kᵀ. Backward,
+g_k [n, q] the gradient of y_k, z and w computed again:
+
+    dw_k = g_k U_k       dz_l = (dw_1l … dw_bl)       dx_l = dz_l V_lᵀ
+    dU_k = g_kᵀ w_k      dV_l = x_lᵀ dz_l             dbias = Σ_n g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.common.dispatch import Plans, Variant, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.tables import Shape
+from blr.kernels.layers.monarch.reference import monarch_linear as reference
+
+
+def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The layer by the fastest known way.
+
+    Args:
+        x: [..., i] with i = b·p, any float dtype, contiguous or not.
+        U: [b, q, r], the middle index runs over (input block l, s in r').
+        V: [b, p, r], the middle index runs over (output block k, s in r'); fastest stored [b, r, p].
+        bias: [b·q] or None.
+
+    Returns:
+        [..., b·q] in the dtype of `x`.
+    """
+    if is_unwatched(x):
+        return _forward(x, U, V, bias)
+    x, U, V, bias = autocast((x, U, V, bias))
+    y = apply(_LINEAR, rows(x), U, V, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+_PLANS = Plans()
+
+
+@cache
+def variants() -> Mapping[str, Variant]:
+    """VARIANTS of this structure, imported where kernels run."""
+    from blr.kernels.layers.monarch.variants import VARIANTS
+
+    return VARIANTS
+
+
+def _shape(U: Tensor, V: Tensor) -> Shape:
+    blocks, width, rank = V.shape
+    return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)
+
+
+def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., o], planned once for all tensors of these shapes and dtypes."""
+    kind = None if bias is None else bias.dtype
+    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
+    run = _PLANS.get(key)
+    if run is None:
+        made = plan("monarch", _shape(U, V), variants, reference, x, (U, V), bias)
+        run = _PLANS.keep(key, made)
+    return run(x, U, V, bias)
+
+
+def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, U, V = ctx.saved_tensors
+    for_x, for_u, for_v, for_bias = ctx.needs_input_grad
+    x_l = _blocks(x, V.shape[0])
+    g_k = _blocks(g, V.shape[0])
+    dz: Any = _exchange(g_k @ U) if for_x or for_v else None
+    return (
+        _rows(dz @ V.mT) if for_x else None,
+        g_k.mT @ _exchange(x_l @ V) if for_u else None,
+        x_l.mT @ dz if for_v else None,
+        g.sum(0) if for_bias else None,
+    )
+
+
+def _blocks(x: Tensor, blocks: int) -> Tensor:
+    """[n, b·p] as [b, n, p]."""
+    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
+
+
+def _rows(y: Tensor) -> Tensor:
+    """[b, n, q] as [n, b·q]."""
+    return y.transpose(0, 1).flatten(1)
+
+
+def _exchange(z: Tensor) -> Tensor:
+    """[l, n, (k, s)] as [k, n, (l, s)]; its own inverse."""
+    return z.unflatten(2, (z.shape[0], -1)).transpose(0, 2).flatten(2)
+
+
+_LINEAR = inlined(
+    register(
+        "monarch_linear",
+        "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
+        *(_forward, _fake, _setup, _backward, reference),
+    ),
+    "monarch",
+    _shape,
+)

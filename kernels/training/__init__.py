@@ -1,0 +1,1 @@
+"""Kernels that fitting and healing use."""
