@@ -255,7 +255,7 @@ def test_handlers_are_restored() -> None:
 # A stop while the lock is being taken: its file is there, but not yet known as ours.
 REGISTERING = """
 import os, sys, time
-from blr.compressor.checkpoint import lock, workspace
+from blr.compressor.workspace import lock, workspace
 from blr.compressor.cli import signals
 class Slow(set):
     def add(self, path):

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from blr.compressor.loading import trained
+from blr.compressor.loading import training_kernels as trained
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.fused import fuse
 

@@ -4,7 +4,7 @@
 FORKED = """
 import os, sys
 from blr.compressor.__main__ import main
-from blr.compressor.base import environment
+from blr.compressor.base import process_environment as environment
 from blr.compressor.commands.sweep import folder, launch
 
 class Forked:
