@@ -13,7 +13,7 @@ from blr.compressor.bench.runner import Arm
 from blr.compressor.bench.subjects import Subject, our_call, reference_of
 from blr.compressor.bench.timing import Call, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
-from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
@@ -40,7 +40,7 @@ def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = 
     """A layer with canonical `factors` rounded to float8, a scale a row."""
     spec, tensors = _stored(plain, factors)
     with torch.device("meta"):
-        made = quantized_layer(spec, bias is not None)
+        made = layer_of(spec, bias is not None)
     made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
     return made.requires_grad_(False).eval()
 

@@ -29,8 +29,8 @@ from blr.compressor.modeling.float8_makers import BLOCK, share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
 from blr.compressor.modeling.masks import unmasked
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.common.available import kernels_on
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from blr.compressor.fitting.equal_weights import Sum
-from blr.compressor.modeling.layers import LowRankLinear, PivotedLinear, StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.registry import STRUCTURES
 
-PLAIN = (LowRankLinear, PivotedLinear)
+PLAIN = ("svd", "pivoted")
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
@@ -27,7 +27,7 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
             continue
         if isinstance(module, Sum):
             module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
-        elif isinstance(module, StructuredLinear) and not isinstance(module, PLAIN):
+        elif isinstance(module, StructuredLinear) and module.spec.structure not in PLAIN:
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
@@ -39,8 +39,7 @@ def _width(module: nn.Module) -> int:
 
 def dense_weight(layer: StructuredLinear) -> Tensor:
     """The weight [o, i], differentiable."""
-    names = (*layer.spec.shapes(), *layer.spec.indices())
-    held = dict(zip(names, layer.ordered(), strict=True))
+    held = dict(zip(layer.held, layer.ordered(), strict=True))
     return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
-from blr.compressor.modeling.layers import LAYERS
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.latent import Latent, Place, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.restore import factors_of, part_of
@@ -105,7 +105,7 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
         if isinstance(plain, DenseSpec):
             module: nn.Module = nn.Linear(plain.in_features, plain.out_features, bias=False)
         else:
-            module = LAYERS[type(plain)](plain, bias=False)
+            module = StructuredLinear(plain, bias=False)
     module.load_state_dict(factors, assign=True)
     return module.requires_grad_(False)
 

@@ -1,6 +1,6 @@
 """Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
 
-The layers are those of `table.py`; large outputs may be deferred, norms, gates and rotations are one
+The layers are those of `layers.py`; large outputs may be deferred, norms, gates and rotations are one
 kernel, caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as
 CUDA graphs.
 """
@@ -19,10 +19,11 @@ from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.generation import FusedGeneration
-from blr.compressor.modeling.initial import initialize_layers
-from blr.compressor.modeling.layers import defer_large, prepare_layers
+from blr.compressor.modeling.initial import initialize_packed
+from blr.compressor.modeling.layers import defer_large, make_layer, prepare_layers
 from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel, native_name
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
@@ -33,7 +34,6 @@ from blr.compressor.modeling.splitting import (
     split_plan,
     table_plan,
 )
-from blr.compressor.modeling.table import make_layer
 
 register_attention()
 
@@ -59,7 +59,7 @@ class KernelModel(StructuredModel):
 
     def initialize_weights(self: Any) -> None:
         """As of transformers, and what the structured layers hold."""
-        initialize_layers(self)  # first: then transformers marks all layers
+        initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -102,6 +102,12 @@ class KernelModel(StructuredModel):
         freeze_parts(self)
         prepare_float8(self)
         share_siblings(self)
+
+
+def replace_layers(model: Any, entries: dict[str, dict[str, Any]]) -> None:
+    """Put layers with kernels in the place of the modules of any model that `entries` names."""
+    put_layers(model, entries, make_layer)
+    share_rows(model)
 
 
 def model_class(name: str) -> type[Any]:

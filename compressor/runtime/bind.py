@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.quantized import Packed
+from blr.compressor.modeling.packed import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
 from blr.compressor.runtime.plan import Part, Phase, Slot
 from blr.kernels.decode.gemv.reference import ACTIVATIONS

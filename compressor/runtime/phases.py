@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import Stage, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Heads, Part, Phase, Plan, Slot
-from blr.compressor.runtime.stages import kind_of, stages_of
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.layers.pivoted.places import Places

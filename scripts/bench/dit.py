@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blr.compressor.bench.timing import CpuSampler, CudaSampler, Rotation, interleave, spread
-from blr.compressor.modeling.layers import BlastLinear, LowRankLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.layers.blast import reference
 
@@ -33,7 +33,7 @@ ARMS = ("dense", "svd", "blast-torch", "blast")
 GATE = 2e-2  # relative error of one block in bfloat16
 
 
-class TorchBlast(BlastLinear):
+class TorchBlast(StructuredLinear):
     """The same layer by batched products of torch: what the paper starts from."""
 
     def forward(self, x: Any) -> Tensor:
@@ -89,9 +89,9 @@ def made(arm: str, o: int, rank: int) -> nn.Module:
     if arm == "dense":
         return random_linear(o, WIDTH)
     if arm == "svd":
-        layer: Any = LowRankLinear(LowRankSpec(WIDTH, o, rank), bias=True)
+        layer: Any = StructuredLinear(LowRankSpec(WIDTH, o, rank), bias=True)
     else:
-        kind = TorchBlast if arm == "blast-torch" else BlastLinear
+        kind = TorchBlast if arm == "blast-torch" else StructuredLinear
         layer = kind(BlastSpec(WIDTH, o, BLOCKS, rank), bias=True)
         nn.init.normal_(layer.S)
     nn.init.normal_(layer.U, std=rank**-0.5)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from blr.compressor.bench.memory.run import milliseconds
 from blr.compressor.bench.memory.track import transient_bytes
-from blr.compressor.modeling.layers import LowRankLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import VARIABLE
 
@@ -43,7 +43,7 @@ class Layers:
         self.layers = {}
         for name in names:
             sizes = (middle, width) if name == "down" else (width, middle)
-            layer = LowRankLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu")
+            layer = StructuredLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu")
             self.layers[name] = layer.to("cuda", torch.bfloat16).requires_grad_(False)
             self.layers[name].defers = name != "down"
 

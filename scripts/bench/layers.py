@@ -40,7 +40,7 @@ from blr.compressor.bench.prefilled import to_float8
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import spread
-from blr.compressor.modeling.layers import StructuredLinear, prepare_layers, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer, prepare_layers
 from blr.compressor.recipe.tuned_table import read_table, table_text
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import run as tune
@@ -252,7 +252,7 @@ def host() -> list[dict[str, Any]]:
         "monarch": MonarchSpec(512, 512, 16, 8),
         "blast": BlastSpec(512, 512, 16, 128),
     }.items():
-        kinds[name] = structured_linear(spec.to_dict(), False)
+        kinds[name] = make_layer(spec.to_dict(), False)
     rounded = {"dense": DenseSpec(512, 512), "lowrank": LowRankSpec(512, 512, 128)}
     for name, spec in rounded.items() if fp8_device(torch.device(DEVICE)) else ():
         shapes = spec.shapes().items()

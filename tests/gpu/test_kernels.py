@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blr.compressor.bench.precision import PRECISIONS, computing_in
 from blr.compressor.bench.subjects import reference_of
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.shared_input import pack_shared_input
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -100,7 +100,7 @@ def poisoned() -> Iterator[None]:
 
 def layer_of(spec: Spec, dtype: torch.dtype, device: str, bias: bool) -> StructuredLinear:
     torch.manual_seed(0)
-    layer = structured_linear(spec.to_dict(), bias)
+    layer = make_layer(spec.to_dict(), bias)
     if bias:
         torch.nn.init.normal_(layer.bias)
     return layer.to(device, dtype).requires_grad_(False)

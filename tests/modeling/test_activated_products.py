@@ -11,26 +11,26 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from blr.compressor.modeling import products
-from blr.compressor.modeling.layers import LowRankLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
 from blr.kernels.fused.activated.reference import activated as reference
 
 
 @pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> LowRankLinear:
+def layer(monkeypatch: pytest.MonkeyPatch) -> StructuredLinear:
     """Whose outputs are made where they are used, in parts of any size."""
     monkeypatch.setattr(transient, "LEAST", 5)
     monkeypatch.setenv(transient.VARIABLE, "0.0001")
     torch.manual_seed(0)
-    made = LowRankLinear(LowRankSpec(8, 8, 3), bias=True)
+    made = StructuredLinear(LowRankSpec(8, 8, 3), bias=True)
     made.defers = True
     return made
 
 
 @torch.no_grad()
 def test_they_are_applied_where_the_product_is_made(
-    layer: LowRankLinear, monkeypatch: pytest.MonkeyPatch
+    layer: StructuredLinear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one kernel, if it is a product that nobody else reads and an activation that kernels know."""
     seen: list[str] = []
@@ -57,7 +57,7 @@ def test_they_are_applied_where_the_product_is_made(
 @torch.no_grad()
 @pytest.mark.parametrize("many", [1, 10**6])
 def test_each_product_is_made_once(
-    many: int, layer: LowRankLinear, monkeypatch: pytest.MonkeyPatch
+    many: int, layer: StructuredLinear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no kernel applies the activation, too: of one part, one product with V and one with U."""
     monkeypatch.setattr(products, "MANY", many)

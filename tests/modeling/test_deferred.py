@@ -20,7 +20,7 @@ from torch.nn import functional
 from blr.compressor.bench.memory.track import transient_bytes
 from blr.compressor.modeling import chunked, settings
 from blr.compressor.modeling.deferred import Deferred
-from blr.compressor.modeling.layers import LowRankLinear, defer_large
+from blr.compressor.modeling.layers import StructuredLinear, defer_large
 from blr.compressor.modeling.products import LowRankProduct
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
@@ -161,7 +161,7 @@ def test_attention_of_projections(groups: str, ratio: int, width: int, bound: Bo
     layers = []
     for count in (heads, heads // ratio, heads // ratio):
         made = {"whole": 1, "grouped": max(count // 2, 1), "heads": count}[groups]
-        layers.append(LowRankLinear(LowRankSpec(hidden, count * width, 7, made), bias=True))
+        layers.append(StructuredLinear(LowRankSpec(hidden, count * width, 7, made), bias=True))
         nn.init.normal_(layers[-1].bias)
     model = nn.ModuleDict(
         {"0": nn.ModuleDict(dict(zip(("q_proj", "k_proj", "v_proj"), layers, strict=True)))}
@@ -277,11 +277,11 @@ def test_gradients_and_generation_are_as_ever(bound: Bound) -> None:
     assert torch.equal(*answers)
 
 
-def layer_output(bound: Bound) -> tuple[LowRankLinear, Tensor, Tensor]:
+def layer_output(bound: Bound) -> tuple[StructuredLinear, Tensor, Tensor]:
     """A layer, its input [2, 5, 8] and its deferred output [2, 5, 8]."""
     torch.manual_seed(0)
     bound("0.0001")
-    layer = LowRankLinear(LowRankSpec(8, 8, 3), bias=True)
+    layer = StructuredLinear(LowRankSpec(8, 8, 3), bias=True)
     layer.defers = True
     x = torch.randn(2, 5, 8)
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_one_can_be_read_like_any_tensor(bound: Bound) -> None:
 def test_no_tokens_have_no_outputs(bound: Bound) -> None:
     """A cache of ranks has its layers give tensors without values of any size."""
     bound("1")
-    layer = LowRankLinear(LowRankSpec(6, 8, 2), bias=True)
+    layer = StructuredLinear(LowRankSpec(6, 8, 2), bias=True)
     layer.defers = layer.always = True
     with torch.no_grad():
         found = layer(torch.zeros(0, 3, 6))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_layers import to_kernel_layout
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -19,11 +20,10 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import models
-from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import (
     StructuredLinear,
+    make_layer,
     prepare_layers,
-    structured_linear,
 )
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import (
@@ -53,7 +53,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 def layer_of(spec: Spec) -> StructuredLinear:
     torch.manual_seed(0)
-    return structured_linear(spec.to_dict(), True)
+    return make_layer(spec.to_dict(), True)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
@@ -98,7 +98,7 @@ def test_input_factors_end_on_the_features() -> None:
     """What the layouts are for: the axis that products over x read has stride 1."""
     for name in ("svd", "monarch", "blast"):
         assert layer_of(SPECS[name]).relayout_().V.stride(-2) == 1
-    assert all(f.stride(2) == 1 for f in layer_of(SPECS["ks"]).relayout_().factors)
+    assert all(f.stride(2) == 1 for f in layer_of(SPECS["ks"]).relayout_().ordered())
 
 
 @each_spec
@@ -112,7 +112,7 @@ def test_saved_tensors_are_canonical_and_contiguous(spec: Spec, tmp_path: Path) 
     for name, tensor in found.items():
         assert state[name].is_contiguous()
         assert torch.equal(tensor, expected[name])
-    other = structured_linear(spec.to_dict(), True).relayout_()
+    other = make_layer(spec.to_dict(), True).relayout_()
     other.load_state_dict(found)
     assert all(torch.equal(p, expected[n]) for n, p in other.named_parameters())
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.integrations.peft import StructuredLora
-from blr.compressor.modeling.table import Replaced
+from blr.compressor.modeling.layers import Replaced
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},

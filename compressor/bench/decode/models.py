@@ -16,9 +16,9 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.subjects import random_order
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS
@@ -194,7 +194,7 @@ def two_linears(model: Any, empty: Any) -> Any:
     an nn.Sequential of two nn.Linear."""
     dense = dict(empty.named_modules())
     for name, layer in model.named_modules():
-        if isinstance(layer, LowRankLinear):
+        if isinstance(layer, StructuredLinear) and layer.spec.structure == "svd":
             first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
             parent, _, child = name.rpartition(".")
             setattr(dense[parent], child, nn.Sequential(first, second))
