@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from blr.compressor.modeling.attention import register_attention
-from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.classes import (
     NestedMixin,
@@ -25,12 +24,16 @@ from blr.compressor.modeling.classes import (
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.fused_activation import fuse_activations
+from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.initial import initialize_layers
-from blr.compressor.modeling.layers import defer_large, prepare_layers
+from blr.compressor.modeling.layers import prepare_layers
 from blr.compressor.modeling.pairs import place_pairs
+from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
+from blr.compressor.modeling.slices import bound_blocks, bound_norms
 from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
 from blr.compressor.modeling.table import replace_layers
 from blr.kernels.fp8.reference import is_number
@@ -49,9 +52,13 @@ class StructuredModelMixin(NestedMixin):
         native: Any = super()
         if self.is_outermost:
             self._place_layers()
-            defer_large(self)
             bound_norms(self)
             fuse(self)
+            fuse_activations(self)
+            part_heads(self)
+            bound_blocks(self)
+            if caches_ranks(self.config) is not None:
+                keep_ranks(self)
         native.post_init()
         if self.is_outermost:
             self._tp_plan = dict[
