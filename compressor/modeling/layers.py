@@ -17,13 +17,9 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.chunked import by_tokens, has_tokens
-from blr.compressor.modeling.deferred import Deferred, deferred
-from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.packed import Packed, packed_factor
-from blr.compressor.modeling.products import LowRankProduct, Product
-from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Corrections, Stage, correction_of, stages_of
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
@@ -157,14 +153,13 @@ class KernelLinear(modeling_blr.StructuredLinear):
 class StructuredLinear(KernelLinear):
     """A product of factors, packed or not.
 
-    defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
-    always: whether every output is one, for a cache that holds the ranks of keys and values.
+    cached: whether a cache of keys and values asks for its ranks.
     wide: ranks with the zeros that lie behind them, and where and how the factors lay when these were
         put there; None without.
     shared: the layers of the same input that this one may be computed with (`shared_input.py`), or None.
     """
 
-    defers = always = False
+    cached = False
     wide: tuple[int, tuple[Any, ...]] | None = None
     shared: Any = None
     _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
@@ -173,28 +168,19 @@ class StructuredLinear(KernelLinear):
         super().__init__(spec, bias, exported)
         self.register_state_dict_post_hook(_contiguous_entries)
 
-    def bound(self) -> Product:
-        """The product with the factors as they are now, for parts of an output that is deferred: a
-        layer whose weights are offloaded has none later."""
-        if self.spec.structure == "svd":
-            return LowRankProduct(*self.ordered(), self.bias, self.spec.side)  # type: ignore[attr-defined]
-        compute, factors = self.kernels.product, self.ordered()
-        return Product(lambda x, bias: compute(self.spec, x, bias, *factors), self.bias)
+    @property
+    def has_ranks(self) -> bool:
+        """Whether it answers a `RankRequest`: whole in this process, each rank of all its inputs."""
+        ranked = self.spec.structure == "svd" and self.entry.get("side", "out") == "out"
+        return ranked and not self._hf_quantized_needs_local_tp
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
+        """[..., o] of a tensor; of a `RankRequest` its ranks and the step that follows."""
+        if isinstance(x, RankRequest):
+            return in_ranks(x.x, self.U, self.V, self.bias)
         if self.shared is not None and (y := self.shared.take(self, x)) is not None:
             return y
-        if isinstance(x, Deferred):
-            if self.defers and has_tokens(x.node):
-                return Deferred(Chained(x.node, self.bound(), self.out_features))
-            y = by_tokens(x.node, self.out_features, lambda part, _: self.product(part, self.bias))
-            return self.product(x, self.bias) if y is NotImplemented else y
-        if self.defers and (later := self._later(x)) is not None:
-            return later
         return self.product(x, self.bias)
-
-    def _later(self, x: Tensor) -> Deferred | None:
-        return deferred(x, self.out_features, self.bound, self.always)
 
     def ordered(self) -> list[Tensor]:
         if self.packing is None and not self.exported:  # as they are stored: the way of every token
@@ -320,28 +306,9 @@ PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"),
     *("c_attn", "qkv_proj", "qkv", "query_key_value"),
 }
-CACHED = {"k_proj", "v_proj", "key", "value", "c_attn"}
 
 
 after_import("torch._inductor.lowering", add_decompositions)
-
-
-def defer_large(model: nn.Module) -> None:
-    """Let the layers of blocks that make attention's inputs or an MLP's middle give tensors that are
-    made where they are used: those named as such projections, and those that widen. So do those that a
-    LayerNorm beside them takes the output of, with the residual added."""
-    modules = dict(model.named_modules())
-    for name, layer in modules.items():
-        parent, _, child = name.rpartition(".")
-        if not isinstance(layer, StructuredLinear) or hasattr(modules[parent], "spec"):
-            continue  # the latter is part of a layer
-        if any(part.isdecimal() for part in parent.split(".")):
-            wide = 2 * layer.out_features >= 3 * layer.in_features
-            normed = child == "dense" and isinstance(
-                getattr(modules[parent], "LayerNorm", None), nn.LayerNorm
-            )
-            layer.always = child in CACHED and caches_ranks(getattr(model, "config", None)) is not None
-            layer.defers = child in PROJECTIONS or wide or normed
 
 
 def prepare_layers(model: nn.Module) -> None:

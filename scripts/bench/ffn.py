@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from graphs import captured
 from published import ffn
-from torch.nn import functional
+from torch import nn
 
 from blr.compressor.bench.memory.run import milliseconds
 from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.modeling.fused_activation import fuse_activations
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.slices import bound_mlp
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import VARIABLE
 
@@ -34,38 +36,41 @@ LIMIT = 3e-2
 BOUNDS = (32, 64, 128)
 
 
-class Layers:
+class Mlp(nn.Module):
     """Of one case; `run` by an arm's name."""
 
     def __init__(self, activation: str, width: int, middle: int, rank: int) -> None:
+        super().__init__()
         self.activation = activation
-        names = ("up", "gate", "down") if activation == "silu" else ("up", "down")
-        self.layers = {}
-        for name in names:
+        self.act = nn.SiLU() if activation == "silu" else nn.GELU()
+        for name in ("up", "gate", "down") if activation == "silu" else ("up", "down"):
             sizes = (middle, width) if name == "down" else (width, middle)
-            layer = StructuredLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu")
-            self.layers[name] = layer.to("cuda", torch.bfloat16).requires_grad_(False)
-            self.layers[name].defers = name != "down"
+            self.add_module(name, StructuredLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu"))
+        self.to("cuda", torch.bfloat16).requires_grad_(False)
+        fuse_activations(self)
+        bound_mlp(self)
+
+    def forward(self, x: Any) -> Any:
+        if "gate" in self._modules:
+            return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self.act(self.up(x)))
 
     def run(self, arm: str, x: Any) -> Any:
-        """The layer's result for x [1, n, i]."""
+        """The result for x [1, n, i]."""
         if arm in ffn.FORMS:
-            made = {n: ffn.Factors(f.U, f.V, f.bias) for n, f in self.layers.items()}
+            layers = {n: f for n, f in self.named_children() if n != "act"}
+            made = {n: ffn.Factors(f.U, f.V, f.bias) for n, f in layers.items()}
             return ffn.FORMS[arm](x[0], made["up"], made["down"], self.activation, made.get("gate"))[
                 None
             ]
         os.environ[VARIABLE] = "off" if arm == "unfused" else arm.partition("-")[2]
-        act = getattr(functional, self.activation)
-        up = self.layers["up"](x)
-        if "gate" in self.layers:
-            return self.layers["down"](act(self.layers["gate"](x)) * up)
-        return self.layers["down"](act(up))
+        return self(x)
 
 
 def case(activation: str, n: int, width: int, middle: int, rank: int) -> list[dict[str, Any]]:
     """All arms of one case."""
     device = torch.device("cuda", 0)
-    layers, x = Layers(activation, width, middle, rank), torch.randn(1, n, width, device=device)
+    layers, x = Mlp(activation, width, middle, rank), torch.randn(1, n, width, device=device)
     x, rows = x.bfloat16(), []
     truth = layers.run("unfused", x).float()
     for arm in ("unfused", *(f"ours-{mib}" for mib in BOUNDS), *ffn.FORMS):

@@ -40,7 +40,7 @@ from blr.compressor.bench.prefilled import to_float8
 from blr.compressor.bench.runner import Runner
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import spread
-from blr.compressor.modeling.layers import StructuredLinear, make_layer, prepare_layers
+from blr.compressor.modeling.layers import make_layer, prepare_layers
 from blr.compressor.recipe.tuned_table import read_table, table_text
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.compressor.tune import run as tune
@@ -265,8 +265,6 @@ def host() -> list[dict[str, Any]]:
         with torch.no_grad():
             for name, layer in kinds.items():
                 layer.to(DEVICE, HALF.dtype).requires_grad_(False)
-                if isinstance(layer, StructuredLinear):
-                    layer.defers = True  # as q, k, v, gate and up do inside a model
                 found[name] = best_time(layer, x)
         ratio = "  ".join(f"{k} {v:.1f} ({v / found['linear']:.2f}x)" for k, v in found.items())
         print(f"host n={n}: {ratio}", flush=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.slices import bound_norms
 
 pytestmark = pytest.mark.fast
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

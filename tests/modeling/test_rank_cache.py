@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.base.errors import UsageError
-from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Source
-from blr.compressor.modeling.layers import defer_large
+from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
-from blr.compressor.modeling.rank_store import again
 from blr.compressor.structures.cached import KV_CACHES
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
@@ -35,7 +33,7 @@ def caching(name: str, spec: Any, kind: str | None, **changes: Any) -> Any:
     """The model with a cache of ranks."""
     model = structured_model(name, spec, **changes)
     model.config.blr["kv_cache"] = kind
-    defer_large(model)
+    keep_ranks(model)
     return model
 
 
@@ -198,18 +196,6 @@ def test_a_cache_goes_on_from_a_copy_and_from_a_file(kind: str) -> None:
     assert all(torch.equal(logits, expected) for logits in found)
 
 
-def test_a_token_makes_no_more_nodes_than_its_keys_are_made_of() -> None:
-    """Norms and rotations read what is before them more than once: as a tree of readers keys of Qwen 3
-    were thousands of nodes, made again for every token."""
-    node: Node = Heads(Source(torch.ones(1, 1, 4), None, 4), 2, 2)
-    for _ in range(12):
-        node = Replayed(torch.add, ((node, node), {}), Like(node.shape, node.dtype), node.labels)
-    leaf = Source(torch.ones(1, 3, 4), None, 4)
-    made = again(node, leaf, lambda tensor, dim, rows: tensor)
-    assert made.shape == (1, 3, 2, 2) and made.sources == {leaf}
-    assert len(leaf.dependents) == 14  # itself, heads and twelve sums
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "held"), [(None, 32 * 4), ("int4", 8 + 24 // 2 + 2 * 4)])
 def test_compressed_for_its_cache(tiny: Path, tmp_path: Path, kind: str | None, held: int) -> None:
@@ -228,7 +214,7 @@ def test_compressed_for_its_cache(tiny: Path, tmp_path: Path, kind: str | None, 
     assert found.past_key_values.nbytes == config.num_hidden_layers * (5 + 23) * 2 * held
     if kind is None:
         model.config.blr["kv_cache"] = None
-        defer_large(model)
+        keep_ranks(model)
         assert torch.equal(model.generate(ids, **options), found.sequences)
     outside = tokens_without_blr({"out": output}, ids[0].tolist(), tmp_path / "scratch")
     assert list(outside.values()) == [found.sequences[0].tolist()]

@@ -9,6 +9,7 @@ blocks of transformers hold around them: input, residual, result, and what an ac
 from __future__ import annotations
 
 from blr.compressor.bench.memory.models import Subject, rank_spec
+from blr.compressor.modeling.slices import BESIDE
 
 DENSE, NAIVE, WHOLE, OURS, FLASHSVD = "dense", "naive", "whole", "ours", "flashsvd"
 
@@ -35,6 +36,11 @@ def predicted(
     attention = int(result * (share + (2 if subject.gated else 0)))
     ffn = tokens * itemsize * inner * (3 if subject.gated else 2)
     norm = 2 * width * tokens * 4 if subject.gated else 3 * result
+    if arm == OURS and batch > 1:  # blocks of some sequences, MLPs in them of some tokens
+        taken = BESIDE * result + attention
+        share = min(max(bound / taken, 1 / batch), 1)
+        middle = min(share * ffn, bound)
+        return 2 * result + int(max(share * taken, share * BESIDE * result + middle))
     if arm == OURS:
         ranks = 3 * length * itemsize * rank if attention > bound * batch else 0
         chunk = [min(whole, bound) for whole in (attention, ffn, norm)]

@@ -10,7 +10,7 @@ algorithms 2 and 3. With ``h = x V₁`` of rank r₁ and the middle ``y = φ(h U
           stay on the chip, so nothing is made twice; all factors are read once for so few tokens.
 
 Gated layers have two first factors, ``y = φ(gate) ⊙ up``. No table picks them: chunks of tokens over
-the vendor's products (`modeling/chunked.py`) bound the same memory and make nothing twice.
+the vendor's products (`modeling/slices.py`) bound the same memory and make nothing twice.
 `scripts/bench/ffn.py` says when each wins.
 """
 
