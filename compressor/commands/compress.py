@@ -28,11 +28,12 @@ from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storage_choice import what_became
+from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.destination import check_apart
 from blr.compressor.workspace.fingerprint import headers_digest, versions
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES, assign_shards
+from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -42,32 +43,6 @@ if TYPE_CHECKING:
     from blr.compressor.output.produce import Written
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is not part of the recipe: where and how to run.
-
-    `source_name` and `revision` are recorded in the output; `device` is a torch device name or
-    "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
-    bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    `heal` are minutes of training after it; `force` writes what loses over a nat a token, too; the rest
-    is as on the command line.
-    """
-
-    source_name: str
-    revision: str | None = None
-    device: str = "auto"
-    threads: int | None = None
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    calibration: str | None = None
-    offline: bool = False
-    check: bool = True
-    heal: float | None = None
-    force: bool = False
 
 
 @dataclass

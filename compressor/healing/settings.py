@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
+from blr.compressor.recipe.option import Option, check_limits
+from blr.compressor.recipe.run_settings import DEVICE, RunSettings
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -21,62 +22,114 @@ HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the d
 VARY = 0.2  # of the tokens where a text is read for the fourth time and on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
-    *("force", "fsdp", "micro", "track"),
+    *("force", "fsdp", "micro", "track", "threads"),
 )
 
 
 @dataclass(frozen=True)
-class HealOptions:
-    """What the command line says.
+class HealOptions(RunSettings):
+    """What `blr heal` is asked for. Fields with an `Option` say by it what they are; beside that:
 
-    Exactly one of `minutes`, `epochs` (of the user's text, or of the own text where that is all) and
-    `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
-    share of every batch is `mix`; `vary` is the share of tokens that are others where a text is read
-    for the fourth time and on (None: `VARY` under the loss kl). `rate` is relative to a tensor's root
-    mean square; `batch` and `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and
-    `hidden` shape the loss (None: blocks' outputs count `HIDDEN` beside kl, 1 for encoders); `lora` is
-    the rank of additions that are trained in place of factors; `fsdp` shares the model out over
-    processes (None: where it must), of which each takes `micro` windows a pass (None: what fits);
-    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best;
-    `force` goes on with a teacher that does not fit, and writes a result that loses over one nat.
+    Attributes:
+        teacher_name: of the dense model; recorded in the output.
+        minutes, epochs, steps: exactly one is set once checked; epochs are of the user's text, or of the
+            own text where that is all.
+        micro: windows that a process takes a pass; None what fits.
     """
 
-    source_name: str
     teacher_name: str = ""
-    revision: str | None = None
-    data: tuple[str, ...] = ()
-    mix: float | None = None
-    own_tokens: int | None = None
-    vary: float | None = None
-    loss: str = "kl"
-    top_k: int | None = None
-    hidden: float | None = None
-    train: tuple[str, ...] = KINDS[:3]
-    lora: int | None = None
-    minutes: float | None = None
-    epochs: float | None = None
-    steps: int | None = None
-    rate: float = 0.003
-    warmup: float = 0.05
-    clip: float = 1.0
-    batch: int | None = None
-    window: int = 512
-    patience: int | None = None
-    checkpointing: bool | None = None
-    compile: bool = False
-    fsdp: bool | None = None
+    data: Annotated[
+        tuple[str, ...],
+        Option(
+            "Text, .jsonl or data set, repeatable; self: the teacher's own text.",
+            SELF,
+            ("--text", "--data"),
+        ),
+    ] = ()
+    mix: Annotated[
+        float | None, Option("Share of the teacher's own text beside yours.", f"{MIX:.2f}")
+    ] = None
+    own_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens of own text to write.",
+            "by the budget, at most 16777216 on a GPU, 65536 on a CPU",
+            least=1,
+        ),
+    ] = None
+    vary: Annotated[
+        float | None,
+        Option(
+            "Share of tokens replaced where a text is read for the fourth time and on, lest it be "
+            "learnt by heart.",
+            f"{VARY:g}; 0 for --loss lm and encoders",
+        ),
+    ] = None
+    minutes: Annotated[float | None, Option("Minutes of training.", f"{MINUTES:g}")] = None
+    epochs: Annotated[float | None, Option("Passes over the text instead.")] = None
+    steps: Annotated[int | None, Option("Steps instead.")] = None
+    rate: Annotated[
+        float,
+        Option("Rate a step, relative to the root mean square of each tensor.", names=("--lr",)),
+    ] = 0.003
+    batch: Annotated[
+        int | None,
+        Option("Tokens a step, of all processes.", "64 windows on a GPU, 8 on a CPU", least=1),
+    ] = None
+    window: Annotated[int, Option("Tokens a window.", least=8)] = 512
+    loss: Annotated[str, Option("kl: distance from the teacher's answers; lm: loss on the text.")] = "kl"
+    top_k: Annotated[
+        int | None, Option("Compare only the teacher's K likeliest tokens.", "all", least=1)
+    ] = None
+    hidden: Annotated[
+        float | None,
+        Option(
+            "Weight of the distance between the blocks' outputs.",
+            f"{HIDDEN:g}; 1 for encoders, 0 with --loss lm",
+            least=0.0,
+        ),
+    ] = None
+    train: Annotated[
+        tuple[str, ...], Option(f"Some of {', '.join(KINDS)}.", typed=",".join(KINDS[:3]))
+    ] = KINDS[:3]
+    lora: Annotated[
+        int | None,
+        Option(
+            "Train additions of this rank to every layer, merged in the end, not factors.",
+            "factors",
+            least=1,
+        ),
+    ] = None
+    warmup: Annotated[
+        float, Option("Share of the run in which the rate rises.", least=0.0, most=0.9)
+    ] = 0.05
+    clip: Annotated[float, Option("Largest norm of the gradient.")] = 1.0
+    patience: Annotated[
+        int | None, Option("Stop after so many tenths of the run without a new best.", least=1)
+    ] = None
+    checkpointing: Annotated[
+        bool | None,
+        Option("Less memory: keep only the inputs of the blocks.", "where it would not fit a GPU"),
+    ] = None
+    compile: Annotated[bool, Option("torch.compile blocks and loss.")] = False
+    fsdp: Annotated[
+        bool | None,
+        Option(
+            "Share both models out over the processes (FSDP2), so that none holds all.",
+            "where they would not fit a GPU",
+        ),
+    ] = None
     micro: int | None = None
-    track: str | None = None
-    seed: int = 0
-    device: str = "auto"
-    save_minutes: float = 5.0
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    offline: bool = False
-    check: bool = True
-    force: bool = False
+    track: Annotated[
+        str | None, Option("Also log to tensorboard, wandb or another of accelerate's.", "none")
+    ] = None
+    save_minutes: Annotated[float, Option("Minutes between saved states.", least=0.0)] = 5.0
+    seed: Annotated[int, Option("Seed of own text and of the order of windows.")] = 0
+    device: Annotated[str, DEVICE] = "auto"
+    force: Annotated[
+        bool,
+        Option("Go on with a teacher that does not fit, and write a result that loses over one nat."),
+    ] = False
 
     @property
     def files(self) -> list[str]:
@@ -97,10 +150,6 @@ class HealOptions:
         """What is trained, in words, where that is parameters of these `kinds` beside additions."""
         return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
 
-    def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
-        """The same for checkpoints found under other names."""
-        return replace(self, source_name=name, revision=revision, teacher_name=teacher)
-
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on."""
         kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
@@ -109,6 +158,7 @@ class HealOptions:
 
 def check_options(options: HealOptions) -> HealOptions:
     """`options` with one budget and the share of own text filled in. Raises UsageError."""
+    check_limits(options)
     budgets = [options.minutes, options.epochs, options.steps]
     if sum(budget is not None for budget in budgets) > 1:
         raise UsageError("give one of --minutes, --epochs and --steps, not several")
