@@ -25,6 +25,7 @@ LAZY = {
     ("modeling", "integrations.peft"),
 }
 LAZY |= {("modeling.diffusion", "loading.vendor")}
+LAZY |= {("__init__", "commands.api"), ("__init__", "modeling")}  # the public names
 pytestmark = pytest.mark.fast
 
 

@@ -15,8 +15,8 @@ from blr.compressor.modeling.after_import import after_import
 
 GUARD = "for_native_classes"
 REMEDY = (
-    "load it by AutoModelForCausalLM or the Auto class of its task, after 'import "
-    "blr.compressor.modeling' or with trust_remote_code=True"
+    "load it by AutoModelForCausalLM or the Auto class of its task, after blr.compressor.register() or "
+    "with trust_remote_code=True"
 )
 
 
