@@ -26,7 +26,7 @@ def taking(*groups: Iterable[inspect.Parameter]) -> Callable[[Command], Command]
     return decorated
 
 
-def options_of(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
+def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
     """The parameters of another command, so that a line typed for one is taken by both; those `hidden`
     are not in the help."""
     found = inspect.signature(command, eval_str=True).parameters.values()

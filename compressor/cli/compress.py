@@ -29,9 +29,7 @@ from blr.compressor.recipe.run_settings import CompressSettings
 OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --effort says them
 
 
-@taking(
-    recipe_options(first=("method", "cf", "rank"), hidden=OF_EFFORT), setting_options(CompressSettings)
-)
+@taking(recipe_options(hidden=OF_EFFORT), setting_options(CompressSettings))
 def compress(
     model: Model,
     output: Annotated[

@@ -13,9 +13,8 @@ from blr.compressor.base.quoting import printable_all
 from blr.compressor.cli import values
 from blr.compressor.cli.from_fields import typed
 from blr.compressor.output.loss_messages import told
-from blr.compressor.recipe.eval_settings import TRUST, VERIFY, WINDOW
-from blr.compressor.recipe.option import option_fields
-from blr.compressor.recipe.run_settings import DEVICE, OFFLINE, RESTART, REVISION, THREADS
+from blr.compressor.recipe.eval_settings import EvalSettings
+from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
 
 
@@ -41,8 +40,8 @@ OutputFolder = Annotated[
     Path, typer.Option("--output", "-o", callback=values.place, help="Folder to write.")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or one JSON object.")]
-Device = Annotated[str, typed(DEVICE, callback=values.device)]
-Threads = Annotated[int | None, typed(THREADS)]
+Device = Annotated[str, typed(EvalSettings, "device")]
+Threads = Annotated[int | None, typed(EvalSettings, "threads")]
 Gpus = Annotated[
     int | None,
     typer.Option(
@@ -52,14 +51,14 @@ Gpus = Annotated[
         show_default="1",
     ),
 ]
-EvalWindow = Annotated[int | None, typed(WINDOW, callback=values.count)]
+EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
-Verify = Annotated[bool, typed(VERIFY, "--verify/--no-verify")]
-Offline = Annotated[bool, typed(OFFLINE, "--offline")]
-Trust = Annotated[bool, typed(TRUST, "--trust-remote-code")]
-Revision = Annotated[str | None, typed(REVISION)]
-Restart = Annotated[bool, typed(RESTART, "--restart")]
-Blocks = Annotated[int | None, typed(option_fields(Recipe)["blocks"][1])]
+Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]
+Offline = Annotated[bool, typed(RunSettings, "offline", "--offline")]
+Trust = Annotated[bool, typed(EvalSettings, "trust_remote_code", "--trust-remote-code")]
+Revision = Annotated[str | None, typed(RunSettings, "revision")]
+Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
+Blocks = Annotated[int | None, typed(Recipe, "blocks")]
 
 
 def check_text(found: dict[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.asked import options_of, taking
+from blr.compressor.cli.asked import command_options, taking
 from blr.compressor.cli.compress import compress
 from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
 
@@ -17,7 +17,7 @@ NO_USE = (  # options of how compress runs, which change no plan
 )
 
 
-@taking(options_of(compress, hidden=NO_USE))
+@taking(command_options(compress, hidden=NO_USE))
 def plan(
     model: Annotated[
         str,

@@ -23,12 +23,11 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.healing.settings import checked_minutes
-from blr.compressor.recipe.option import HERE
 
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common
     *("samples", "seq_len", "mix", "refit", "finish", "rounds"),
-    *("blocks", "group", "include", "exclude"),
+    *("blocks", "group", "include", "exclude", "gpu"),
 )
 
 
@@ -90,9 +89,6 @@ def sweep(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep every checkpoint, not its figures.")
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU that speed is predicted for.", show_default=HERE)
-    ] = None,
     device: Device = "auto",
     restart: Restart = False,
     offline: Offline = False,
@@ -111,6 +107,7 @@ def sweep(
     from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.text.reading import check_text
 
+    gpu = common.pop("gpu")
     common = {name: value for name, value in common.items() if value not in (None, [])}
     lines = () if plain == NONE else listed("--plain", plain)
     sizes = (

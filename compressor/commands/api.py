@@ -125,7 +125,7 @@ def heal(
     else:
         dense = resolve_model(str(teacher), offline=options.offline)
     progress.loading()
-    from blr.compressor.healing.run import heal_folder
+    from blr.compressor.commands.heal import heal as heal_folder
 
     options = replace(options.named(found.name, found.revision), teacher_name=dense.name)
     return heal_folder(found.folder, dense.folder, progress.output, options, progress)

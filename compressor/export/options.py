@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 from blr.compressor.base.dtypes import DTYPES
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.packages import check_packages
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.option import HERE, Option
 from blr.compressor.recipe.run_settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
@@ -31,46 +29,33 @@ DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache 
 
 @dataclass(frozen=True)
 class ExportOptions(RunSettings):
-    """What `blr export` is asked for; each field's `Option` says what it is."""
+    """What `blr export` is asked for. `quantize` leaves the output head, which has a kind of its own.
 
-    kind: Annotated[
-        str,
-        Option(
-            "folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; dense: the "
-            "ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers as two "
-            "linear ones each, for tools that look for those.",
-            names=("--as",),
-        ),
-    ] = KINDS[0]
-    gpu: Annotated[str | None, Option("The GPU it is for, a name in configs/gpus.yaml.", HERE)] = None
-    batch: Annotated[int, Option("Sequences decoded at once, at most: 1 to 16.")] = 1
-    context: Annotated[
-        int | None,
-        Option("Tokens of prompt and answer.", f"the model's maximum, {DEFAULT_CONTEXT} at most"),
-    ] = None
-    dtype: Annotated[str | None, Option("bfloat16, float16 or float32.", "as stored")] = None
-    quantize: Annotated[
-        str | None, Option("int8 or int4: weights in groups of 128, activations as before.")
-    ] = None
-    quantize_head: Annotated[
-        str | None,
-        Option(
-            "int8, int4 or none: the output head of a causal language model, with or without "
-            "--quantize; a head tied to the embedding gets weights of its own.",
-            NONE,
-        ),
-    ] = None
-    kv_quantize: Annotated[
-        str | None,
-        Option(
-            "int8 or none: keys and values that the runtime keeps; int8 is half the memory.",
-            "as the checkpoint's cache",
-        ),
-    ] = None
-    text: Annotated[
-        Path | None,
-        Option("Text on which the loss of a decoder is measured.", "what a small model writes itself"),
-    ] = None
+    Options:
+        kind (--as): folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; dense:
+            the ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers as two
+            linear ones each, for tools that look for those.
+        gpu: The GPU it is for, a name in configs/gpus.yaml. [this machine's, else h200]
+        batch: Sequences decoded at once, at most: 1 to 16.
+        context: Tokens of prompt and answer. [the model's maximum, 8192 at most]
+        dtype: bfloat16, float16 or float32. [as stored]
+        quantize: int8 or int4: weights in groups of 128, activations as before.
+        quantize_head: int8, int4 or none: the output head of a causal language model, with or without
+            --quantize; a head tied to the embedding gets weights of its own. [none]
+        kv_quantize: int8 or none: keys and values that the runtime keeps; int8 is half the memory.
+            [as the checkpoint's cache]
+        text: Text on which the loss of a decoder is measured. [what a small model writes itself]
+    """
+
+    kind: str = KINDS[0]
+    gpu: str | None = None
+    batch: int = 1
+    context: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    quantize_head: str | None = None
+    kv_quantize: str | None = None
+    text: Path | None = None
 
     @property
     def target(self) -> str:

@@ -16,7 +16,7 @@ from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.export.dense import dense_config, transposed_modules
-from blr.compressor.export.job import Job
+from blr.compressor.export.job import ExportRun
 from blr.compressor.export.options import ExportOptions
 from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.export.plan import ExportPlan
@@ -44,7 +44,7 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 """
 
 
-class PlainJob(Job):
+class PlainExport(ExportRun):
     """An export in which every layer is linear, or two linear ones."""
 
     def _small_files(self) -> dict[str, bytes | Path]:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.recipe.option import Option, check_limits
-from blr.compressor.recipe.run_settings import DEVICE, RunSettings
+from blr.compressor.recipe.option import Limits, check_limits
+from blr.compressor.recipe.run_settings import RunSettings
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -26,110 +26,79 @@ NOT_IN_FINGERPRINT = (
 )
 
 
+Count = Annotated[int, Limits(1)]
+
+
 @dataclass(frozen=True)
 class HealOptions(RunSettings):
-    """What `blr heal` is asked for. Fields with an `Option` say by it what they are; beside that:
+    """What `blr heal` is asked for.
 
     Attributes:
         teacher_name: of the dense model; recorded in the output.
         minutes, epochs, steps: exactly one is set once checked; epochs are of the user's text, or of the
             own text where that is all.
         micro: windows that a process takes a pass; None what fits.
+
+    Options:
+        data (--text, --data): Text, .jsonl or data set, repeatable; self: the teacher's own text. [self]
+        mix: Share of the teacher's own text beside yours. [0.67]
+        own_tokens: Tokens of own text to write.
+            [by the budget, at most 16777216 on a GPU, 65536 on a CPU]
+        vary: Share of tokens replaced where a text is read for the fourth time and on, lest it be learnt
+            by heart. [0.2; 0 for --loss lm and encoders]
+        minutes: Minutes of training. [3]
+        epochs: Passes over the text instead.
+        steps: Steps instead.
+        rate (--lr): Rate a step, relative to the root mean square of each tensor.
+        batch: Tokens a step, of all processes. [64 windows on a GPU, 8 on a CPU]
+        window: Tokens a window.
+        loss: kl: distance from the teacher's answers; lm: loss on the text.
+        top_k: Compare only the teacher's K likeliest tokens. [all]
+        hidden: Weight of the distance between the blocks' outputs.
+            [4; 1 for encoders, 0 with --loss lm]
+        train: Some of factors, norms, biases, dense, embeddings, head.
+        lora: Train additions of this rank to every layer, merged in the end, not factors. [factors]
+        warmup: Share of the run in which the rate rises.
+        clip: Largest norm of the gradient.
+        patience: Stop after so many tenths of the run without a new best.
+        checkpointing: Less memory: keep only the inputs of the blocks. [where it would not fit a GPU]
+        compile: torch.compile blocks and loss.
+        fsdp: Share both models out over the processes (FSDP2), so that none holds all.
+            [where they would not fit a GPU]
+        track: Also log to tensorboard, wandb or another of accelerate's. [none]
+        save_minutes: Minutes between saved states.
+        seed: Seed of own text and of the order of windows.
+        device: auto, cpu, cuda or cuda:N.
+        force: Go on with a teacher that does not fit, and write a result that loses over one nat.
     """
 
     teacher_name: str = ""
-    data: Annotated[
-        tuple[str, ...],
-        Option(
-            "Text, .jsonl or data set, repeatable; self: the teacher's own text.",
-            SELF,
-            ("--text", "--data"),
-        ),
-    ] = ()
-    mix: Annotated[
-        float | None, Option("Share of the teacher's own text beside yours.", f"{MIX:.2f}")
-    ] = None
-    own_tokens: Annotated[
-        int | None,
-        Option(
-            "Tokens of own text to write.",
-            "by the budget, at most 16777216 on a GPU, 65536 on a CPU",
-            least=1,
-        ),
-    ] = None
-    vary: Annotated[
-        float | None,
-        Option(
-            "Share of tokens replaced where a text is read for the fourth time and on, lest it be "
-            "learnt by heart.",
-            f"{VARY:g}; 0 for --loss lm and encoders",
-        ),
-    ] = None
-    minutes: Annotated[float | None, Option("Minutes of training.", f"{MINUTES:g}")] = None
-    epochs: Annotated[float | None, Option("Passes over the text instead.")] = None
-    steps: Annotated[int | None, Option("Steps instead.")] = None
-    rate: Annotated[
-        float,
-        Option("Rate a step, relative to the root mean square of each tensor.", names=("--lr",)),
-    ] = 0.003
-    batch: Annotated[
-        int | None,
-        Option("Tokens a step, of all processes.", "64 windows on a GPU, 8 on a CPU", least=1),
-    ] = None
-    window: Annotated[int, Option("Tokens a window.", least=8)] = 512
-    loss: Annotated[str, Option("kl: distance from the teacher's answers; lm: loss on the text.")] = "kl"
-    top_k: Annotated[
-        int | None, Option("Compare only the teacher's K likeliest tokens.", "all", least=1)
-    ] = None
-    hidden: Annotated[
-        float | None,
-        Option(
-            "Weight of the distance between the blocks' outputs.",
-            f"{HIDDEN:g}; 1 for encoders, 0 with --loss lm",
-            least=0.0,
-        ),
-    ] = None
-    train: Annotated[
-        tuple[str, ...], Option(f"Some of {', '.join(KINDS)}.", typed=",".join(KINDS[:3]))
-    ] = KINDS[:3]
-    lora: Annotated[
-        int | None,
-        Option(
-            "Train additions of this rank to every layer, merged in the end, not factors.",
-            "factors",
-            least=1,
-        ),
-    ] = None
-    warmup: Annotated[
-        float, Option("Share of the run in which the rate rises.", least=0.0, most=0.9)
-    ] = 0.05
-    clip: Annotated[float, Option("Largest norm of the gradient.")] = 1.0
-    patience: Annotated[
-        int | None, Option("Stop after so many tenths of the run without a new best.", least=1)
-    ] = None
-    checkpointing: Annotated[
-        bool | None,
-        Option("Less memory: keep only the inputs of the blocks.", "where it would not fit a GPU"),
-    ] = None
-    compile: Annotated[bool, Option("torch.compile blocks and loss.")] = False
-    fsdp: Annotated[
-        bool | None,
-        Option(
-            "Share both models out over the processes (FSDP2), so that none holds all.",
-            "where they would not fit a GPU",
-        ),
-    ] = None
+    data: tuple[str, ...] = ()
+    mix: float | None = None
+    own_tokens: Count | None = None
+    vary: float | None = None
+    minutes: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    rate: float = 0.003
+    batch: Count | None = None
+    window: Annotated[int, Limits(8)] = 512
+    loss: str = "kl"
+    top_k: Count | None = None
+    hidden: Annotated[float, Limits(0)] | None = None
+    train: tuple[str, ...] = KINDS[:3]
+    lora: Count | None = None
+    warmup: Annotated[float, Limits(0, 0.9)] = 0.05
+    clip: float = 1.0
+    patience: Count | None = None
+    checkpointing: bool | None = None
+    compile: bool = False
+    fsdp: bool | None = None
     micro: int | None = None
-    track: Annotated[
-        str | None, Option("Also log to tensorboard, wandb or another of accelerate's.", "none")
-    ] = None
-    save_minutes: Annotated[float, Option("Minutes between saved states.", least=0.0)] = 5.0
-    seed: Annotated[int, Option("Seed of own text and of the order of windows.")] = 0
-    device: Annotated[str, DEVICE] = "auto"
-    force: Annotated[
-        bool,
-        Option("Go on with a teacher that does not fit, and write a result that loses over one nat."),
-    ] = False
+    track: str | None = None
+    save_minutes: Annotated[float, Limits(0)] = 5.0
+    seed: int = 0
+    device: str = "auto"
 
     @property
     def files(self) -> list[str]:

@@ -8,45 +8,54 @@ from typing import Annotated
 
 from blr.compressor.base.dtypes import COMPUTED
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.option import Option, check_limits
-from blr.compressor.recipe.run_settings import DEVICE, OFFLINE, THREADS
+from blr.compressor.recipe.option import Limits, check_limits
 
 USUAL_WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
-WINDOW = Option("Tokens a window of the texts.", f"{USUAL_WINDOW}, or the model's most", least=2)
-VERIFY = Option("Hash what is read of an output of blr, against its manifest.")
-TRUST = Option("Run modeling code found in the checkpoint.")
+Count = Annotated[int, Limits(1)]
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """Texts, pairs or tasks, and how a model is judged by them. Each field's `Option` says more."""
+    """Texts, pairs or tasks, and how a model is judged by them.
 
-    text: Annotated[
-        tuple[Path, ...],
-        Option("Text file or .jsonl: perplexity of a decoder on it; repeatable."),
-    ] = ()
-    sts: Annotated[
-        Path | None, Option("CSV of sentence pairs and scores: Spearman of an encoder on it.")
-    ] = None
-    tasks: Annotated[
-        str | None, Option("Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).")
-    ] = None
-    tasks_path: Annotated[Path | None, Option("Folder of more task files (YAML).")] = None
-    shots: Annotated[
-        int | None, Option("Examples in a task's prompt.", "as the task says", least=0, most=1024)
-    ] = None
-    limit: Annotated[int | None, Option("Documents a task at most.", least=1)] = None
-    window: Annotated[int | None, WINDOW] = None
-    stride: Annotated[int | None, Option("Tokens between windows.", "the window", least=1)] = None
-    max_tokens: Annotated[int | None, Option("Only the first tokens.", least=2)] = None
-    skip_tokens: Annotated[int | None, Option("Not the first tokens.", "read them all", least=0)] = None
-    batch: Annotated[int, Option("Windows or sentences at once.", least=1)] = 8
-    dtype: Annotated[str, Option("Dtype to compute in.")] = "float32"
-    device: Annotated[str, DEVICE] = "auto"
-    threads: Annotated[int | None, THREADS] = None
-    trust_remote_code: Annotated[bool, TRUST] = False
-    verify: Annotated[bool, VERIFY] = True
-    offline: Annotated[bool, OFFLINE] = False
+    Options:
+        text: Text file or .jsonl: perplexity of a decoder on it; repeatable.
+        sts: CSV of sentence pairs and scores: Spearman of an encoder on it.
+        tasks: Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
+        tasks_path: Folder of more task files (YAML).
+        shots: Examples in a task's prompt. [as the task says]
+        limit: Documents a task at most.
+        window: Tokens a window of the texts. [512, or the model's most]
+        stride: Tokens between windows. [the window]
+        max_tokens: Only the first tokens.
+        skip_tokens: Not the first tokens. [read them all]
+        batch: Windows or sentences at once.
+        dtype: Dtype to compute in.
+        device: auto, cpu, cuda or cuda:N.
+        threads: CPU threads to compute with.
+            [OMP_NUM_THREADS, or the cores that affinity and quota leave]
+        trust_remote_code: Run modeling code found in the checkpoint.
+        verify: Hash what is read of an output of blr, against its manifest.
+        offline: Never open a socket.
+    """
+
+    text: tuple[Path, ...] = ()
+    sts: Path | None = None
+    tasks: str | None = None
+    tasks_path: Path | None = None
+    shots: Annotated[int, Limits(0, 1024)] | None = None
+    limit: Count | None = None
+    window: Annotated[int, Limits(2)] | None = None
+    stride: Count | None = None
+    max_tokens: Annotated[int, Limits(2)] | None = None
+    skip_tokens: Annotated[int, Limits(0)] | None = None
+    batch: Count = 8
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    offline: bool = False
 
     @property
     def task_names(self) -> list[str]:

@@ -1,42 +1,65 @@
-"""What a setting says of itself: help, shown default, limits. The command line is made of these."""
+"""Options of the command line, read from the docstrings of settings, so that each is described once.
+
+Behind ``Options:`` a docstring has an entry for each field that is an option: the field, names of the
+option where they are not made of the field's, one sentence, and in brackets what its default is, where
+that is not a value::
+
+    Options:
+        method (--method, -m): svd, monarch, blast or ks. [svd; dense for --quantize alone]
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import dataclass
+from functools import cache
 from math import inf
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from blr.compressor.base.errors import UsageError
 
-HERE = "this machine's, else h200"  # the GPU that something is for, where none is named
+ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
+
+
+class Limits(NamedTuple):
+    """Of a number, in its annotation; both are allowed."""
+
+    least: float | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True)
 class Option:
-    """An annotation of a field: how whoever types a command sees it.
+    """A field as an option: `kind` is the type of a value that is given, `default` is shown as such."""
 
-    Attributes:
-        help: one sentence. default: is shown as the default, where the field's own says too little.
-        names: the option's names where they are not made of the field's, as ``("--method", "-m")``.
-        least, most: limits of a number, allowed themselves. typed: the default of what is read from
-            text, as 5GB.
-    """
-
+    kind: Any
     help: str
-    default: str | None = None
-    names: tuple[str, ...] = ()
-    least: float | None = None
-    most: float | None = None
-    typed: str | None = None
+    default: str | None
+    names: tuple[str, ...]
+    limits: Limits
 
 
-def option_fields(owner: type) -> dict[str, tuple[Any, Option]]:
-    """The fields of a model or dataclass that are options: name to annotated type and option."""
-    found = {}
-    for name, hint in get_type_hints(owner, include_extras=True).items():
-        told = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)]
-        found.update({name: (hint, told[0])} if told else {})
+@cache
+def options_of(owner: type) -> dict[str, Option]:
+    """Those of a model or dataclass, by field: what it describes itself before what it inherits."""
+    hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
+    for part in owner.__mro__:
+        for name, names, said, default in _entries(part.__doc__ or ""):
+            dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
+            limits = _limits(hints[name]) or Limits()
+            found.setdefault(name, Option(plain_type(hints[name]), said, default, dashed, limits))
     return found
+
+
+def check_limits(settings: Any) -> None:
+    """Raise UsageError for a number outside of its `Limits`."""
+    for name, option in options_of(type(settings)).items():
+        value, (least, most) = getattr(settings, name), option.limits
+        low, high = -inf if least is None else least, inf if most is None else most
+        if value is not None and option.limits != Limits() and not low <= value <= high:
+            found = f"{option.names[0]} {value:g}"
+            raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
 
 
 def plain_type(hint: Any) -> Any:
@@ -51,11 +74,15 @@ def plain_type(hint: Any) -> Any:
     return type(inner[0]) if type(inner[0]) in (str, int) else plain_type(inner[0])  # Literal, or union
 
 
-def check_limits(settings: Any) -> None:
-    """Raise UsageError for a number outside of the limits of its `Option`."""
-    for name, (_, option) in option_fields(type(settings)).items():
-        value, least, most = getattr(settings, name), option.least, option.most
-        low, high = -inf if least is None else least, inf if most is None else most
-        if value is not None and (least, most) != (None, None) and not low <= value <= high:
-            typed = (option.names or (f"--{name.replace('_', '-')}",))[0]
-            raise UsageError(f"{typed} {value:g}: expected a number from {low:g} to {high:g}")
+def _entries(text: str) -> list[tuple[str, ...]]:
+    """Field, names, sentence and default of every entry."""
+    said = re.split(r"\n(?=\S)", inspect.cleandoc(text).partition("Options:\n")[2])[0]
+    lines = re.sub(r"\n {5,}", " ", said).splitlines()
+    return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
+
+
+def _limits(hint: Any) -> Limits | None:
+    """The first in an annotation."""
+    parts = [hint, *get_args(hint), *getattr(hint, "__metadata__", ())]
+    inner = (part if isinstance(part, Limits) else part is not hint and _limits(part) for part in parts)
+    return next((found for found in inner if found), None)

@@ -31,7 +31,6 @@ from blr.compressor.recipe.fields import (
     Positive,
     Share,
 )
-from blr.compressor.recipe.option import HERE, Option
 from blr.compressor.recipe.quantize_alone import NONE, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
@@ -59,50 +58,21 @@ KvNumbers = Literal["int8", "int4", "none"]
 
 
 class _Settings(BaseModel):
-    """What both a recipe and a rule may say about a layer; a rule takes what it leaves out from its
-    recipe."""
+    """What both a recipe and a rule may say about a layer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    rank: Annotated[Positive | None, Option("Fixed rank in place of --cf.")] = None
-    blocks: Annotated[
-        Positive | None,
-        Option("Blocks b of Monarch and BLAST.", "4 for Monarch, 16 for BLAST"),
-    ] = None
-    pattern: Annotated[
-        Chain | None,
-        Option(
-            "Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly.",
-            "the least predicted error",
-        ),
-    ] = None
-    pivot: Annotated[
-        bool | None,
-        Option("svd held by rows of its own: the same function in r(o + i - r) numbers.", "no-pivot"),
-    ] = None
-    solver: Annotated[str | None, Option("BLAST: varpro or precgd.", "varpro")] = None
-    rounds: Annotated[Natural | None, Option("Rounds or steps of the solver.", "the solver's")] = None
-    quantize: Annotated[
-        Kind | None,
-        Option(
-            "int8, int4, int3, int2 or fp8: what dense weights are stored in, or --method's factors.",
-            "none; int4 of a correction",
-        ),
-    ] = None
-    group: Annotated[
-        Group | None, Option("Numbers that share a scale: 128, 64, 32.", "128; a row of fp8")
-    ] = None
-    couplings: Annotated[
-        Couplings | None, Option("BLAST's couplings in int8, or none.", "int8 of a correction")
-    ] = None
-    base: Annotated[
-        Base | None,
-        Option("int2, int3, int4 or int8: dense weights stored so, which --method corrects.", "none"),
-    ] = None
-    bpw: Annotated[
-        Bits | None,
-        Option("Bits a weight in all, in place of --rank: of a --base and its correction."),
-    ] = None
+    rank: Positive | None = None
+    blocks: Positive | None = None
+    pattern: Chain | None = None
+    pivot: bool | None = None
+    solver: str | None = None
+    rounds: Natural | None = None
+    quantize: Kind | None = None
+    group: Group | None = None
+    couplings: Couplings | None = None
+    base: Base | None = None
+    bpw: Bits | None = None
     _former: str | None = PrivateAttr(default=None)  # the method as it was written
 
     @model_validator(mode="wrap")
@@ -125,7 +95,7 @@ class Rule(_Settings):
         method: a family, or `dense` to keep the layers; None takes the recipe's.
         cf: compression factor of these layers together; without it and `rank` they share
             the recipe's budget with all other layers.
-        pattern, pivot, solver, rounds, blocks: None takes the recipe's where the method is, too.
+        blocks, pattern, pivot, solver, rounds: None takes the recipe's where the method is its, too.
         base, bpw: a dense layer has neither.
     """
 
@@ -146,83 +116,35 @@ class Rule(_Settings):
 
 
 class RecipeFields(_Settings):
-    """The keys of a recipe file; `Recipe` checks that they fit together."""
+    """The keys of a recipe file; `Recipe` says what they mean and checks that they fit together."""
 
     extends: Annotated[str, Field(min_length=1)] | None = None
-    method: Annotated[
-        Method,
-        Option(
-            "svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.",
-            "svd; dense for --quantize alone",
-            ("--method", "-m"),
-        ),
-    ] = "svd"
-    cf: Annotated[
-        Factor, Option("Compression factor of the replaced layers, over 1.", "2 of a structure")
-    ] = 2.0
-    heads: Annotated[Heads, Option("Attention by svd: whole, grouped:G, per-head or auto.", "whole")] = (
-        "whole"
-    )
+    method: Method = "svd"
+    cf: Factor = 2.0
+    heads: Heads = "whole"
     rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
-    include: Annotated[Globs, Option("Only modules matching this glob; repeatable.")] = []
-    exclude: Annotated[Globs, Option("Not the modules matching this glob; repeatable.")] = []
-    kv_rank: Annotated[
-        Positive | None,
-        Option(
-            "Rank of k and v, of each group of heads; the cache of keys and values then holds ranks.",
-            "none",
-        ),
-    ] = None
-    kv_cf: Annotated[
-        CacheFactor | None,
-        Option("The same by how much smaller the cache becomes; 1 with --kv-quantize.", "none"),
-    ] = None
-    kv_quantize: Annotated[
-        KvNumbers | None,
-        Option(
-            "int8, or int4 for the lesser three quarters: what such a cache holds its ranks in.", "none"
-        ),
-    ] = None
-    allocation: Annotated[
-        Allocation | None,
-        Option("uniform, or sensitivity, which needs --text.", "sensitivity if it can be"),
-    ] = None
+    include: Globs = []
+    exclude: Globs = []
+    kv_rank: Positive | None = None
+    kv_cf: CacheFactor | None = None
+    kv_quantize: KvNumbers | None = None
+    allocation: Allocation | None = None
     floor: Share = 0.3
     strength: Share = 0.7
-    samples: Annotated[Positive, Option("Calibration windows or sentences at most.", "256")] = 256
-    seq_len: Annotated[int, Field(ge=2, le=2**31), Option("Tokens a calibration window.", "512")] = 512
-    mix: Annotated[Share, Option("Share of the calibration that is the model's own text.", "none")] = 0.0
+    samples: Positive = 256
+    seq_len: Annotated[int, Field(ge=2, le=2**31)] = 512
+    mix: Share = 0.0
     sequential: bool = True
-    refit: Annotated[
-        Natural | None,
-        Option(
-            "Epochs of the joint refit of each block.",
-            "2 on a GPU, 4 of packed weights, 0 on a CPU",
-        ),
-    ] = None
-    finish: Annotated[
-        Natural | None,
-        Option(
-            "Epochs of a last pass, which trains all blocks together to predict as dense.",
-            "8 on a GPU with the room, else 0",
-        ),
-    ] = None
-    dtype: Annotated[Dtype | None, Option("Stored dtype of the factors.", "the weight's own")] = None
-    seed: Annotated[Natural, Option("Seed of solvers that start at random.", "0")] = 0
-    gpu: Annotated[
-        Annotated[str, Field(min_length=1)] | None,
-        Option("GPU that times are predicted for, as configs/gpus.yaml.", HERE),
-    ] = None
-    tokens_per_second: Annotated[
-        Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None,
-        Option(
-            "In place of sizes: the most bits that decode one sequence so fast on --gpu (predicted)."
-        ),
-    ] = None
+    refit: Natural | None = None
+    finish: Natural | None = None
+    dtype: Dtype | None = None
+    seed: Natural = 0
+    gpu: Annotated[str, Field(min_length=1)] | None = None
+    tokens_per_second: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
 
 
 class Recipe(RecipeFields):
-    """The settings of one compression. Fields with an `Option` say by it what they are; beside that:
+    """The settings of one compression.
 
     Attributes:
         extends: a shipped recipe or a path relative to this one; None once resolved.
@@ -236,6 +158,44 @@ class Recipe(RecipeFields):
         floor: least share of its uniform rank that allocation by sensitivity leaves a layer.
         strength: weight of the sensitivities against uniform ranks.
         sequential: fit each layer to the inputs that the compressed layers before it give.
+
+    Options:
+        method (--method, -m): svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.
+            [svd; dense for --quantize alone]
+        cf: Compression factor of the replaced layers, over 1. [2 of a structure]
+        rank: Fixed rank in place of --cf.
+        blocks: Blocks b of Monarch and BLAST. [4 for Monarch, 16 for BLAST]
+        pattern: Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly.
+            [the least predicted error]
+        pivot: svd held by rows of its own: the same function in r(o + i - r) numbers. [no-pivot]
+        heads: Attention by svd: whole, grouped:G, per-head or auto. [whole]
+        kv_rank: Rank of k and v, of each group of heads; the cache of keys and values then holds ranks.
+            [none]
+        kv_cf: The same by how much smaller the cache becomes; 1 with --kv-quantize. [none]
+        kv_quantize: int8, or int4 for the lesser three quarters: what such a cache holds its ranks in.
+            [none]
+        quantize: int8, int4, int3, int2 or fp8: what dense weights are stored in, or --method's factors.
+            [none; int4 of a correction]
+        group: Numbers that share a scale: 128, 64, 32. [128; a row of fp8]
+        base: int2, int3, int4 or int8: dense weights stored so, which --method corrects. [none]
+        bpw: Bits a weight in all, in place of --rank: of a --base and its correction.
+        tokens_per_second: In place of sizes: the most bits that decode one sequence so fast on --gpu
+            (predicted).
+        gpu: GPU that times are predicted for, as configs/gpus.yaml. [this machine's, else h200]
+        couplings: BLAST's couplings in int8, or none. [int8 of a correction]
+        solver: BLAST: varpro or precgd. [varpro]
+        rounds: Rounds or steps of the solver. [the solver's]
+        include: Only modules matching this glob; repeatable.
+        exclude: Not the modules matching this glob; repeatable.
+        dtype: Stored dtype of the factors. [the weight's own]
+        seed: Seed of solvers that start at random. [0]
+        samples: Calibration windows or sentences at most. [256]
+        seq_len: Tokens a calibration window. [512]
+        mix: Share of the calibration that is the model's own text. [none]
+        allocation: uniform, or sensitivity, which needs --text. [sensitivity if it can be]
+        refit: Epochs of the joint refit of each block. [2 on a GPU, 4 of packed weights, 0 on a CPU]
+        finish: Epochs of a last pass, which trains all blocks together to predict as dense.
+            [8 on a GPU with the room, else 0]
     """
 
     @model_validator(mode="before")

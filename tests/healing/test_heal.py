@@ -324,7 +324,9 @@ def test_a_left_state_of_other_settings_is_refused(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(healing_run.Job, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            healing_run.HealRun, "_contents", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             run(compressed, dense, tmp_path / "out")
     with pytest.raises(BlrError, match=r"heal\.rate was 0\.01, now 0\.02") as raised:
