@@ -155,7 +155,7 @@ class CompressRun(FolderRun):
         return work
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> Processes:  # type: ignore[override]
         return self.fits.processes
 
     def prepare(self) -> None:
@@ -186,7 +186,7 @@ class CompressRun(FolderRun):
         with self.progress.timed("healing"):
             place = self.workspace, self.progress, processes
             self.healed = healing.run(folder, check, read, *place)
-        self.checked = check and check.facts
+        self.checked = check.facts if check else None
 
     def make_check(self) -> Check:
         """Compares the output with the source, which runs now."""

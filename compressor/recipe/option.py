@@ -41,7 +41,7 @@ class Option:
 
 
 @cache
-def options_of(owner: type) -> dict[str, Option]:
+def options_of(owner: Any) -> dict[str, Option]:
     """Those of a model or dataclass, by field: what it describes itself before what it inherits."""
     hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
     for part in owner.__mro__:
