@@ -54,7 +54,8 @@ def options_of(owner: Any) -> dict[str, Option]:
 
 def check_limits(settings: Any) -> None:
     """Raise UsageError for a number outside of its `Limits`."""
-    for name, option in options_of(type(settings)).items():
+    owner: Any = type(settings)
+    for name, option in options_of(owner).items():
         value, (least, most) = getattr(settings, name), option.limits
         low, high = -inf if least is None else least, inf if most is None else most
         if value is not None and option.limits != Limits() and not low <= value <= high:
