@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 TALK = "TRANSFORMERS_VERBOSITY"
 NO_DOCSTRINGS = (  # of CapabilityError, as every error of the commands
-    "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which blr and transformers read "
-    "as they are imported; take -O or PYTHONOPTIMIZE=1 at most"
+    "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which blr and transformers "
+    "read as they are imported; take -O or PYTHONOPTIMIZE=1 at most"
 )
 
 
