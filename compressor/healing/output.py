@@ -275,6 +275,10 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
     for sums in (totals, *kinds):
         sums["parameters"] += more
+    if "bytes" in layer:
+        grown = round(layer["bytes"] * (ratio - 1))
+        for sums in (layer, *kinds):
+            sums["bytes"] += grown
     dense = totals["dense_parameters"]
     totals["cf"] = dense / totals["parameters"]
     if layer.get("bits") is not None and totals.get("bits") is not None:
