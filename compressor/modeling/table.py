@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear
@@ -29,3 +32,8 @@ def make_layer(entry: dict[str, Any], bias: bool, exported: bool = False) -> Rep
         if not isinstance(layer, QuantizedStructured):
             to_kernel_layout(layer)
     return made
+
+
+def replace_layers(model: nn.Module, table: dict[str, dict[str, Any]]) -> None:
+    """Put layers with the kernels of this package in the places that a table of entries names."""
+    modeling_blr.replace_layers(model, table, make_layer)
