@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear
+from blr.compressor.modeling.modeling_blr import replace_layers as replace_by
 from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedStructured, quantized_layer
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 
@@ -36,4 +36,4 @@ def make_layer(entry: dict[str, Any], bias: bool, exported: bool = False) -> Rep
 
 def replace_layers(model: nn.Module, table: dict[str, dict[str, Any]]) -> None:
     """Put layers with the kernels of this package in the places that a table of entries names."""
-    modeling_blr.replace_layers(model, table, make_layer)
+    replace_by(model, table, make_layer)
