@@ -216,7 +216,11 @@ def test_a_self_contained_export_carries_only_the_kernels_it_runs(
 ) -> None:
     files = runtime_files(contents)
     assert len(files) == count
-    held = set(re.findall(r"^    blr\.kernels\.(\S+)$", files["kernels_blr.py"].decode(), re.MULTILINE))
+    held = set(
+        re.findall(
+            r"^    blr\.kernels\.(?:\w+\.)?(\w+\.\w+)$", files["kernels_blr.py"].decode(), re.MULTILINE
+        )
+    )
     assert there <= held and not absent & held
 
 
