@@ -13,11 +13,11 @@ from blr.compressor.recipe.run_settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize")
+_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
-    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize"),
+    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained"),
 }
 KINDS = ("folder", "pt2", "dense", "plain", "onnx")
 COMPILED = "model.pt2"
@@ -44,6 +44,8 @@ class ExportOptions(RunSettings):
             --quantize; a head tied to the embedding gets weights of its own. [none]
         kv_quantize: int8 or none: keys and values that the runtime keeps; int8 is half the memory.
             [as the checkpoint's cache]
+        self_contained: Put kernels and decoding runtime into the folder, for machines without
+            blr-compress; without this it carries one file of plain torch.
         text: Text on which the loss of a decoder is measured. [what a small model writes itself]
     """
 
@@ -55,6 +57,7 @@ class ExportOptions(RunSettings):
     quantize: str | None = None
     quantize_head: str | None = None
     kv_quantize: str | None = None
+    self_contained: bool = False
     text: Path | None = None
 
     @property
@@ -99,5 +102,6 @@ def _check_meant(options: ExportOptions) -> None:
     """Raise UsageError for an option that `options.kind` has no use for."""
     for name in NO_USE.get(options.kind, ()):
         if getattr(options, name) != getattr(ExportOptions, name):
-            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            value = getattr(options, name)
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")

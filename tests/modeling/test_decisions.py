@@ -34,8 +34,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pipelines import SUPPORTED_TASKS
 
 from blr.compressor import register
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.modeling_blr import PREFIX, config_class
+from blr.compressor.modeling.models import model_class
 
 register()
 

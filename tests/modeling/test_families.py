@@ -115,7 +115,7 @@ def test_new_model_from_configuration_has_finite_weights(tmp_path: Path) -> None
 
 
 def test_every_family_is_registered_when_it_is_asked_for(tmp_path: Path) -> None:
-    """`import blr.compressor.modeling` alone, in a process that asked for no other."""
+    """`blr.compressor.register()` alone, in a process that asked for no other."""
     folders = [str(compress_pico(name, tmp_path / name)[1]) for name in ("electra", "t5", "opt")]
     code = """
 import json, sys

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from blr.compressor import register
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.pairs import Pair
+from blr.compressor.modeling.modeling_blr import Pair
 
 register()
 
