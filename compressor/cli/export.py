@@ -18,7 +18,7 @@ from blr.compressor.cli.options import (
     check_text,
     print_result,
 )
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.planning.roofline import ASKED
 
 

@@ -25,7 +25,7 @@ from blr.compressor.workspace.manifest import computing_digest
 
 if TYPE_CHECKING:
     from blr.compressor.commands.compress import Summary
-    from blr.compressor.export.job import ExportSummary
+    from blr.compressor.exporting.job import ExportSummary
     from blr.compressor.healing.summary import HealSummary
 
 
@@ -149,8 +149,8 @@ def export(
         What the export holds (`export.job.ExportSummary`).
     """
     from blr.compressor.base.threads import use_threads
-    from blr.compressor.export.job import export as export_folder
-    from blr.compressor.export.options import ExportOptions, check_options
+    from blr.compressor.exporting.job import export as export_folder
+    from blr.compressor.exporting.options import ExportOptions, check_options
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
     options = ExportOptions(name, **settings)

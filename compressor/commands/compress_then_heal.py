@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.heal import HealRun
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.forecast import kept_bytes
 from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.healing.summary import HealSummary

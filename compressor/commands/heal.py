@@ -17,7 +17,7 @@ from blr.compressor.base.errors import CapabilityError, OutputError
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.settings import (
     HealOptions,
     check_options,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.recipe.option import Limits, check_limits
 from blr.compressor.recipe.run_settings import RunSettings
 

@@ -14,7 +14,7 @@ from heal_models import QUIET
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.commands.heal import HealRun, heal
-from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.exporting.origin import open_checkpoint
 from blr.compressor.healing.forecast import (
     HOST,
     SLICED,

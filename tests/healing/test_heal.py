@@ -21,8 +21,8 @@ from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.commands import heal as healing_run
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
-from blr.compressor.export.job import export
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import passes, trainer
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.summary import HealSummary

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
-from blr.compressor.export.options import (
+from blr.compressor.exporting.options import (
     COMPILED,
     GRAPH,
     GRAPH_WEIGHTS,
     ExportOptions,
     check_options,
 )
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.workspace.fingerprint import headers_digest, versions
@@ -30,7 +30,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.export.plan import ExportPlan
+    from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import Check
     from blr.compressor.output.produce import Contents
 
@@ -116,14 +116,14 @@ def _planned(
         kind = checkpoint.source.model_type
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind == "dense":
-        from blr.compressor.export.dense import DenseExport, plan_dense
+        from blr.compressor.exporting.dense import DenseExport, plan_dense
 
         return DenseExport(plan_dense(checkpoint, options), options, workspace, progress)
     if options.kind == "plain":
-        from blr.compressor.export.plain import PlainExport, plan_plain
+        from blr.compressor.exporting.plain import PlainExport, plan_plain
 
         return PlainExport(plan_plain(checkpoint, options), options, workspace, progress)
-    from blr.compressor.export.plan import plan_export
+    from blr.compressor.exporting.plan import plan_export
 
     return ExportRun(plan_export(checkpoint, options), options, workspace, progress)
 
@@ -160,7 +160,7 @@ class ExportRun(FolderRun):
 
     def work(self, read: str) -> Contents:
         """What is planned: tensors are re-laid as they are written."""
-        from blr.compressor.export.tensors import in_order, read_tensor
+        from blr.compressor.exporting.tensors import in_order, read_tensor
         from blr.compressor.output.produce import Contents
         from blr.compressor.workspace.shards import assign_shards
 
@@ -175,7 +175,7 @@ class ExportRun(FolderRun):
 
     def _small_files(self) -> dict[str, bytes | Path]:
         """Everything but weights and manifest."""
-        from blr.compressor.export.files import small_files
+        from blr.compressor.exporting.files import small_files
 
         plan, name, kind = self.plan, self.options.source_name, self.options.kind
         assert plan.settings is not None
@@ -208,16 +208,16 @@ class ExportRun(FolderRun):
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
-        from blr.compressor.export.reload import check_reload, load_export
+        from blr.compressor.exporting.reload import check_reload, load_export
 
         written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
         if self.options.kind == "pt2":
-            from blr.compressor.export.pt2 import write_pt2
+            from blr.compressor.exporting.pt2 import write_pt2
 
             self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
-            from blr.compressor.export.onnx import write_onnx
+            from blr.compressor.exporting.onnx import write_onnx
 
             self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
@@ -250,8 +250,8 @@ class ExportRun(FolderRun):
         Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
         """
         from blr.compressor.base.disk import sha256_file
-        from blr.compressor.export.files import kept_files
-        from blr.compressor.export.tensors import check_products
+        from blr.compressor.exporting.files import kept_files
+        from blr.compressor.exporting.tensors import check_products
         from blr.compressor.workspace.scan import scan_source
 
         source = self.plan.checkpoint.source

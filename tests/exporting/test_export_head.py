@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
-from blr.compressor.export.pack import quantize_head, quantize_model
+from blr.compressor.exporting.pack import quantize_head, quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling.layers import StructuredLinear

@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.export import origin as checkpoint
+from blr.compressor.exporting import origin as checkpoint
 from blr.compressor.loading.vendor import Contents, code_files, runtime_files
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
@@ -180,7 +180,7 @@ def test_bad_options_get_one_line_and_write_nothing(
 def test_what_is_not_installed_is_named_with_its_remedy(
     tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blr.compressor.export.options.GRAPH_WRITERS", ("no_onnx", "no_onnxscript"))
+    monkeypatch.setattr("blr.compressor.exporting.options.GRAPH_WRITERS", ("no_onnx", "no_onnxscript"))
     outcome = invoke("export", tiny, "-o", tmp_path / "out", "--as", "onnx")
     refused(
         outcome, 9, "no_onnx and no_onnxscript are not installed", "pip install 'blr-compress[onnx]'"

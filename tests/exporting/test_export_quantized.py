@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
-from blr.compressor.export.pack import quantize_model
+from blr.compressor.exporting.pack import quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.workspace.manifest import read_manifest
 

@@ -11,7 +11,7 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
-from blr.compressor.export.origin import FORMAT, Checkpoint
+from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings

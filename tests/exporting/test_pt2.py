@@ -10,7 +10,7 @@ from pico import save_pico
 from running import Invoke
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.export import pt2
+from blr.compressor.exporting import pt2
 
 
 @pytest.mark.parametrize(
