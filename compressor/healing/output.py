@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
@@ -273,6 +273,10 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
     for sums in (totals, *kinds):
         sums["parameters"] += more
+    if "bytes" in layer:
+        grown = round(layer["bytes"] * (ratio - 1))
+        for sums in (layer, *kinds):
+            sums["bytes"] += grown
     dense = totals["dense_parameters"]
     totals["cf"] = dense / totals["parameters"]
     if layer.get("bits") is not None and totals.get("bits") is not None:

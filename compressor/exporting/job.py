@@ -1,0 +1,278 @@
+"""The export of one checkpoint: check, re-lay every tensor as it is written, check again, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.base.errors import OutputError, UsageError
+from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
+from blr.compressor.exporting.options import (
+    COMPILED,
+    GRAPH,
+    GRAPH_WEIGHTS,
+    ExportOptions,
+    check_options,
+)
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
+from blr.compressor.output.folder_run import FolderRun, opened
+from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.workspace.fingerprint import headers_digest, versions
+from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.manifest import read_manifest
+from blr.compressor.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from blr.compressor.base.processes import Processes
+    from blr.compressor.exporting.plan import ExportPlan
+    from blr.compressor.output.check import Check
+    from blr.compressor.output.produce import Contents
+
+
+@dataclass
+class ExportSummary:
+    """What an export holds. Sizes in bytes; `gpu_chosen` says why it is for this `gpu`; `densified`
+    counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
+    quantized output head that was the embedding, which is stored as well; `plain` counts structured
+    layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
+    quantization adds; `seconds` is the wall time; `check` says what was run, how far its results are
+    from the checkpoint's and what is lost beside it (`output/check.py`)."""
+
+    output: str
+    kind: str
+    gpu: str
+    gpu_chosen: str
+    batch: int
+    context: int | None
+    layers: int
+    densified: int
+    bytes_before: int
+    bytes_after: int
+    dtype: str | None
+    quantize: str | None
+    quantize_head: str | None
+    untied_bytes: int
+    plain: int
+    seconds: float
+    errors: dict[str, float] = field(default_factory=dict)
+    check: dict[str, Any] | None = None
+
+
+def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
+    """Write the checkpoint in `folder`, dense or compressed, to `output` in kernel layout.
+
+    Everything that headers tell is checked first; `output` is absent until it is complete. No more
+    than a few tensors are in memory at a time.
+
+    Raises:
+        BlrError: any of its kinds.
+    """
+    started = monotonic()
+    options = check_options(options)
+    progress.loading()
+    with opened(output, options, folder, alone=True) as workspace:
+        checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
+        progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())
+        run = _planned(checkpoint, options, workspace, progress)
+        progress.notes(run.plan.notes)
+        run.run()
+    plan = run.plan
+    before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
+    return ExportSummary(
+        output=str(workspace.output),
+        kind=options.kind,
+        gpu=options.target,
+        gpu_chosen=chosen_gpu(options.gpu)[1],
+        batch=options.batch,
+        context=plan.context,
+        layers=len(plan.checkpoint.specs),
+        densified=len(plan.densified),
+        bytes_before=before,
+        bytes_after=plan.tensors.nbytes,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        quantize_head=options.quantize_head,
+        untied_bytes=plan.untied_bytes,
+        plain=plan.plain,
+        seconds=monotonic() - started,
+        errors=run.errors(),
+        check=run.checked,
+    )
+
+
+def _planned(
+    checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
+) -> ExportRun:
+    """Find out, from headers alone, what is to be written and that it will load."""
+    from blr.compressor.loading.native import continues_text
+
+    if options.text is not None and not continues_text(checkpoint.source):
+        kind = checkpoint.source.model_type
+        raise UsageError(f"--text: no {kind} that continues text, leave the option out")
+    if options.kind == "dense":
+        from blr.compressor.exporting.dense import DenseExport, plan_dense
+
+        return DenseExport(plan_dense(checkpoint, options), options, workspace, progress)
+    if options.kind == "plain":
+        from blr.compressor.exporting.plain import PlainExport, plan_plain
+
+        return PlainExport(plan_plain(checkpoint, options), options, workspace, progress)
+    from blr.compressor.exporting.plan import plan_export
+
+    return ExportRun(plan_export(checkpoint, options), options, workspace, progress)
+
+
+STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
+
+
+@dataclass
+class ExportRun(FolderRun):
+    """One export."""
+
+    plan: ExportPlan
+    options: ExportOptions
+    workspace: Workspace
+    progress: Progress
+
+    @cached_property
+    def processes(self) -> Processes:  # type: ignore[override]
+        """This one alone."""
+        from blr.compressor.base.processes import Processes
+
+        return Processes("cpu", alone=True)
+
+    def errors(self) -> dict[str, float]:
+        """What quantization added to the relative error of the weights, by layer type."""
+        return read_manifest(self.workspace.output).get("quantization_errors", {})
+
+    def prepare(self) -> None:
+        """Check what is carried along."""
+        from blr.compressor.loading.sidecar_files import check_carried
+
+        self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
+        check_carried(self.plan.checkpoint.source, self.plan.config)
+
+    def work(self, read: str) -> Contents:
+        """What is planned: tensors are re-laid as they are written."""
+        from blr.compressor.exporting.tensors import in_order, read_tensor
+        from blr.compressor.output.produce import Contents
+        from blr.compressor.workspace.shards import assign_shards
+
+        source, tensors = self.plan.checkpoint.source, self.plan.tensors
+        shards = assign_shards(tensors.slots, self.options.max_shard_size)
+        return Contents(
+            {name: in_order(group, tensors.slots) for name, group in shards.items()},
+            lambda entry: read_tensor(source, tensors, entry),
+            self._small_files(),
+            later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
+        )
+
+    def _small_files(self) -> dict[str, bytes | Path]:
+        """Everything but weights and manifest."""
+        from blr.compressor.exporting.files import small_files
+
+        plan, name, kind = self.plan, self.options.source_name, self.options.kind
+        assert plan.settings is not None
+        return small_files(plan.checkpoint, plan.config, plan.settings, name, kind)
+
+    def make_check(self) -> Check:
+        """Run the checkpoint, so that its export can be compared with it."""
+        from blr.compressor.checkpoint.source import open_source
+        from blr.compressor.output.check import Bar, Check
+        from blr.compressor.output.sample import file_text
+
+        source, options = self.plan.checkpoint.source, self.options
+        source = open_source(source.folder) if self.plan.checkpoint.compressed else source
+        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
+        text = options.text
+        given = lambda: None if text is None else file_text(text, source)  # noqa: E731
+        return Check(source, self._check, bar, options.check, given)
+
+    def _remedy(self) -> str:
+        """What loses less than this export."""
+        from blr.compressor.output.next_command import better_export
+
+        told: dict[str, Any] = {}
+        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
+            told = read_manifest(self.plan.checkpoint.source.folder)
+        run, healed = told.get("run"), "healed_from" in told
+        calibrated = healed or (isinstance(run, dict) and run.get("calibration") is not None)
+        knows = not self.plan.checkpoint.compressed or calibrated
+        return better_export(self.options.quantize, self.options.quantize_head, knows, healed)
+
+    def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
+        """Load what was written; with it the compiled forward pass, if that is asked for."""
+        from blr.compressor.exporting.reload import check_reload, load_export
+
+        written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
+        if self.options.kind == "pt2":
+            from blr.compressor.exporting.pt2 import write_pt2
+
+            self.progress.stage(*STAGES["pt2"])
+            written |= write_pt2(load_export(partial, self.plan.config), partial)
+        if self.options.kind == "onnx":
+            from blr.compressor.exporting.onnx import write_onnx
+
+            self.progress.stage(*STAGES["onnx"])
+            written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
+        return written
+
+    def estimate(self) -> int:
+        source = self.plan.checkpoint.source
+        extra = sum(path.stat().st_size for path in source.extra_files().values())
+        compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
+        return self.plan.tensors.nbytes + compiled + extra + (4 << 20)
+
+    def fingerprint(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "source": headers_digest(self.plan.checkpoint.source),
+            "revision": options.revision,
+            "export": {**self._described(), "dtype": options.dtype, "kind": options.kind},
+            "densified": self.plan.densified,
+            "max_shard_size": options.max_shard_size,
+            "versions": versions(),
+        }
+
+    def _described(self) -> dict[str, Any]:
+        """What the folder says it was made for."""
+        return self.plan.config["blr"]["export"]
+
+    def digest(self) -> str:
+        """All is compared with its manifest as it is read.
+
+        Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
+        """
+        from blr.compressor.base.disk import sha256_file
+        from blr.compressor.exporting.files import kept_files
+        from blr.compressor.exporting.tensors import check_products
+        from blr.compressor.workspace.scan import scan_source
+
+        source = self.plan.checkpoint.source
+        kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
+        floats = {entry.name for entry in source.entries.values() if entry.is_float}
+        scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
+        check_products(source, self.plan.stored, self.options.dtype, scan.norms)
+        return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
+
+    def facts(self, read: str) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "source": {"name": self.options.source_name, "revision": self.options.revision},
+            "run": self.workspace.fingerprint,
+            "input_sha256": read,
+        }
+        if self.plan.quantizer is not None:
+            facts["quantization_errors"] = self.plan.quantizer.mean_errors()
+        if self.plan.untied_bytes:
+            facts["untied_bytes"] = self.plan.untied_bytes
+        if self.plan.checkpoint.saved:
+            facts["saved"] = self.plan.checkpoint.saved
+        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
+            facts["compressed_from"] = read_manifest(self.plan.checkpoint.source.folder).get("source")
+        return json.loads(canonical_json(facts))

@@ -1,0 +1,107 @@
+"""What the command line says of an export, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.packages import check_packages
+from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.recipe.run_settings import RunSettings
+
+QUANTIZED = ("int8", "int4")
+NONE = "none"
+_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
+NO_USE = {  # what is exported to the options that it has no use for
+    "dense": _RUNTIME,
+    "plain": _RUNTIME,
+    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained"),
+}
+KINDS = ("folder", "pt2", "dense", "plain", "onnx")
+COMPILED = "model.pt2"
+GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
+GRAPH_WRITERS = ("onnx", "onnxscript")
+MAX_BATCH = 16
+DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache is allocated for it
+
+
+@dataclass(frozen=True)
+class ExportOptions(RunSettings):
+    """What `blr export` is asked for. `quantize` leaves the output head, which has a kind of its own.
+
+    Options:
+        kind (--as): folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; dense:
+            the ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers as two
+            linear ones each, for tools that look for those.
+        gpu: The GPU it is for, a name in configs/gpus.yaml. [this machine's, else h200]
+        batch: Sequences decoded at once, at most: 1 to 16.
+        context: Tokens of prompt and answer. [the model's maximum, 8192 at most]
+        dtype: bfloat16, float16 or float32. [as stored]
+        quantize: int8 or int4: weights in groups of 128, activations as before.
+        quantize_head: int8, int4 or none: the output head of a causal language model, with or without
+            --quantize; a head tied to the embedding gets weights of its own. [none]
+        kv_quantize: int8 or none: keys and values that the runtime keeps; int8 is half the memory.
+            [as the checkpoint's cache]
+        self_contained: Put kernels and decoding runtime into the folder, for machines without
+            blr-compress; without this it carries one file of plain torch.
+        text: Text on which the loss of a decoder is measured. [what a small model writes itself]
+    """
+
+    kind: str = KINDS[0]
+    gpu: str | None = None
+    batch: int = 1
+    context: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    quantize_head: str | None = None
+    kv_quantize: str | None = None
+    self_contained: bool = False
+    text: Path | None = None
+
+    @property
+    def target(self) -> str:
+        """The GPU that it is for, as configs/gpus.yaml writes it."""
+        return chosen_gpu(self.gpu)[0].name
+
+
+def check_options(options: ExportOptions) -> ExportOptions:
+    """`options` with None for a kind "none".
+
+    Raises UsageError; CapabilityError for more sequences than the kernels take, or packages that are not
+    installed.
+    """
+    if not 1 <= options.batch <= MAX_BATCH:
+        refusal = UsageError if options.batch < 1 else CapabilityError
+        raise refusal(
+            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences; export for "
+            "fewer, larger batches generate with transformers"
+        )
+    if options.context is not None and options.context < 1:
+        raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")
+    for name, value, known in (
+        ("dtype", options.dtype, DTYPES),
+        ("quantize", options.quantize, QUANTIZED),
+        ("quantize-head", options.quantize_head, (*QUANTIZED, NONE)),
+        ("kv-quantize", options.kv_quantize, ("int8", NONE)),
+        ("as", options.kind, KINDS),
+    ):
+        if value is not None and value not in known:
+            raise UsageError(f"--{name} {value}: expected one of {', '.join(known)}")
+    head = None if options.quantize_head == NONE else options.quantize_head
+    options = replace(options, quantize_head=head)
+    _check_meant(options)
+    if options.kind == "onnx":
+        check_packages("--as onnx", *GRAPH_WRITERS, extra="onnx")
+    chosen_gpu(options.gpu)
+    return options
+
+
+def _check_meant(options: ExportOptions) -> None:
+    """Raise UsageError for an option that `options.kind` has no use for."""
+    for name in NO_USE.get(options.kind, ()):
+        if getattr(options, name) != getattr(ExportOptions, name):
+            value = getattr(options, name)
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")

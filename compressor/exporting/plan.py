@@ -1,0 +1,160 @@
+"""What an export will write, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blr.compressor import __version__
+from blr.compressor.base.errors import UsageError
+from blr.compressor.exporting.densify import slower_layers
+from blr.compressor.exporting.files import export_config
+from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.quantizer import Head, Quantizer, find_head, make_quantizer
+from blr.compressor.exporting.reload import check_fits, export_context
+from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
+from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.runtime.modes import CACHES
+from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
+
+WHOLE, INT8 = CACHES
+ROUNDED = ("int8", "int4")  # caches of ranks beside which the runtime's in int8 loses nothing
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The contents of one export.
+
+    Attributes:
+        checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
+        config: the export's config.json. densified: modules whose dense weight is written.
+        settings: what it was made for; None for an ordinary dense checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    stored: Mapping[str, Spec]
+    config: dict[str, Any]
+    tensors: Tensors
+    densified: list[str]
+    settings: ExportSettings | None = None
+    quantizer: Quantizer | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that generation is prepared for, if it is."""
+        return None if self.settings is None else self.settings.context
+
+    @property
+    def notes(self) -> list[str]:
+        """What must be said aloud."""
+        slow = sum(map(without_kernels, self.checkpoint.specs.values()))
+        said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
+        return [said] if slow and self.settings is not None else []
+
+    @property
+    def plain(self) -> int:
+        """Structured layers that packing would not make smaller."""
+        return 0 if self.settings is None else len(self.settings.plain)
+
+    @property
+    def untied_bytes(self) -> int:
+        """Of a packed head that was the embedding."""
+        head = self.quantizer.head if self.quantizer is not None else None
+        if head is None or not head.tied:
+            return 0
+        mine = [slot for slot in self.tensors.slots if slot.name.startswith(f"{head.module}.weight_")]
+        return sum(slot.origin.nbytes for slot in mine)
+
+
+def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Layers in kernel layout, packed or made dense as `options` and the table of the GPU say.
+
+    Raises BlrError for options that this model or machine has no use for, and for tensors that would
+    not load.
+    """
+    source, head = checkpoint.source, _find_head(checkpoint, options)
+    densified = _densified(checkpoint, options, head)
+    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
+    staying = replace(checkpoint, specs=kept)
+    context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
+    _check_kind(checkpoint, options.kind, generates=context is not None)
+    quantizer = _make_quantizer(staying, options, head)
+    packed = {} if quantizer is None else quantizer.settings()
+    cache = _cache(checkpoint, options, generates=context is not None)
+    use = options.target, options.batch
+    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
+    tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
+    config = export_config(staying, settings, options.dtype, options.self_contained)
+    check_fits(source, config, tensors.shapes)
+    return ExportPlan(staying, checkpoint.specs, config, tensors, sorted(densified), settings, quantizer)
+
+
+def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
+    """Raise CapabilityError where a forward pass of `kind` cannot be written."""
+    if kind == "pt2":
+        from blr.compressor.exporting.pt2 import check_pt2
+
+        check_pt2(checkpoint.source.model_type, generates)
+
+
+def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
+    """What the runtime keeps of keys and values: as asked, else as the checkpoint does.
+
+    Raises UsageError where it is asked of a model that generates no text.
+    """
+    asked = options.kv_quantize
+    if asked is not None and not generates:
+        raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
+    held = (checkpoint.source.config.get("blr") or {}).get("kv_cache")
+    return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
+
+
+def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:
+    """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
+    if options.quantize:
+        return {}
+    found = slower_layers(checkpoint, options.target, options.batch, options.dtype)
+    return {module: spec for module, spec in found.items() if head is None or module != head.module}
+
+
+def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+    if options.quantize_head is None:
+        return None
+    head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+    if head.weight is None:
+        _refuse_packed(checkpoint, [head.module], f"--quantize-head {options.quantize_head}")
+    return head
+
+
+def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) -> None:
+    """Raise UsageError when one of `modules` is stored in few bits already."""
+    packed = [module for module in modules if checkpoint.specs[module].quantized]
+    if packed:
+        raise UsageError(
+            f"{option}: {checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers "
+            "in few bits already, and they are exported as they are; leave the option out"
+        )
+
+
+def without_kernels(spec: Spec) -> bool:
+    """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
+    if isinstance(spec, QuantizedSpec):
+        return spec.fp8 or spec.tiled
+    if not isinstance(spec, CorrectedSpec):
+        return False
+    added = spec.correction
+    packed = isinstance(added, QuantizedSpec) and added.fp8
+    return spec.base.fp8 or packed or added.structure == KroneckerSpec.structure
+
+
+def _make_quantizer(
+    checkpoint: Checkpoint, options: ExportOptions, head: Head | None
+) -> Quantizer | None:
+    if options.quantize is None and head is None:
+        return None
+    if options.quantize is not None:
+        _refuse_packed(checkpoint, checkpoint.specs, f"--quantize {options.quantize}")
+    dtype = STORED[options.dtype] if options.dtype else None
+    return make_quantizer(checkpoint.source, checkpoint.specs, options.quantize, dtype, head)

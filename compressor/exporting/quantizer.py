@@ -1,0 +1,280 @@
+"""Packs the layers of an export to int8 or int4, one layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from statistics import mean
+from typing import Any
+
+import torch
+
+from blr.compressor.base.errors import InputError, NumericsError, UsageError
+from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.exporting.pack import parse_kind
+from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
+from blr.compressor.recipe.architectures import Family, find_family
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
+from blr.kernels.decode.quantized.formats import GROUP
+
+Parts = dict[str, tuple[str, tuple[int, ...]]]  # name in the module -> safetensors dtype and shape
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A dense weight that is quantized: `entry` is [in, out] if `transposed`, else [out, in]."""
+
+    entry: TensorEntry
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        rows, columns = self.entry.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head, packed to a `kind` of its own.
+
+    `weight` is None for a structured head, and the embedding's for a `tied` one, which is stored as
+    a copy.
+    """
+
+    module: str
+    kind: str
+    weight: TensorEntry | None
+    tied: bool
+
+
+@dataclass
+class Quantizer:
+    """What is packed of `source`, and the packed tensors of the layer that was asked for last.
+
+    Attributes:
+        specs, dense: by module, the structured and the dense layers, the head among them.
+        plain: the structured layers that packing would not make smaller.
+        kind: of all but the head; None if the head alone is packed.
+        dtype: safetensors' name of the scales' dtype, None for that of each weight.
+        errors: relative error of the weight that quantization adds, by module, as they are packed.
+    """
+
+    source: Source
+    specs: Mapping[str, Spec]
+    dense: Mapping[str, DenseLayer]
+    kind: str | None
+    dtype: str | None = None
+    head: Head | None = None
+    plain: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    _last: tuple[str, Quantized] | None = None
+
+    def bits(self, module: str) -> int:
+        """8 or 4."""
+        if self.head is not None and self._is_head(module):
+            return parse_kind(self.head.kind)
+        return parse_kind(self.kind or "")
+
+    def settings(self) -> dict[str, Any]:
+        """What `ExportSettings` says of packed layers."""
+        dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
+        head = {self.head.module: self._entry(self.head.module)} if self.head else {}
+        return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
+
+    def sizes(self, module: str) -> tuple[int, int]:
+        """Bytes of a layer as it would be stored without packing, and packed."""
+        if module in self.dense:
+            entries = {"weight": self.dense[module].entry}
+        else:
+            factors = self.specs[module].shapes()
+            entries = {factor: self.source.entries[f"{module}.{factor}"] for factor in factors}
+        before = packed = 0
+        for factor, entry in entries.items():
+            dtype = self.dtype or entry.dtype
+            before += prod(entry.shape) * BITS[dtype] // 8
+            parts = self.parts(module, factor, dtype).values()
+            packed += sum(prod(shape) * BITS[kind] // 8 for kind, shape in parts)
+        return before, packed
+
+    def copies(self, entry: TensorEntry) -> bool:
+        """Whether `entry` is an embedding that the head is made from and is itself stored too."""
+        return self.head is not None and self.head.tied and self.head.weight is entry
+
+    def _is_head(self, module: str) -> bool:
+        return self.head is not None and self.head.module == module
+
+    def _entry(self, module: str) -> dict[str, Any]:
+        """What the table of layers says of it."""
+        return self.packing(module).to_dict()
+
+    def packing(self, module: str) -> QuantizedSpec:
+        """How a layer is packed."""
+        if module in self.specs:
+            return QuantizedSpec(self.specs[module], self.bits(module))
+        outputs, inputs = self.dense[module].shape
+        return QuantizedSpec(DenseSpec(inputs, outputs), self.bits(module))
+
+    def parts(self, module: str, factor: str, dtype: str) -> Parts:
+        """What is stored of one factor of a structured layer, or of a dense "weight", with scales of
+        `dtype`; scales first, which are wider."""
+        stored = self.packing(module).packed_parts(factor)
+        return {name: (kind or dtype, shape) for name, (shape, kind) in stored.items()}
+
+    def tensor(self, module: str, part: str) -> torch.Tensor:
+        """One stored tensor of a layer. Raises NumericsError when scales are not finite."""
+        if self._last is None or self._last[0] != module:
+            self._last = None  # the layer before goes first
+            try:
+                self._last = module, self._quantize(module)
+            except NumericsError as error:
+                raise NumericsError(f"{self.source.folder}: {module}: {error}") from error
+            self.errors[module] = self._last[1].errors[PRODUCT]
+        return self._last[1].tensors[part]
+
+    def mean_errors(self) -> dict[str, float]:
+        """Layer type to the mean of its errors."""
+        family, found = find_family(self.source.model_type), dict[str, list[float]]()
+        for module, error in self.errors.items():
+            kind = family.layer_type(module) if family else None
+            found.setdefault(kind or module.rpartition(".")[2], []).append(error)
+        return {kind: mean(values) for kind, values in found.items()}
+
+    def _quantize(self, module: str) -> Quantized:
+        spec = self.packing(module)
+        if module in self.dense:
+            layer = self.dense[module]
+            weight = self._load(layer.entry)
+            return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
+        names = (*spec.shapes(), *spec.indices())
+        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in names}
+        return quantize_factors(spec, factors, self._scales())
+
+    def _load(self, entry: TensorEntry) -> torch.Tensor:
+        return self.source.load_tensor(entry)
+
+    def _scales(self) -> torch.dtype | None:
+        return getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None
+
+
+def make_quantizer(
+    source: Source,
+    specs: Mapping[str, Spec],
+    kind: str | None,
+    dtype: str | None,
+    head: Head | None = None,
+) -> Quantizer:
+    """For all linear layers of `source`, the structured ones and the dense ones of its family, or for
+    `head` alone if `kind` is None.
+
+    Raises InputError when there are none.
+    """
+    packed = dict(specs) if kind else {}
+    dense = _dense_layers(source, packed) if kind else {}
+    if head is not None and head.weight is None:
+        packed[head.module] = specs[head.module]
+    elif head is not None and head.weight is not None:
+        dense[head.module] = DenseLayer(head.weight, transposed=False)
+    return _without_larger(Quantizer(source, packed, dense, kind, dtype, head))
+
+
+def _without_larger(quantizer: Quantizer) -> Quantizer:
+    """`quantizer` less the layers that it would not make smaller: rows far shorter than a group.
+
+    Raises InputError when none is left.
+    """
+    own = {quantizer.head.module} if quantizer.head else set()
+    sizes = {m: quantizer.sizes(m) for m in (*quantizer.specs, *quantizer.dense) if m not in own}
+    plain = {module for module, (before, packed) in sizes.items() if packed >= before}
+    if quantizer.kind and not sizes.keys() - plain:
+        raise InputError(
+            f"{quantizer.source.folder}: no layer gets smaller in {quantizer.kind}, whose rows are "
+            f"padded to groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
+        )
+    specs = {m: spec for m, spec in quantizer.specs.items() if m not in plain}
+    dense = {m: layer for m, layer in quantizer.dense.items() if m not in plain}
+    kept = sorted(plain & quantizer.specs.keys())
+    return replace(quantizer, specs=specs, dense=dense, plain=kept)
+
+
+def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
+    """The output head of a causal language model, from headers, to be packed to `kind`.
+
+    Args:
+        specs: the structured modules, which the head may be one of.
+
+    Raises:
+        UsageError: no such model, or none whose head is a linear layer.
+        InputError: no weight of floating-point numbers to make it from.
+    """
+    from blr.compressor.loading.discover import meta_model
+    from blr.compressor.modeling.modeling_blr import module_names
+
+    model = meta_model(source)
+    name = _head_module(model, kind)
+    structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
+    if structured is not None:
+        return Head(structured, kind, None, tied=False)
+    shape = tuple(model.get_submodule(name).weight.shape)
+    alike = {
+        entry.name.removesuffix(".weight"): entry
+        for entry in source.entries.values()
+        if entry.name.endswith(".weight") and entry.shape == shape and entry.is_float
+    }
+    stored = {module: alike[owner] for owner, module in module_names(model, alike).items()}
+    if own := stored.get(name):
+        return Head(own.name.removesuffix(".weight"), kind, own, tied=False)
+    giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")
+    if giving not in stored:
+        raise InputError(
+            f"{source.folder}: no floating-point weight {list(shape)} of {name}, expected one to "
+            "quantize; leave --quantize-head out"
+        )
+    return Head(name, kind, stored[giving], tied=True)
+
+
+def _head_module(model: Any, kind: str) -> str:
+    """Name of the output head in a model on the meta device. Raises UsageError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    name = next((n for n, module in model.named_modules() if module is head), "")
+    others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
+    reason = "ties more than the weights of its head" if others else ""
+    if type(head) is not torch.nn.Linear:
+        reason = "has no output head that is a linear layer"
+    if not any(type(model).__name__ in ((n,) if isinstance(n, str) else n) for n in known):
+        reason = "is no causal language model"
+    if reason:
+        raise UsageError(
+            f"--quantize-head {kind}: {type(model).__name__} {reason}; leave the option out"
+        )
+    return name
+
+
+def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
+    """Dense layers of the family. Raises InputError when there is no layer at all."""
+    from blr.compressor.loading.discover import family_of
+
+    family = family_of(source)
+    dense = {m: DenseLayer(e, family.transposed) for m, e in _weights(source, family).items()}
+    if not specs and not dense:
+        raise InputError(
+            f"{source.folder}: no linear layer of floating-point weights to quantize; "
+            "leave --quantize out"
+        )
+    return dense
+
+
+def _weights(source: Source, family: Family) -> dict[str, TensorEntry]:
+    """Dense weights by module: matrices of layers that the family lists, so not of heads."""
+    return {
+        entry.name.removesuffix(".weight"): entry
+        for entry in source.entries.values()
+        if entry.name.endswith(".weight")
+        and len(entry.shape) == 2
+        and entry.is_float
+        and family.layer_type(entry.name.removesuffix(".weight"))
+    }

@@ -1,0 +1,296 @@
+"""The tensors of an export, each made from one stored tensor when its turn to be written comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blr.compressor.base.disk import Bytes
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.numerics import check_indices, check_product
+from blr.compressor.checkpoint.regular import refuse
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.exporting.densify import dense_weight
+from blr.compressor.modeling.kernel_layout import orders, stored_name
+from blr.compressor.structures.pivoted import to_low_rank
+from blr.compressor.structures.restore import factors_of
+from blr.compressor.structures.specs import (
+    SCALE,
+    CorrectedSpec,
+    PivotedSpec,
+    QuantizedSpec,
+    Spec,
+    Stored,
+    leaves,
+    stored_names,
+)
+from blr.compressor.workspace.shards import Slot
+from blr.kernels.common.layout import to_physical
+from blr.kernels.common.orders import Order
+from blr.kernels.fp8.reference import LARGEST
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blr.compressor.exporting.quantizer import Quantizer
+
+STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
+Make = Callable[[], "Tensor"]
+CHUNK = 1 << 24  # bytes handed on at once
+LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weights of linear layers
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """`slots` in the order of the source; `make` computes the tensors that are not plain copies.
+
+    The entry of a computed tensor has its own name, dtype and shape, and no place in a file.
+    """
+
+    slots: list[Slot]
+    make: dict[TensorEntry, Make]
+
+    def add(
+        self, source: Source, name: str, entry: TensorEntry, dtype: str, order: Order | None = None
+    ) -> None:
+        """One stored tensor: as it is, or cast to `dtype` (safetensors') with its axes in `order`."""
+        if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
+            self.slots.append(Slot(name, entry))
+            return
+        shape = tuple(entry.shape[axis] for axis in order) if order else entry.shape
+        self._made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
+
+    def add_packed(self, quantizer: Quantizer, module: str, factor: str, dtype: str) -> None:
+        """One factor or dense weight, packed, with scales of `dtype`."""
+        file = quantizer.source.shards[0]
+        for part, (stored, shape) in quantizer.parts(module, factor, dtype).items():
+            make = partial(quantizer.tensor, module, part)
+            self._made(f"{module}.{part}", stored, shape, file, make)
+
+    def add_dense(
+        self, source: Source, module: str, spec: Spec, dtype: str, transposed: bool = False
+    ) -> None:
+        """The weight [o, i] of a structured layer, stored [i, o] if `transposed`, of `dtype`."""
+        make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
+        shape = (spec.out_features, spec.in_features)
+        if transposed:
+            make, shape = partial(_transposed, make), shape[::-1]
+        self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
+
+    def add_paired(
+        self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
+    ) -> None:
+        """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
+        packed one at its scale, of pivot rows with the rows of U that are theirs."""
+        part = entry.name.removeprefix(f"{module}.")
+        factor, whole = part.removesuffix(SCALE), whole_factors(spec)
+        if factor not in LINEAR:
+            return  # comes with its scale, or with U
+        shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
+        if not spec.quantized and whole.shapes()[factor] == spec.shapes()[factor]:
+            self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
+            return
+        make = partial(_unpacked, source, module, spec, factor, TORCH_NAMES[dtype])
+        self._made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
+
+    def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
+        entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
+        self.slots.append(Slot(name, entry))
+        self.make[entry] = make
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of everything that is written."""
+        return {slot.name: slot.origin.shape for slot in self.slots}
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that is written."""
+        return sum(slot.origin.nbytes for slot in self.slots)
+
+
+def plan_tensors(
+    source: Source,
+    specs: Mapping[str, Spec],
+    dtype: str | None,
+    quantizer: Quantizer | None = None,
+    densified: Mapping[str, Spec] | None = None,
+    transposed: Collection[str] = (),
+    paired: Mapping[str, Spec] | None = None,
+) -> Tensors:
+    """What an export of `source` stores, from headers alone.
+
+    Args:
+        specs: structured module to its spec, as on disk.
+        dtype: torch's name of what floating-point tensors are cast to; None leaves them.
+        quantizer: packs the structured and dense layers that it lists.
+        densified: structured modules of which the dense weight is written. transposed: those of
+            them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
+
+    Raises:
+        InputError: a factor that is missing or of another shape than its spec says.
+    """
+    densified, paired = densified or {}, paired or {}
+    factors, merged = _factors(source, specs), _factors(source, densified)
+    pairs, biases = _factors(source, paired), {f"{module}.bias": f"{module}.U.bias" for module in paired}
+    dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
+    found = Tensors([], {})
+    for entry in source.entries.values():
+        target = STORED[dtype] if dtype and entry.is_float else entry.dtype
+        if entry.name in factors:
+            module, factor = factors[entry.name]
+            if factor in specs[module].indices():
+                found.add(source, entry.name, entry, target)
+            elif quantizer is not None and module in quantizer.specs:
+                found.add_packed(quantizer, module, factor, target)
+            else:
+                name, order = relaid_name(specs[module], factor)
+                found.add(source, f"{module}.{name}", entry, target, order)
+        elif entry.name in merged:
+            module, factor = merged[entry.name]
+            if factor == next(iter(densified[module].stored())):  # once a layer
+                found.add_dense(source, module, densified[module], target, module in transposed)
+        elif entry.name in pairs:
+            module = pairs[entry.name][0]
+            found.add_paired(source, module, paired[module], entry, target)
+        elif quantizer is not None and entry.name in dense:
+            found.add_packed(quantizer, dense[entry.name], "weight", target)
+        else:
+            found.add(source, biases.get(entry.name, entry.name), entry, target)
+        if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
+            found.add_packed(quantizer, quantizer.head.module, "weight", target)
+    return found
+
+
+def check_products(
+    source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
+) -> None:
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold, InputError
+    for one whose indices are none.
+
+    Args:
+        dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
+    """
+    for module, whole in specs.items():
+        for part, spec in leaves(whole):
+            prefix = f"{module}.{part}." if part else f"{module}."
+            entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
+            floats = [entry for entry in entries.values() if entry.is_float]
+            held = getattr(torch, dtype or TORCH_NAMES[floats[0].dtype])
+
+            def tensors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
+                return {name: source.load_tensor(entry) for name, entry in entries.items()}
+
+            found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
+            name = f"{source.folder}: layer {module!r}"
+            check_indices(name, spec, {n: source.load_tensor(entries[n]) for n in spec.indices()})
+            check_product(name, spec, found, tensors, held)
+
+
+def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
+    """By what the norm of a stored tensor is multiplied to bound that of its factor: scales stand for
+    groups of numbers."""
+    if not isinstance(spec, QuantizedSpec) or entry.name.removeprefix(prefix) in spec.shapes():
+        return 1.0
+    if spec.fp8:
+        factor = next(n for n in spec.shapes() if entry.name == prefix + stored_names(n)[1])
+        return LARGEST * (spec.group or spec.packed_shape(factor)[-1]) ** 0.5
+    return 128.0 * spec.group**0.5
+
+
+def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
+    """The bytes of one planned tensor, in pieces.
+
+    Raises NumericsError for a value that the new dtype does not hold.
+    """
+    if entry not in tensors.make:
+        yield from source.read_bytes(entry)
+        return
+    made: Any = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(made)  # of which numpy's stubs for Python 3.11 know nothing
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]
+
+
+def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, str]]:
+    """Stored name of every factor to its module and its name there, all checked."""
+    found = {}
+    for module, spec in specs.items():
+        for name, stored in spec.stored().items():
+            _check_stored(source, f"{module}.{name}", stored)
+            found[f"{module}.{name}"] = module, name
+    return found
+
+
+def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
+    """What an export calls a stored tensor of a layer, and the order of its axes there; packed ones are
+    in kernel layout already."""
+    if isinstance(spec, CorrectedSpec):
+        part, _, own = name.partition(".")
+        relaid, order = relaid_name(dict(spec.parts())[part], own)
+        return f"{part}.{relaid}", order
+    if isinstance(spec, QuantizedSpec):
+        return name, None
+    if name in spec.indices():
+        return name, None
+    return stored_name(name), orders(spec)[name]
+
+
+def _check_stored(source: Source, name: str, stored: Stored) -> None:
+    entry, (shape, dtype) = source.entries.get(name), stored
+    fits = entry is not None and (entry.dtype == dtype if dtype else entry.is_float)
+    if entry is None or entry.shape != shape or not fits:
+        found = "no tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
+        expected = (
+            f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
+        )
+        refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
+
+
+def whole_factors(spec: Spec) -> Spec:
+    """The low rank in two whole factors that a pair is, as it would be stored plainly."""
+    plain = spec.plain
+    return plain.low_rank() if isinstance(plain, PivotedSpec) else plain
+
+
+def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
+    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    found = factors_of(spec, tensors, getattr(torch, dtype))
+    if spec.structure == PivotedSpec.structure:
+        found = to_low_rank(found)
+    return found[factor].permute(LINEAR[factor])
+
+
+def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str) -> Tensor:
+    tensor = source.load_tensor(entry)
+    cast = tensor.to(getattr(torch, TORCH_NAMES[dtype]))
+    lost = int((torch.isfinite(tensor) & ~torch.isfinite(cast)).sum()) if dtype != entry.dtype else 0
+    if lost:
+        raise NumericsError(
+            f"{entry.file}: {lost} values of {quote(entry.name)} are out of range of {cast.dtype}, "
+            "expected finite numbers; choose --dtype bfloat16 or float32"
+        )
+    return to_physical(cast, order) if order else cast
+
+
+def _transposed(make: Make) -> Tensor:
+    return make().mT
+
+
+def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
+    """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
+
+    So the tensors of a layer, which are computed together, are written together.
+    """
+    if any(slot.origin.nbytes % 8 for slot in group):
+        return group
+    position = {slot.name: n for n, slot in enumerate(slots)}
+    return sorted(group, key=lambda slot: position[slot.name])
