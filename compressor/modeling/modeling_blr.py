@@ -73,7 +73,7 @@ CURVE = {3: 0.02}
 E4M3 = torch.float8_e4m3fn
 
 
-def dequantize(factor: Factor, packed: Tensor, scale: Tensor) -> Tensor:
+def dequantize(factor: Any, packed: Tensor, scale: Tensor) -> Tensor:
     """Numbers [..., R, K] of packed rows and scales [..., R, groups], in the dtype of the scales."""
     bits, group, K = factor.bits, factor.group, factor.stored_shape[-1]
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
@@ -103,7 +103,7 @@ def _fields(plane: Tensor, width: int) -> Tensor:
     return torch.stack(fields, -2).flatten(-3)
 
 
-def dequantize_float8(factor: Factor, numbers: Tensor, scale: Tensor) -> Tensor:
+def dequantize_float8(factor: Any, numbers: Tensor, scale: Tensor) -> Tensor:
     """Numbers [..., K] of float8 and scales [..., groups], in the dtype of the scales."""
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
     wide, group = scale.to(work), factor.group

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.cuda_graphs import CapturedForward
+from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.fused_activation import fuse_activations
-from blr.compressor.modeling.generation import FusedGeneration
 from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.initial import initialize_packed
 from blr.compressor.modeling.layers import make_layer, prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel, native_name
-from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -119,8 +115,7 @@ def replace_layers(model: Any, entries: dict[str, dict[str, Any]]) -> None:
 
 def model_class(name: str) -> type[Any]:
     """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
-    generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
-    return structured_class(name, (FusedGeneration if generates else CapturedForward, KernelModel))
+    return exported_class(name, KernelModel)
 
 
 KernelModel.make_model = StructuredConfig.make_model = staticmethod(model_class)

@@ -6,11 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from blr.compressor.modeling.modeling_blr import Factor, StructuredLinear
+from blr.compressor.modeling.modeling_blr import (
+    E4M3,
+    Factor,
+    StructuredLinear,
+    dequantize,
+    dequantize_float8,
+    unpack,
+)
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.decode.quantized.reference import dequantize, unpack
 from blr.kernels.decode.quantized.segments import Narrow
-from blr.kernels.fp8.reference import E4M3, dequantize_fp8
 
 EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
@@ -34,6 +39,8 @@ class Packed(NamedTuple):
         """Of the weights, [..., R, K]."""
         return (*self.packed.shape[:-1], self.K)
 
+    stored_shape = shape  # as of a `Factor`
+
     @property
     def nbytes(self) -> int:
         """Bytes that one product reads."""
@@ -41,9 +48,8 @@ class Packed(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """[..., R, K] in the dtype of the scales."""
-        if self.fp8:
-            return dequantize_fp8(self.packed, self.scale, self.scale.dtype, self.group)
-        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+        read = dequantize_float8 if self.fp8 else dequantize
+        return read(self, self.packed, self.scale)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""

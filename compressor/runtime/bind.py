@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.packed import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, State
 from blr.compressor.runtime.plan import Part, Phase, Slot
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
-from blr.kernels.decode.skinny.bound import PACKED_FROM, PLAIN_FROM
-from blr.kernels.fp8.reference import is_number
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -119,10 +118,14 @@ class Binder:
         **options: Any,
     ) -> Run | None:
         """What runs segments, or with an activation a pair, by skinny products if those take them."""
+        targets = {part.target for part in phase.parts}
+        if self.rows < PLAIN_FROM:
+            self.ordered.difference_update(targets)
+            return None
         from blr.kernels.decode.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
-        order, targets = self._order(phase.parts[0]), {part.target for part in phase.parts}
+        order = self._order(phase.parts[0])
         order = order if segments[0].y.dtype == dtype else None
         options |= {"pdl": self.pdl, "order": order}
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.packed import narrow_factor
 from blr.compressor.runtime.decoder import Decoder
 from blr.kernels.common.available import has_triton
 
@@ -67,7 +68,7 @@ def test_narrow_factors_are_those_that_are_dequantized(bits: str, tmp_path: Path
     found = [m for m in model.modules() if isinstance(m, StructuredLinear) and m.packing]
     assert found and any(layer.packing.tiled for layer in found)
     for layer in found:
-        assert torch.equal(layer.narrow("U").dense(torch.float32)[0], layer.U)
+        assert torch.equal(narrow_factor(layer, "U").dense(torch.float32)[0], layer.U)
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
