@@ -58,10 +58,10 @@ def _low_rank(spec: Any, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -
 
 KERNELS = {
     "svd": Kernels(_low_rank, widens=True, takes_sums=True),
-    "pivoted": Kernels(lambda _, x, bias, *factors: pivoted_linear(x, *factors, bias)),
-    "monarch": Kernels(lambda _, x, bias, *factors: monarch_linear(x, *factors, bias)),
+    "pivoted": Kernels(lambda _, x, bias, U, V, places: pivoted_linear(x, U, V, places, bias)),
+    "monarch": Kernels(lambda _, x, bias, U, V: monarch_linear(x, U, V, bias)),
     "blast": Kernels(
-        lambda _, x, bias, *factors: blast_linear(x, *factors, bias), widens=True, takes_sums=True
+        lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True, takes_sums=True
     ),
     "ks": Kernels(lambda _, x, bias, *factors: kronecker_linear(x, list(factors), bias)),
     "dense": Kernels(lambda _, x, bias, weight: linear(x, weight, bias)),

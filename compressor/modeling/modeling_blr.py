@@ -49,11 +49,11 @@ try:
 except ImportError:  # a model of diffusers, whose code is beside this file, does without
     transformers = None  # type: ignore[assignment]
 
-Shape, Axes = tuple[int, ...], tuple[tuple[int, ...], ...]
+Shape = tuple[int, ...]
+Axes = tuple[Shape, ...]
 Entry = dict[str, Any]  # what the table of layers says of one layer
 PREFIX = "Blr"  # of the names of our classes
-FORMAT = 1  # version of config.json["blr"]
-LAYOUT = 2  # version of the names, axis orders and packing of what an export stores
+FORMAT, LAYOUT = 1, 2  # versions of config.json["blr"], and of how an export stores tensors
 HOME = "modeling_blr"  # the name of this file, which `auto_map` in config.json gives
 PACKAGE = "pip install blr-compress"
 
@@ -512,7 +512,7 @@ class DenseWeight(Tensor):
 
     @staticmethod
     def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
-        options = {"dtype": like.dtype, "device": like.device}
+        options: Any = {"dtype": like.dtype, "device": like.device}
         made = Tensor._make_wrapper_subclass(cls, (layer.out_features, layer.in_features), **options)
         made.layer = layer
         return made
@@ -578,8 +578,8 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
 def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     """The modules of `model` that hold the layers stored on disk as `stored_names`, by these: renamed as
     transformers renames tensors of this architecture, with or without the base model's prefix."""
-    renamings = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [renaming for renaming in renamings if isinstance(renaming, WeightRenaming)]
+    known = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
     modules = {name for name, _ in model.named_modules()}
     prefix, found = f"{model.base_model_prefix}.", {}
     for stored in stored_names:

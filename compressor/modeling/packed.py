@@ -39,7 +39,10 @@ class Packed(NamedTuple):
         """Of the weights, [..., R, K]."""
         return (*self.packed.shape[:-1], self.K)
 
-    stored_shape = shape  # as of a `Factor`
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The same, as of a `Factor`."""
+        return self.shape
 
     @property
     def nbytes(self) -> int:
