@@ -1,39 +1,37 @@
-"""Arms of `blr bench layers` in float8: activations are quantized in every call, its time counted."""
+"""Layers in float8: activations are quantized in every call, its time counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from blr.compressor.bench.runner import Arm
-from blr.compressor.bench.subjects import Subject, our_call, reference_of
+from blr.compressor.bench.harness import Arm
+from blr.compressor.bench.layer_problem import LayerProblem, reference_of
 from blr.compressor.bench.timing import Call, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.quantized import quantized_layer
 from blr.compressor.structures.packing import pack_factor, unpack_factor
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.decode.quantized.formats import ROW
-from blr.kernels.fp8.op import STRUCTURES, fp8_device, fp8_product, fp8_rows
+from blr.kernels.fp8.op import STRUCTURES as FLOAT8
+from blr.kernels.fp8.op import fp8_device, fp8_product, fp8_rows
 
-TORCHAO = "torchao"
 LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 
 
-def float8_arms(subject: Subject, spec: Spec | None, device: torch.device) -> Iterator[Arm]:
+def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
     """The arm of a layer, dense if `spec` is None, where the device multiplies in float8."""
     structure = "dense" if spec is None else FOLDERS[spec.structure]
-    half = getattr(torch, subject.fields["dtype"], None) in HALF
-    if structure in STRUCTURES and half and fp8_device(device):
+    half = layer.timer.precision.dtype in HALF
+    if structure in FLOAT8 and half and fp8_device(layer.timer.device):
         name = "dense-fp8" if spec is None else "fp8"
-        yield subject.arm(name, lambda: rounding_call(subject, spec), limit=LIMIT)
-        if spec is None and find_spec(TORCHAO) is not None:
-            yield subject.arm("dense-fp8-torchao", lambda: _torchao(subject), limit=LIMIT)
+        yield layer.arm(name, lambda: rounding_call(layer, spec), limit=LIMIT)
 
 
 def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
@@ -45,47 +43,34 @@ def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = 
     return made.requires_grad_(False).eval()
 
 
-def _torchao(subject: Subject) -> tuple[Call, Rotation]:
-    """What its users have: activations rounded a row at a time at every call, compiled."""
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-    with torch.device("meta"):
-        layer = nn.Linear(subject.fields["in_features"], subject.fields["out_features"], bias=False)
-    layer.weight = nn.Parameter(subject.factors()[0], requires_grad=False)
-    quantize_(layer, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-    compiled = torch.compile(layer, dynamic=False)
-    return lambda x: compiled(x), subject.rotate(())
-
-
-def rounding_call(subject: Subject, spec: Spec | None) -> tuple[Call, Rotation]:
+def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
     """A layer with float8 weights, dense if `spec` is None, on inputs that it rounds."""
-    plain, factors = _factors(subject, spec)
-    layer = float8_layer(plain, factors)
-    structure = structure_of(layer)
-    scales, weights = prepared(layer, structure, subject.x())
+    made = float8_layer(*_factors(layer, spec))
+    structure = structure_of(made)
+    scales, weights = prepared(made, structure, layer.x())
 
     def call(x: Tensor, *weights: Tensor) -> Tensor:
         return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
 
-    return call, subject.rotate(weights)
+    return call, layer.rotate(weights)
 
 
-def dequantizing_call(subject: Subject, spec: Spec | None) -> tuple[Call, Rotation]:
+def dequantizing_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
     """The same on inputs as they are, its weights dequantized at every call."""
-    plain, factors = _factors(subject, spec)
+    plain, factors = _factors(layer, spec)
     packing, stored = _stored(plain, factors)
-    product = reference_of("dense") if spec is None else our_call(spec.structure)
+    product = reference_of("dense") if spec is None else STRUCTURES[spec.structure].product()
 
     def call(x: Tensor, *weights: Tensor) -> Tensor:
         held = dict(zip(stored, weights, strict=True))
         return product(x, *(unpack_factor(packing, name, held, x.dtype) for name in factors))
 
-    return call, subject.rotate(list(stored.values()))
+    return call, layer.rotate(list(stored.values()))
 
 
-def _factors(subject: Subject, spec: Spec | None) -> tuple[Spec, dict[str, Tensor]]:
-    plain = spec or DenseSpec(subject.fields["in_features"], subject.fields["out_features"])
-    return plain, dict(zip(plain.shapes(), subject.factors(), strict=True))
+def _factors(layer: LayerProblem, spec: Spec | None) -> tuple[Spec, dict[str, Tensor]]:
+    plain = spec or DenseSpec(layer.row.in_features, layer.row.out_features)
+    return plain, dict(zip(plain.shapes(), layer.factors(), strict=True))
 
 
 def _stored(plain: Spec, factors: dict[str, Tensor]) -> tuple[QuantizedSpec, dict[str, Tensor]]:

@@ -10,12 +10,27 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.gate import ROWS, WrongResult, check, expect, poisoned
-from blr.compressor.bench.precision import PRECISIONS, computing_in, find_precision
+from blr.compressor.bench.checks import (
+    PRECISIONS,
+    ROWS,
+    Expected,
+    WrongResult,
+    computing_in,
+    expect,
+    find_precision,
+    poisoned,
+)
+from blr.compressor.bench.kernel_timer import within
 
 pytestmark = pytest.mark.fast
 
 linear = torch.nn.functional.linear
+
+
+def check(y: Tensor, expected: Expected, limit: float) -> float:
+    return within(expected.error(y), limit)
+
+
 ROWS_IN, INPUTS, OUTPUTS = 70, 512, 256
 
 

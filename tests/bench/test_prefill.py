@@ -11,10 +11,11 @@ from torch import nn
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import prefill, prefilled
-from blr.compressor.bench.prefill import PrefillOptions, run_prefill
-from blr.compressor.bench.prefilled import GRAPH, RUNTIME, Prefilled, find_any
-from blr.compressor.bench.summary import prefill_summary, prefill_text
+from blr.compressor.bench import prefill, prefill_models
+from blr.compressor.bench.options import PrefillOptions
+from blr.compressor.bench.prefill import prefill_summary, run_prefill
+from blr.compressor.bench.prefill_models import GRAPH, RUNTIME, PrefillModels, find_any
+from blr.compressor.bench.tables import prefill_text
 from blr.compressor.modeling import float8
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -70,12 +71,12 @@ def fail_to_capture(run: Callable[[], Any]) -> Callable[[], Any]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[Prefilled, Any]:
+def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[PrefillModels, Any]:
     """A pico decoder whose passes `capture` captures, its layers as they are in place of compiled."""
-    monkeypatch.setattr(prefilled, "captured", capture)
+    monkeypatch.setattr(prefill_models, "captured", capture)
     keep = lambda module, **_: setattr(module, "_compiled_call_impl", module._call_impl)  # noqa: E731
     monkeypatch.setattr(nn.Module, "compile", keep)
-    models = Prefilled(find_any("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
+    models = PrefillModels(find_any("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
     return models, models.get("dense")
 
 

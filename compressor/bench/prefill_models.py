@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.decode.models import (
-    STRUCTURES,
-    Models,
-    Subject,
-    find_subject,
-    known_models,
-    prompt,
-)
 from blr.compressor.bench.float8 import float8_layer
-from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.models import (
+    STRUCTURES,
+    BenchModel,
+    Models,
+    find_model,
+    known,
+    prompt,
+    structured_table,
+)
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.float8 import prepare_float8
@@ -35,16 +32,15 @@ from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.common.available import kernels_on
 
 FP8 = "fp8"
-GRAPH = "graph"
-RUNTIME = "runtime"
+COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"
 CHECKED = 128  # tokens of the check of float8 in decoders
 
 
 @dataclass
-class Prefilled:
+class PrefillModels:
     """The arms of one decoder, each made once. batch: sequences of an input. context: their longest."""
 
-    subject: Subject
+    model: BenchModel
     device: torch.device
     dtype: torch.dtype
     context: int
@@ -57,9 +53,7 @@ class Prefilled:
     calls: dict[int, Any] = field(default_factory=dict)  # of compiled layers, by their id
 
     def __post_init__(self) -> None:
-        self.models = Models(
-            self.subject, self.device, self.dtype, self.context + 1, self.cf, self.blocks
-        )
+        self.models = Models(self.model, self.device, self.dtype, self.context + 1, self.cf, self.blocks)
 
     def get(self, arm: str) -> Any:
         """The model of an arm."""
@@ -79,7 +73,7 @@ class Prefilled:
 
     def inputs(self, model: Any, tokens: int) -> Tensor:
         """What is timed."""
-        return prompt(self.subject, model, self.batch, tokens)
+        return prompt(self.model.folder, model, self.batch, tokens)
 
     def checked(self, x: Tensor) -> Tensor:
         """What float8 is checked by: less, where that is slow."""
@@ -131,8 +125,7 @@ class Prefilled:
 
     def compute(self, model: Any, x: Tensor) -> Tensor:
         """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
-        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
-        found: Tensor = model(**{name: x}, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+        found: Tensor = model(**_given(x), use_cache=False, logits_to_keep=1).logits[:, -1].float()
         return found
 
     def dequantized(self, model: Any, x: Tensor) -> Tensor:
@@ -142,20 +135,11 @@ class Prefilled:
             return self.compute(model, given.detach().requires_grad_()).detach()
 
 
-def fused(model: Any) -> Any:
-    """The model, or of a plain dense one the same weights in modules that are fused, as exports are."""
-    if any(isinstance(module, Extension) for module in model.modules()):
-        return model
-    made = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-    fuse(made)
-    return made
-
-
-class Encoders(Prefilled):
+class EncoderModels(PrefillModels):
     """The same of an encoder: of `batch` texts of so many tokens, or images."""
 
     def __post_init__(self) -> None:
-        self.settings = dict(known_encoders()[self.subject.name])
+        self.known = known_encoders()[self.model.name]
 
     def plain(self, structure: str) -> Any:
         return self.fresh(structure)
@@ -163,15 +147,16 @@ class Encoders(Prefilled):
     def fresh(self, structure: str) -> Any:
         import transformers
 
-        given = self.settings["settings"] | (
-            {} if self.images else {"max_position_embeddings": self.context}
-        )
+        given = dict(self.model.settings)
+        if not self.images:
+            given["max_position_embeddings"] = self.context
         torch.manual_seed(0)
         with torch.device(self.device):
-            config = getattr(transformers, self.settings["config"])(**given)
-            model = getattr(transformers, self.settings["model"])(config).to(self.dtype).eval()
+            config = getattr(transformers, self.known["config"])(**given)
+            model = getattr(transformers, self.known["model"])(config).to(self.dtype).eval()
             if structure in STRUCTURES:
-                replace_layers(model, self._table(model, STRUCTURES[structure]))
+                inside = {name: module for name, module in model.named_modules() if BLOCK.match(name)}
+                replace_layers(model, structured_table(inside, structure, self.cf, self.blocks))
                 fuse(model)
         for module in model.requires_grad_(False).modules():
             if isinstance(module, nn.Linear):
@@ -183,16 +168,14 @@ class Encoders(Prefilled):
     @property
     def images(self) -> bool:
         """Whether inputs are images."""
-        return "image_size" in self.settings["settings"]
+        return "image_size" in self.model.settings
 
     def inputs(self, model: Any, tokens: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        if self.images:
-            size = model.config.image_size
-            pixels = torch.randn(self.batch, 3, size, size, generator=generator)
-            return pixels.to(self.device, self.dtype)
-        ids = torch.randint(model.config.vocab_size, (self.batch, tokens), generator=generator)
-        return ids.to(self.device)
+        if not self.images:
+            return prompt(None, model, self.batch, tokens)
+        size, generator = model.config.image_size, torch.Generator().manual_seed(0)
+        pixels = torch.randn(self.batch, 3, size, size, generator=generator)
+        return pixels.to(self.device, self.dtype)
 
     def checked(self, x: Tensor) -> Tensor:
         return x
@@ -201,44 +184,34 @@ class Encoders(Prefilled):
         return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
 
     def compute(self, model: Any, x: Tensor) -> Tensor:
-        if self.images:
-            found: Tensor = model(pixel_values=x).last_hidden_state.float()
-            return found
-        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
-        found = model(**{name: x}).last_hidden_state.float()
+        given = {"pixel_values": x} if self.images else _given(x)
+        found: Tensor = model(**given).last_hidden_state.float()
         return found
 
-    def _table(self, model: Any, structure: str) -> dict[str, dict[str, Any]]:
-        """Specs of all linear layers in blocks."""
-        table = {}
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and BLOCK.match(name):
-                layer = Layer("", name, module.in_features, module.out_features, self.cf, {})
-                if found := specs_for(layer, [structure], [self.blocks]):
-                    table[name] = found[0].to_dict()
-        return table
+
+def _given(x: Tensor) -> dict[str, Tensor]:
+    return {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
 
 
-@cache
+def fused(model: Any) -> Any:
+    """The model, or of a plain dense one the same weights in modules that are fused, as exports are."""
+    if any(isinstance(module, Extension) for module in model.modules()):
+        return model
+    made = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    fuse(made)
+    return made
+
+
 def known_encoders() -> dict[str, dict[str, Any]]:
-    """Settings of configs/bench-encoders.yaml by name."""
-    from ruamel.yaml import YAML
-
-    text = files("blr.configs").joinpath("bench-encoders.yaml").read_text("utf-8")
-    return {str(name): dict(found) for name, found in YAML(typ="safe").load(text).items()}
+    """Classes and settings of configs/bench-encoders.yaml by name."""
+    return known("bench-encoders.yaml")
 
 
-def find_any(name: str) -> Subject:
+def find_any(name: str) -> BenchModel:
     """A decoder or an encoder by name, or a folder. Raises UsageError listing the known names."""
     if name in known_encoders():
-        return Subject(name, known_encoders()[name]["settings"])
-    try:
-        return find_subject(name)
-    except UsageError as error:
-        known = ", ".join((*known_models(), *known_encoders()))
-        raise UsageError(
-            f"model {name!r} is neither one of {known} nor a folder with config.json; give one"
-        ) from error
+        return BenchModel(name, known_encoders()[name]["settings"])
+    return find_model(name, *known_encoders())
 
 
 def to_float8(model: Any) -> Any:

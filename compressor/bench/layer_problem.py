@@ -1,55 +1,54 @@
-"""Random layers to time: their data, what must come out, and how each arm is called."""
+"""Random layers to time: their data, what must come out, and how kernels are given them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.compressor.bench.gate import Expected, expect
-from blr.compressor.bench.peers import Peer
-from blr.compressor.bench.precision import Precision
-from blr.compressor.bench.results import Row
-from blr.compressor.bench.runner import Arm
+from blr.compressor.bench.checks import Expected, Precision, expect
+from blr.compressor.bench.harness import Arm
+from blr.compressor.bench.kernel_timer import KernelTimer, Maker
+from blr.compressor.bench.results import LayerRow
+from blr.compressor.bench.shapes import Layer
 from blr.compressor.bench.timing import Call, Rotation
-from blr.compressor.planning.roofline import Kernel
+from blr.compressor.planning.roofline import Kernel, kernels
 from blr.compressor.structures.laid import laid_rank, laid_shape
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Pattern, Spec
 
-Maker = Callable[[], tuple[Call, Rotation]]
+SEEDS = {"x": 0, "dense": 1, "structured": 2}
 
 
-class Subject:
-    """One structured (or dense) layer on one input. Nothing is allocated before it is asked for, so
-    that a layer which does not fit is an arm without memory and not the end of the run.
+class LayerProblem:
+    """One layer on one input. Nothing is allocated before it is asked for, so that a layer which does
+    not fit is an arm without memory and not the end of the run.
 
     Args:
-        fields: of the rows of its arms, without `arm`.
+        timer: what its arms are timed by. row: of its arms, but for their names.
         x: gives the input [n, i], or [i, n] with `last`; cached by the caller.
         factors: gives the factors, or the weight of a dense layer.
-        reference: f(x, *factors) for x [n, i].
-        kernels: of its roofline.
-        l2: bytes of cache that rotating copies must exceed.
-        last: the batch is the last axis.
+        reference: f(x, *factors) for x [n, i]. work: of its roofline. last: the batch is the last axis.
     """
 
     def __init__(
         self,
-        fields: dict[str, Any],
+        timer: KernelTimer,
+        row: LayerRow,
         x: Callable[[], Tensor],
         factors: Callable[[], tuple[Tensor, ...]],
         reference: Call,
-        kernels: Sequence[Kernel],
-        l2: int,
+        work: Sequence[Kernel],
         last: bool = False,
     ) -> None:
-        self.fields, self.x, self.factors, self.reference = fields, x, cache(factors), reference
-        self.kernels, self.l2, self.last = kernels, l2, last
+        self.timer, self.row, self.last = timer, row, last
+        self.x, self.reference = x, reference
+        self.factors: Callable[[], tuple[Tensor, ...]] = cache(factors)
+        row.floor_ms = timer.floor_ms(work)
 
     @cached_property
     def expected(self) -> Expected:
@@ -63,7 +62,7 @@ class Subject:
 
     def rotate(self, weights: Sequence[Tensor]) -> Rotation:
         """The input and `weights`."""
-        return Rotation((self.x(), *weights), self.l2)
+        return Rotation((self.x(), *weights), self.timer.l2)
 
     def arm(
         self,
@@ -76,22 +75,28 @@ class Subject:
         limit: float | None = None,
     ) -> Arm:
         """An arm of this layer. `make` gives the call and its arguments."""
-        row = Row(**self.fields, arm=name, variant=variant)
-        return Arm(row, make, lambda: self.expected, self.kernels, capture, skip, limit)
+        row = replace(self.row, arm=name, variant=variant)
+        return Arm(row, lambda: self.timer.checked(row, make, self.expected, limit, capture), skip)
 
-    def peer_arms(self, structure: str, peers: Sequence[Peer], skip: str | None = None) -> list[Arm]:
-        """An arm for each peer that has this structure."""
-        return [
-            self.arm(f"peer:{peer.name}", self._peer_maker(peer, structure), skip=skip)
-            for peer in peers
-            if structure in peer.functions
-        ]
 
-    def _peer_maker(self, peer: Peer, structure: str) -> Maker:
-        return lambda: (
-            peer.functions[structure],
-            self.rotate(peer.prepared(structure, self.factors())),
-        )
+def layer_problem(
+    timer: KernelTimer, layer: Layer, spec: Spec | None, n: int, title: str
+) -> LayerProblem:
+    """A layer in a structure, dense for None, with random numbers for n tokens."""
+    i, o, device, precision = layer.in_features, layer.out_features, timer.device, timer.precision
+    name = "dense" if spec is None else spec.structure
+    cf = 1.0 if spec is None else i * o / spec.parameters
+    said = "" if spec is None else spec.describe()
+    row = LayerRow(title, layer.model, layer.name, name, said, i, o, cf, n, precision.name, arm="")
+
+    def factors() -> tuple[Tensor, ...]:
+        if spec is None:
+            return (gaussian((o, i), i, precision, device, SEEDS["dense"]),)
+        return random_factors(spec, precision, device, SEEDS["structured"])
+
+    x = cache(lambda: gaussian((n, i), 1, precision, device, SEEDS["x"]))
+    work = [Kernel(n * i + i * o + n * o, n * i * o)] if spec is None else list(kernels(spec, n))
+    return LayerProblem(timer, row, x, factors, reference_of(name), work)
 
 
 def gaussian(
@@ -127,11 +132,6 @@ def _terms(name: str, shape: Sequence[int]) -> int:
     return {"U": shape[-1], "S": shape[0], "V": shape[-2]}[name]
 
 
-def dense_kernel(n: int, i: int, o: int) -> Kernel:
-    """What a dense product moves and multiplies."""
-    return Kernel(n * i + i * o + n * o, n * i * o)
-
-
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """The dense layer: cuBLAS on a GPU."""
     return torch.nn.functional.linear(x, weight)
@@ -140,11 +140,6 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
 def reference_of(structure: str) -> Call:
     """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
     return dense_linear if structure == "dense" else STRUCTURES[structure].reference()
-
-
-def our_call(structure: str) -> Call:
-    """The entry point of a structure as f(x, *factors)."""
-    return STRUCTURES[structure].product()
 
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -174,14 +169,15 @@ def our_variant(
         return "reference"
     variant, _ = choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and (last or variant == "auto"):
-        return " ".join(_factor_variant(pattern, n, precision, last) for pattern in spec.patterns)
+        return " ".join(factor_variant(pattern, n, precision, last) for pattern in spec.patterns)
     return str(variant)
 
 
-def _factor_variant(pattern: Pattern, n: int, precision: Precision, last: bool) -> str:
+def factor_variant(pattern: Pattern, n: int, precision: Precision, last: bool = False) -> str:
     """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
-    from blr.kernels.layers.kronecker.choose import Problem, choose
+    from blr.kernels.layers.kronecker.choose import Problem as FactorProblem
+    from blr.kernels.layers.kronecker.choose import choose
 
     kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
-    variant, config = choose(Problem(*pattern, n, kind, last))
+    variant, config = choose(FactorProblem(*pattern, n, kind, last))
     return f"{variant}:{config['path']}" if "path" in config else variant
