@@ -79,20 +79,25 @@ class WrongResult(Exception):
         self.error = error
 
 
+def within(error: float, limit: float) -> float:
+    """The error. Raises WrongResult above `limit` and for NaN."""
+    if not error <= limit:
+        raise WrongResult(error)
+    return error
+
+
 @dataclass(frozen=True)
 class Expected:
-    """Rows [k] of the output and their right values [k, o]; `last` marks outputs of [o, n]."""
+    """Rows [k] of the output and their right values [k, o]."""
 
     rows: Tensor
     values: Tensor
-    last: bool = False
 
     def error(self, y: Tensor) -> float:
         """Relative Frobenius error of the rows; NaN if anything of `y` is no finite number or its
         shape is another."""
         import torch
 
-        y = y.mT if self.last else y
         if y.ndim != 2 or y.shape[1] != self.values.shape[1] or y.shape[0] <= int(self.rows.max()):
             return float("nan")
         if not bool(y.sum(dtype=torch.float32).isfinite()):
@@ -105,17 +110,13 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
-def expect(
-    reference: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], last: bool = False
-) -> Expected:
-    """What `reference(x, *weights)`, x [n, i], gives in float64 on `ROWS` rows spread over all; with
-    `last` for x [i, n]."""
+def expect(reference: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor]) -> Expected:
+    """What `reference(x, *weights)`, x [n, i], gives in float64 on `ROWS` rows spread over all."""
     import torch
 
-    x = x.mT if last else x
     rows = torch.linspace(0, len(x) - 1, min(ROWS, len(x)), device=x.device).round().long()
     wide = (w.double() if w.is_floating_point() else w for w in weights)
-    return Expected(rows, reference(x[rows].double(), *wide), last)
+    return Expected(rows, reference(x[rows].double(), *wide))
 
 
 def poisoned(call: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Tensor:

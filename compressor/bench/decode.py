@@ -29,7 +29,6 @@ from blr.compressor.bench.decode_arms import (
     reference_logits,
 )
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.kernel_timer import measured_copy, within
 from blr.compressor.bench.models import (
     OWN,
     BenchModel,
@@ -42,7 +41,7 @@ from blr.compressor.bench.models import (
 )
 from blr.compressor.bench.options import DecodeOptions
 from blr.compressor.bench.results import DecodeRow, Report, statuses
-from blr.compressor.bench.timing import wall_ms
+from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.runtime.modes import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
@@ -58,6 +57,7 @@ FOLDER_ARMS = (f"{HF}-{OWN}", f"ours-{OWN}")
 LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 GREEDY = 32  # tokens that are compared
 DEQUANTIZED = 1.25  # times the stored bytes: a decoder that reads more holds copies in another form
+COPIED, REPEATS = 1 << 30, 7  # bytes of a copy whose speed is measured, and how often
 RESERVE = 0.7  # of the free memory that the caches of arms timed together may take
 
 
@@ -159,18 +159,18 @@ class DecodeCases:
         if isinstance(made, OursArm) and (read := made.bytes_read()) > DEQUANTIZED * row.bytes:
             what = f"the decoder reads {read / row.bytes:.1f} times the bytes of the model"
             raise RuntimeError(f"{what}: it does not take these layers as they are stored")
-        limit = LIMITS[torch.bfloat16 if name.cache == INT8 else self.dtype]
+        limit, note = LIMITS[torch.bfloat16 if name.cache == INT8 else self.dtype], None
         error = logits_error(made, model)
         if not error <= limit:
             raise WrongResult(error, f"logits differ by {error:.2g}")
         if name.structure == OWN and isinstance(made, OursArm):
             plain = HfArm(model, ids, GREEDY, compiling=False)
-            row.equal_tokens, row.note, wrong = compare_tokens(made.greedy(GREEDY), plain, model, limit)
+            row.equal_tokens, note, wrong = compare_tokens(made.greedy(GREEDY), plain, model, limit)
             if wrong:
-                raise WrongResult(error, row.note or "")
+                raise WrongResult(error, note or "")
         sampler = partial(step_ms, made, o.steps)
         sampler()
-        return Checked(sampler, within(error, limit), limit)
+        return Checked(sampler, error, limit, note)
 
     def _made(self, name: ArmName, model: Any, ids: torch.Tensor, room: int) -> HfArm | OursArm:
         o, cuda = self.options, self.device.type == "cuda"
@@ -201,6 +201,14 @@ def logits_error(made: HfArm | OursArm, model: Any) -> float:
     made.prefill()
     found = made.step(fed).float().clone()
     return relative_error(found, reference_logits(model, made.ids, fed))
+
+
+def measured_copy(device: torch.device) -> float:
+    """Terabytes a second that a large copy on a CUDA device reads and writes, a median of repeats."""
+    source = torch.randn(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    sampler = CudaSampler(lambda: target.copy_(source), Rotation((), 0), target)
+    return 2 * COPIED / spread([sampler.sample() for _ in range(REPEATS)]).ms * 1e-9
 
 
 def step_ms(arm: HfArm | OursArm, steps: int) -> float:

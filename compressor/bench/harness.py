@@ -22,8 +22,8 @@ import torch
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult
-from blr.compressor.bench.results import OK, SKIPPED, Report, Timed
+from blr.compressor.bench.checks import within
+from blr.compressor.bench.results import Report, Timed
 from blr.compressor.bench.timing import Sampler, interleave, spread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,11 +35,13 @@ class Checked:
 
     Attributes:
         error: of its result, relative, right up to `limit`; None for what the others are compared with.
+        note: what else is to be said of it.
     """
 
     sampler: Sampler
     error: float | None
     limit: float = 0.0
+    note: str | None = None
 
 
 @dataclass
@@ -48,12 +50,11 @@ class Arm:
 
     Attributes:
         row: what came of it. check: runs it once and says how far its result is off; what it raises
-            becomes the row's status. skip: why it is not run at all.
+            becomes the row's status.
     """
 
     row: Timed
     check: Callable[[], Checked]
-    skip: str | None = None
 
 
 @dataclass
@@ -149,21 +150,18 @@ class Harness:
 
     def _ready(self, arm: Arm) -> Sampler | None:
         """The sampler of an arm whose result is right."""
-        if arm.skip:
-            arm.row.fail(SKIPPED, arm.skip)
-            return None
         try:
             found = arm.check()
-            arm.row.rel_error = found.error
-            if found.error is not None and not found.error <= found.limit:
-                raise WrongResult(found.error)
+            arm.row.rel_error, arm.row.note = found.error, found.note
+            if found.error is not None:
+                within(found.error, found.limit)
         except UsageError:
             raise
         except Exception as error:
             arm.row.record(error)
             self.release()
             return None
-        return found.sampler if arm.row.status == OK else None
+        return found.sampler
 
 
 def free_models(device: torch.device) -> None:

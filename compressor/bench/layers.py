@@ -17,7 +17,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import Precision, computing_in, find_precision
 from blr.compressor.bench.float8 import float8_arms
 from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.kernel_timer import KernelTimer, measured_ceilings
+from blr.compressor.bench.kernel_timer import KernelTimer
 from blr.compressor.bench.layer_problem import LayerProblem, layer_problem, our_layout, our_variant
 from blr.compressor.bench.options import LayerOptions
 from blr.compressor.bench.results import LayerRow, Report, statuses
@@ -78,12 +78,11 @@ def compiled_call(call: Call) -> Call:
 
 
 def compare(rows: Sequence[LayerRow]) -> None:
-    """Fill in the speedup over the dense arm and the fraction of the roofline."""
+    """Fill in the speedup over the dense arm."""
     dense = next((row.ms for row in rows if row.arm == "dense"), None)
     for row in rows:
-        if row.ms is not None:
-            row.speedup = dense / row.ms if dense is not None else None
-            row.fraction = row.floor_ms / row.ms if row.floor_ms is not None else None
+        if row.ms is not None and dense is not None:
+            row.speedup = dense / row.ms
 
 
 def layers_summary(rows: Sequence[LayerRow]) -> dict[str, Any]:
@@ -127,12 +126,8 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[Report, int]:
     report = Report("bench layers", {**asdict(options), "models": work.models, "n": work.tokens})
     harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
     timer = KernelTimer(device, precision, compiling=compiling)
-    if cuda:
-        progress.stage("measuring ceilings")
-        timer.ceilings = measured_ceilings(device, precision)
-    else:
+    if not cuda:
         progress.say(announce(cases, precision, options.seconds))
-    report.machine |= timer.machine()
     made = LayerCases(timer, {min(work.tokens), max(work.tokens)} if compiling else ())
     return report, harness.run([made.case(*case) for case in cases])
 

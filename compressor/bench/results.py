@@ -26,7 +26,7 @@ from blr.compressor.workspace.destination import check_outside
 if TYPE_CHECKING:
     from blr.compressor.bench.timing import Spread
 
-OK, WRONG, OOM, SKIPPED, FAILED = "ok", "wrong", "oom", "skipped", "failed"
+OK, WRONG, OOM, FAILED = "ok", "wrong", "oom", "failed"
 JSON_NAME, CSV_NAME = "results.json", "results.csv"
 
 
@@ -35,7 +35,7 @@ class Timed:
     """What every row has.
 
     Attributes:
-        status: ok, wrong (no time), oom, skipped or failed; `note` says why.
+        status: ok, wrong (no time), oom or failed; `note` says why.
         ms, low, high: median and quartiles of `rounds` samples in milliseconds.
         rel_error: of the result against the right one; None for what others are compared with.
     """
@@ -76,7 +76,6 @@ class LayerRow(Timed):
         case: rows of one case are compared: they have the same layer, n and dtype.
         arm: dense, dense-compile, dense-fp8, plain, compile, ours or fp8.
         cf: dense over structured parameters. speedup: time of the dense arm over `ms`.
-        floor_ms, fraction: the roofline at measured ceilings, and floor_ms / ms.
     """
 
     case: str
@@ -92,8 +91,6 @@ class LayerRow(Timed):
     arm: str
     variant: str | None = None
     speedup: float | None = None
-    floor_ms: float | None = None
-    fraction: float | None = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from blr.compressor.bench.results import OK, DecodeRow, LayerRow, MemoryRow, Pre
 
 LAYER_HEAD = [
     *("structure", "rank", "arm", "variant", "ms", "quartiles"),
-    *("x dense", "floor", "of it", "error", ""),
+    *("x dense", "error", ""),
 ]
 DECODE_HEAD = ["arm", "tokens/s", "x base", "ms/step", "floor", "of it", "GB/step", "error", ""]
 PREFILL_HEAD = ["arm", "", "ms", "quartiles", "x dense", "x dense fp8", "error", ""]
@@ -33,18 +33,16 @@ def titled(
 
 def layers_text(report: Report) -> str:
     """Of `blr bench layers`."""
-    m = report.machine
-    head = "CPU run: milliseconds by the host's clock, no floors"
-    if (found := m.get("ceilings")) is not None:
-        rate = f"{found['tflops']:.0f} TFLOP/s"
-        head = f"{m['name']}: measured copy {found['copy_tbps']:.2f} TB/s, {rate}; milliseconds a call"
+    name = report.machine["name"]
+    clock = "by the host's clock" if name == "cpu" else "without the host"
+    head = f"{name}: milliseconds a call, {clock}"
     lines = titled(report.rows, lambda row: str(row.case), _layer_line)
     return aligned([head, LAYER_HEAD, *lines])
 
 
 def _layer_line(row: LayerRow) -> list[str]:
-    cells = [row.structure, row.spec, row.arm, row.variant or "", *_times(row), _number(row.speedup)]
-    return [*cells, _number(row.floor_ms), _percent(row.fraction), *_rest(row)]
+    cells = [row.structure, row.spec, row.arm, row.variant or "", *_times(row)]
+    return [*cells, _number(row.speedup), *_rest(row)]
 
 
 def decode_text(report: Report) -> str:

@@ -75,7 +75,7 @@ def kernel_case(
 
     def arm(expected: Expected, name: str, call: Call, arguments: tuple[Tensor, ...]) -> Arm:
         row, rotation = ScriptRow(title, name), Rotation(arguments, timer.l2)
-        return Arm(row, lambda: timer.checked(row, lambda: (call, rotation), expected, limit))
+        return Arm(row, lambda: timer.checked(lambda: (call, rotation), expected, limit))
 
     return Case(title, arms, around=timer.case)
 

@@ -37,7 +37,7 @@ def test_layers_as_text_and_files_with_a_wrong_arm(
     code, said, err = invoke("bench", "layers", *SMALL, "--n", "1,3", "--repeats", "3", "-o", str(out))
     assert code == 0, err
     lines = said.splitlines()
-    assert lines[0] == "CPU run: milliseconds by the host's clock, no floors"
+    assert lines[0] == "cpu: milliseconds a call, by the host's clock"
     assert "vit-b qkv 768→2304 n=3" in lines
     last = json.loads(lines[-1])
     assert last["summary"]["statuses"] == {"ok": 3 * 2 * 4, "wrong": 3 * 2}
