@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,36 +44,18 @@ USUAL = 1.25
 STEP = 16  # ranks above it are its multiples
 
 
-@dataclass(frozen=True)
-class BaseModel:
-    """A model without a head: classes of transformers and settings of configs/bench-memory.yaml."""
+@dataclass
+class BaseModels:
+    """The forms of a model without a head, made when asked for; those of low rank have the same weights.
+
+    Attributes:
+        config, model: classes of transformers. keep: share of parameters of the replaced layers.
+    """
 
     name: str
     config: str
     model: str
     settings: dict[str, Any]
-
-    def inputs(self, batch: int, length: int, device: torch.device) -> dict[str, Any]:
-        """Random tokens."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, self.settings["vocab_size"], (batch, length), generator=generator)
-        causal = {"use_cache": False} if self.config == "LlamaConfig" else {}
-        return {"input_ids": ids.to(device), **causal}
-
-
-def find_base_model(name: str) -> BaseModel:
-    """A model by name. Raises UsageError listing the known ones."""
-    models = known("bench-memory.yaml")
-    if name not in models:
-        raise UsageError(f"model {name!r} is not known; expected one of {', '.join(models)}")
-    return BaseModel(name, **models[name])
-
-
-@dataclass
-class BaseModels:
-    """The forms of one model, made when asked for; those of low rank have the same weights."""
-
-    base: BaseModel
     keep: float
     device: torch.device
     dtype: torch.dtype
@@ -82,48 +65,44 @@ class BaseModels:
         """The model of an arm."""
         kind = arm if arm in (DENSE, NAIVE) else OURS
         if kind not in self.built:
-            make = {DENSE: self._dense, NAIVE: lambda: unfused(self.get(OURS)), OURS: self._low_rank}
-            self.built[kind] = make[kind]()
+            self.built[kind] = unfused(self.get(OURS)) if kind == NAIVE else self._drawn(kind == DENSE)
         return self.built[kind]
 
-    def _dense(self) -> Any:
-        """transformers' own, with scaled dot product attention."""
-        import transformers
+    def inputs(self, batch: int, length: int) -> dict[str, Any]:
+        """Random tokens."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, self.settings["vocab_size"], (batch, length), generator=generator)
+        causal = {"use_cache": False} if self.config == "LlamaConfig" else {}
+        return {"input_ids": ids.to(self.device), **causal}
 
-        config = getattr(transformers, self.base.config)(**self.base.settings)
-        with self._drawn():
-            return getattr(transformers, self.base.model)(config).eval()
-
-    def _low_rank(self) -> Any:
-        """Every linear layer of its blocks of low rank, at a share `keep` of parameters."""
-        import transformers
-
-        config = getattr(transformers, self.base.config)(**self.base.settings)
-        with torch.device("meta"):
-            native = getattr(transformers, self.base.model)(config)
-        table = {
-            name: rank_spec(layer.in_features, layer.out_features, self.keep).to_dict()
-            for name, layer in native.named_modules()
-            if isinstance(layer, torch.nn.Linear) and any(part.isdecimal() for part in name.split("."))
-        }
-        made = config_class(PREFIX + self.base.config)
-        with self._drawn():
-            config = made(**self.base.settings, blr={"format": 1, "layers": table})
-            model = model_class(PREFIX + self.base.model)(config).eval()
-        prepare_layers(model)
-        return model
-
-    @contextmanager
-    def _drawn(self) -> Iterator[None]:
-        """Weights are drawn on the device in the dtype."""
+    def _drawn(self, dense: bool) -> Any:
+        """transformers' own model with random weights, or ours with every linear layer of low rank."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         torch.manual_seed(0)
         try:
             with torch.device(self.device):
-                yield
+                model = self._native() if dense else self._low_rank()
         finally:
             torch.set_default_dtype(before)
+        prepare_layers(model)
+        return model.eval()
+
+    def _native(self) -> Any:
+        config = getattr(transformers, self.config)(**self.settings)
+        return getattr(transformers, self.model)(config)
+
+    def _low_rank(self) -> Any:
+        with torch.device("meta"):
+            native = self._native()
+        table = {
+            name: rank_spec(layer.in_features, layer.out_features, self.keep).to_dict()
+            for name, layer in native.named_modules()
+            if isinstance(layer, torch.nn.Linear) and any(part.isdecimal() for part in name.split("."))
+        }
+        config = config_class(PREFIX + self.config)
+        blr = {"format": 1, "layers": table}
+        return model_class(PREFIX + self.model)(config(**self.settings, blr=blr))
 
 
 def unfused(model: Any) -> Any:
@@ -151,12 +130,13 @@ class MemoryCases:
     def __post_init__(self) -> None:
         self.dtype = float_dtype(self.options.dtype)
 
-    def of(self, base: BaseModel, keep: float) -> list[Case]:
+    def of(self, name: str, keep: float) -> list[Case]:
         """A case for every batch and length."""
-        models = BaseModels(base, keep, self.device, self.dtype)
+        found = known("bench-memory.yaml")[name]
+        models = BaseModels(name, **found, keep=keep, device=self.device, dtype=self.dtype)
         return [
             Case(
-                f"{base.name} at {keep:.0%}, {batch} x {length}",
+                f"{name} at {keep:.0%}, {batch} x {length}",
                 partial(self._arms, models, batch, length),
                 ratios,
             )
@@ -164,19 +144,13 @@ class MemoryCases:
         ]
 
     def _arms(self, models: BaseModels, batch: int, length: int) -> list[Arm]:
-        inputs = models.base.inputs(batch, length, self.device)
-        expected: list[tuple[Tensor, float]] = []  # of low rank, once it is known
-
-        def right() -> tuple[Tensor, float]:
-            if not expected:
-                expected.append(self._expected(models.get(NAIVE), inputs))
-            return expected[0]
-
-        def arm(name: str) -> Arm:
-            row = MemoryRow(models.base.name, models.keep, batch, length, self.options.dtype, name)
-            return Arm(row, partial(self._check, models, row, inputs, right))
-
-        return [arm(name) for name in self.options.arms]
+        inputs = models.inputs(batch, length)
+        right = cache(lambda: self._expected(models.get(NAIVE), inputs))
+        o, made = self.options, []
+        for arm in o.arms:
+            row = MemoryRow(models.name, models.keep, batch, length, o.dtype, arm)
+            made.append(Arm(row, partial(self._check, models, row, inputs, right)))
+        return made
 
     def _expected(self, naive: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
         """The result in float32, and the relative error that is allowed."""
@@ -344,14 +318,17 @@ def run_memory(options: MemoryOptions, progress: Progress) -> tuple[Report, int]
     """
     device = pick_device(options.device)
     cases = MemoryCases(options, device)
-    models = [find_base_model(name) for name in options.models]
+    models = known("bench-memory.yaml")
+    for name in options.models:
+        if name not in models:
+            raise UsageError(f"model {name!r} is not known; expected one of {', '.join(models)}")
     for arm in options.arms:
         bound_of(arm)
     if options.graphs and device.type != "cuda":
         raise CapabilityError("--graphs on the CPU: expected a CUDA GPU; leave it out here")
-    widths = {model.name: int(model.settings["hidden_size"]) for model in models}
+    widths = {name: int(models[name]["settings"]["hidden_size"]) for name in options.models}
     refuse_large(device, widths, "measure --models pico-bert,pico-llama")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
     report = Report("bench memory", settings, MemoryRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
-    return report, harness.run([c for m in models for keep in options.keep for c in cases.of(m, keep)])
+    return report, harness.run([c for m in options.models for k in options.keep for c in cases.of(m, k)])

@@ -62,14 +62,14 @@ def known_models() -> dict[str, dict[str, Any]]:
     return known("bench-decode.yaml")
 
 
-def find_model(name: str, *more: str) -> BenchModel:
-    """A model by name or folder. Raises UsageError listing the known names, and `more` of them."""
+def find_model(name: str) -> BenchModel:
+    """A model by name or folder. Raises UsageError listing the known names."""
     if name in known_models():
         return BenchModel(name, known_models()[name])
     folder = Path(name)
     if (folder / "config.json").is_file():
         return BenchModel(folder.name, folder=folder)
-    names = ", ".join((*known_models(), *more))
+    names = ", ".join(known_models())
     raise UsageError(f"model {name!r} is neither one of {names} nor a folder with config.json; give one")
 
 
@@ -152,8 +152,7 @@ class Models:
         model = self._empty()
         if structure in STRUCTURES:
             with torch.device("meta"):
-                layers = {n: m for n, m in model.named_modules() if m is not model.lm_head}
-                replace_layers(model, structured_table(layers, structure, self.cf, self.blocks))
+                replace_layers(model, self._table(model, STRUCTURES[structure]))
             fuse(model)
         if self.ends is not None:
             share_ends(model, *self.ends)
@@ -162,18 +161,15 @@ class Models:
         self.ends = model.get_input_embeddings(), model.get_output_embeddings()
         return model
 
-
-def structured_table(
-    modules: dict[str, nn.Module], structure: str, cf: float, blocks: int
-) -> dict[str, dict[str, Any]]:
-    """Specs of those modules that are linear layers, by name."""
-    table = {}
-    for name, module in modules.items():
-        if isinstance(module, nn.Linear):
-            layer = Layer("", name, module.in_features, module.out_features, cf, {})
-            if found := specs_for(layer, [STRUCTURES[structure]], [blocks]):
-                table[name] = found[0].to_dict()
-    return table
+    def _table(self, model: Any, structure: str) -> dict[str, dict[str, Any]]:
+        """Specs of all linear layers but the head."""
+        table = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module is not model.lm_head:
+                layer = Layer("", name, module.in_features, module.out_features, self.cf, {})
+                if found := specs_for(layer, [structure], [self.blocks]):
+                    table[name] = found[0].to_dict()
+        return table
 
 
 def share_ends(model: Any, embedding: nn.Module, head: nn.Module) -> None:

@@ -179,8 +179,7 @@ class PrefillOptions(StructuredOptions):
 
     models: Sequence[str] = option(
         ("8b",),
-        "Comma-separated: 7b, 8b, 1b, minilm, bert-base, bert-large, vit-base, vit-large, pico "
-        "(random weights) or checkpoint folders.",
+        "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.",
         read=words,
     )
     arms: Sequence[str] = option(

@@ -1,5 +1,4 @@
-"""`blr bench prefill`: whole models in transformers, bf16 and float8: decoders to the first token of an
-answer, encoders to their output.
+"""`blr bench prefill`: time to the first token of whole models in transformers, bf16 and float8.
 
 Arms of one model and number of tokens are timed by the wall clock, a forward pass each. Compiled ones
 have their decoder layers compiled, one compilation for all; graphs are their passes captured for
@@ -22,17 +21,15 @@ from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import WrongResult, relative_error
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import OWN, STRUCTURES, BenchModel, refuse_large
+from blr.compressor.bench.models import OWN, STRUCTURES, BenchModel, find_model, refuse_large
 from blr.compressor.bench.options import PrefillOptions
 from blr.compressor.bench.prefill_models import (
     COMPILED,
     FP8,
     GRAPH,
     RUNTIME,
-    EncoderModels,
     PrefillModels,
-    find_any,
-    known_encoders,
+    dequantized_logits,
 )
 from blr.compressor.bench.results import PrefillRow, Report, statuses
 from blr.compressor.bench.timing import wall_ms
@@ -44,6 +41,7 @@ FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
 LIMITS = {"": 0.1, FP8: 0.6}
+CHECKED = 128  # tokens of the check of float8: weights are dequantized at every call of it
 
 
 def ways(options: PrefillOptions, cuda: bool) -> list[str]:
@@ -78,8 +76,8 @@ class PrefillCases:
 
     def of(self, model: BenchModel, arms: Sequence[str]) -> list[Case]:
         """A case for every number of tokens."""
-        o, kind = self.options, EncoderModels if model.name in known_encoders() else PrefillModels
-        models = kind(model, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
+        o = self.options
+        models = PrefillModels(model, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
         return [
             Case(
                 f"{model.name} {tokens} tokens",
@@ -105,8 +103,8 @@ class PrefillCases:
         if row.way:
             expected = models.output(model, x)
         elif kind:
-            x = models.checked(x)
-            expected = models.dequantized(model, x)
+            x = x[:, :CHECKED]
+            expected = dequantized_logits(model, x)
         found = models.output(model, x, row.way)
         error = None if expected is None else relative_error(found, expected)
         if not torch.isfinite(found).all() or not (error or 0.0) <= LIMITS[kind]:
@@ -119,7 +117,6 @@ class PrefillCases:
     def _finish(self, models: PrefillModels, rows: Sequence[PrefillRow]) -> None:
         compare(rows)
         models.forget()
-        torch.compiler.reset()
         free_models(self.device)
 
 
@@ -152,12 +149,9 @@ def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[Report, in
     """
     device = pick_device(options.device)
     cases = PrefillCases(options, device)
-    models = [(model, chosen_arms(model, options.arms)) for model in map(find_any, options.models)]
+    models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
     widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
     refuse_large(device, widths, "time --models pico or a checkpoint folder")
-    encoders = [model.name for model, _ in models if model.name in known_encoders()]
-    if options.runtime and encoders:
-        raise UsageError(f"--runtime: {encoders[0]} is an encoder, expected decoders; leave one out")
     report = Report("bench prefill", asdict(options), PrefillRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

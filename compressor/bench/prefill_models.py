@@ -1,4 +1,4 @@
-"""The models that `blr bench prefill` times: decoders to their first token, encoders to their output."""
+"""The models that `blr bench prefill` times, and the ways in which each is run."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ from torch import Tensor, nn
 
 from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.models import (
-    STRUCTURES,
     BenchModel,
     Models,
-    find_model,
-    known,
     prompt,
-    structured_table,
 )
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import BLOCK, share_rows
+from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import StructuredLinear, prepare_layers
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.masks import unmasked
-from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.common.available import kernels_on
 
 FP8 = "fp8"
 COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"
-CHECKED = 128  # tokens of the check of float8 in decoders
 
 
 @dataclass
@@ -57,58 +50,42 @@ class PrefillModels:
 
     def get(self, arm: str) -> Any:
         """The model of an arm."""
+        structure = arm.removesuffix(f"-{FP8}")
+        if arm == structure:
+            return self.models.get(structure)
         if arm not in self.built:
-            structure = arm.removesuffix(f"-{FP8}")
-            plain = arm == structure
-            self.built[arm] = self.plain(structure) if plain else to_float8(self.fresh(structure))
+            self.built[arm] = to_float8(self.models.fresh(structure))
         return self.built[arm]
-
-    def plain(self, structure: str) -> Any:
-        """A model in bfloat16."""
-        return self.models.get(structure)
-
-    def fresh(self, structure: str) -> Any:
-        """The same, to be changed."""
-        return self.models.fresh(structure)
 
     def inputs(self, model: Any, tokens: int) -> Tensor:
         """What is timed."""
         return prompt(self.model.folder, model, self.batch, tokens)
 
-    def checked(self, x: Tensor) -> Tensor:
-        """What float8 is checked by: less, where that is slow."""
-        return x[:, :CHECKED]
-
-    def layers(self, model: Any) -> Any:
-        """Those that are compiled, one compilation for all."""
-        return model.get_decoder().layers
-
     def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
         """What is compared, in float32; `way`: eager, layers compiled, these captured in a graph, or as
         the runtime of an export takes prompts."""
-        for layer in self.layers(model):
+        for layer in model.get_decoder().layers:
             layer._compiled_call_impl = self._compiled(layer) if way not in ("", RUNTIME) else None
-        run: Any = {GRAPH: self._replayed, RUNTIME: self._decoded}.get(way, self.compute)
-        found: Tensor = run(model, x)
-        return found
+        run = {GRAPH: self._replayed, RUNTIME: self._decoded}.get(way, first_logits)
+        return run(model, x)
 
     def _compiled(self, layer: Any) -> Any:
-        """What a call of a layer is when it is compiled."""
+        """What a call of a layer is when it is compiled, one compilation for all."""
         if id(layer) not in self.calls:
             layer.compile(dynamic=False)
             self.calls[id(layer)] = layer._compiled_call_impl
         return self.calls[id(layer)]
 
     def _replayed(self, model: Any, x: Tensor) -> Tensor:
-        """`compute` by the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
+        """By the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
         graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
-        found: Tensor = graphs.run(lambda x: self.compute(model, x), ((x,), {}), inside=unmasked)
+        found: Tensor = graphs.run(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
         if graphs.failed:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found
 
     def _decoded(self, model: Any, x: Tensor) -> Tensor:
-        """`compute` by a decoder. Raises DecoderError where there can be none."""
+        """By a decoder. Raises DecoderError where there can be none."""
         from blr.compressor.runtime.decoder import Decoder
 
         if id(model) not in self.decoders:
@@ -123,74 +100,18 @@ class PrefillModels:
         self.graphs.clear()
         self.decoders.clear()
 
-    def compute(self, model: Any, x: Tensor) -> Tensor:
-        """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
-        found: Tensor = model(**_given(x), use_cache=False, logits_to_keep=1).logits[:, -1].float()
-        return found
 
-    def dequantized(self, model: Any, x: Tensor) -> Tensor:
-        """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
-        given = x if x.is_floating_point() else model.get_input_embeddings()(x)
-        with torch.enable_grad():
-            return self.compute(model, given.detach().requires_grad_()).detach()
+def first_logits(model: Any, x: Tensor) -> Tensor:
+    """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
+    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+    found: Tensor = model(**{name: x}, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
 
 
-class EncoderModels(PrefillModels):
-    """The same of an encoder: of `batch` texts of so many tokens, or images."""
-
-    def __post_init__(self) -> None:
-        self.known = known_encoders()[self.model.name]
-
-    def plain(self, structure: str) -> Any:
-        return self.fresh(structure)
-
-    def fresh(self, structure: str) -> Any:
-        import transformers
-
-        given = dict(self.model.settings)
-        if not self.images:
-            given["max_position_embeddings"] = self.context
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            config = getattr(transformers, self.known["config"])(**given)
-            model = getattr(transformers, self.known["model"])(config).to(self.dtype).eval()
-            if structure in STRUCTURES:
-                inside = {name: module for name, module in model.named_modules() if BLOCK.match(name)}
-                replace_layers(model, structured_table(inside, structure, self.cf, self.blocks))
-                fuse(model)
-        for module in model.requires_grad_(False).modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, module.in_features**-0.5)
-        prepare_layers(model)
-        share_siblings(model)
-        return model
-
-    @property
-    def images(self) -> bool:
-        """Whether inputs are images."""
-        return "image_size" in self.model.settings
-
-    def inputs(self, model: Any, tokens: int) -> Tensor:
-        if not self.images:
-            return prompt(None, model, self.batch, tokens)
-        size, generator = model.config.image_size, torch.Generator().manual_seed(0)
-        pixels = torch.randn(self.batch, 3, size, size, generator=generator)
-        return pixels.to(self.device, self.dtype)
-
-    def checked(self, x: Tensor) -> Tensor:
-        return x
-
-    def layers(self, model: Any) -> Any:
-        return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
-
-    def compute(self, model: Any, x: Tensor) -> Tensor:
-        given = {"pixel_values": x} if self.images else _given(x)
-        found: Tensor = model(**given).last_hidden_state.float()
-        return found
-
-
-def _given(x: Tensor) -> dict[str, Tensor]:
-    return {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
+def dequantized_logits(model: Any, x: Tensor) -> Tensor:
+    """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
+    with torch.enable_grad():
+        return first_logits(model, model.get_input_embeddings()(x).detach().requires_grad_()).detach()
 
 
 def fused(model: Any) -> Any:
@@ -202,21 +123,9 @@ def fused(model: Any) -> Any:
     return made
 
 
-def known_encoders() -> dict[str, dict[str, Any]]:
-    """Classes and settings of configs/bench-encoders.yaml by name."""
-    return known("bench-encoders.yaml")
-
-
-def find_any(name: str) -> BenchModel:
-    """A decoder or an encoder by name, or a folder. Raises UsageError listing the known names."""
-    if name in known_encoders():
-        return BenchModel(name, known_encoders()[name]["settings"])
-    return find_model(name, *known_encoders())
-
-
 def to_float8(model: Any) -> Any:
     """`model` with all linear layers but the head in float8, in place."""
-    head = model.get_output_embeddings() if hasattr(model, "lm_head") else None
+    head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
             parent, _, child = name.rpartition(".")
