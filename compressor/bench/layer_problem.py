@@ -36,8 +36,8 @@ class LayerProblem:
 
     Attributes:
         timer: what its arms are timed by. row: of its arms, but for their names.
-        x: gives the input [n, i], the same at every call. factors: likewise the factors, or the weight of
-            a dense layer. reference: f(x, *factors).
+        x: gives the input [n, i], the same at every call. factors: likewise the factors, or the weight
+            of a dense layer. reference: f(x, *factors).
     """
 
     timer: KernelTimer

@@ -1,10 +1,11 @@
 """What each phase of a decoded token takes, in a model of an 8B's layers but few of them.
 
     python scripts/bench/phases.py [--arms dense,lowrank,corrected-int2] [--batches 1,4,8] [--layers 4]
+        [--contexts 120,32768]
 
-Arms are dense, lowrank, pivoted, monarch, blast and corrected, with the bits behind. Logits are checked
-first against transformers in eager mode. A time is that of a token; "whole" is a token of 32 such
-layers: what the layers take, and what is left over once; the phases follow in microseconds.
+Arms are those of `blr bench decode` that are ours, without "ours-". Logits are checked first. A time is
+that of a token; "whole" is a token of 32 such layers: what the layers take, and what is left over once;
+the phases follow in microseconds.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import torch
 from case_files import numbers, options, run, step_arm
 
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.bench.decode import LIMITS, logits_error
-from blr.compressor.bench.decode_arms import OursArm
+from blr.compressor.bench.decode_arms import OursArm, parse_arm
 from blr.compressor.bench.harness import Case
 from blr.compressor.bench.models import Models, find_model, prompt
 from blr.compressor.bench.timing import Sampler
 
 
 def profiled(
-    models: Models, arm: str, batch: int, steps: int, cuda: bool
+    models: Models, arm: str, batch: int, context: int, steps: int, cuda: bool
 ) -> Callable[[dict[str, Any]], tuple[Sampler, float]]:
     """The check of an arm, whose sampler profiles a token."""
 
     def check(told: dict[str, Any]) -> tuple[Sampler, float]:
-        structure, _, kind = arm.partition("-")
-        model, layers = models.get(structure, kind), models.model.settings["num_hidden_layers"]
-        ids = prompt(None, model, batch, 120)
-        ours = OursArm(model, ids, steps + 4, *(("triton", "graph") if cuda else ("torch", "eager")))
+        name, layers = parse_arm(f"ours-{arm}"), models.model.settings["num_hidden_layers"]
+        model = models.get(name.structure, name.kind, head=name.head)
+        ids = prompt(None, model, batch, context)
+        ops, mode = ("triton", "graph") if cuda else ("torch", "eager")
+        ours = OursArm(model, ids, steps + 4, ops, mode, name.cache)
         error = logits_error(ours, model)
 
         def sample() -> float:
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--model", default="8b")
     parser.add_argument("--arms", default="dense,lowrank,dense-int4,lowrank-int4,corrected-int2")
     parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--contexts", default="120")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cf", type=float, default=2.0)
     parser.add_argument("--blocks", type=int, default=16)
@@ -62,15 +67,17 @@ def main() -> int:
     device, whole = pick_device(given.device), find_model(given.model)
     few = replace(whole, settings={**whole.settings, "num_hidden_layers": given.layers})
     dtype, cuda = float_dtype(given.dtype), device.type == "cuda"
-    models = Models(few, device, dtype, 256, given.cf, given.blocks)
+    contexts = numbers(given.contexts)
+    models = Models(few, device, dtype, max(contexts) + given.steps + 8, given.cf, given.blocks)
 
-    def case(batch: int) -> Case:
-        title = f"{given.model}, batch {batch}"
-        check = lambda arm: profiled(models, arm, batch, given.steps, cuda)  # noqa: E731
+    def case(batch: int, context: int) -> Case:
+        title = f"{given.model}, batch {batch}, context {context}"
+        check = lambda arm: profiled(models, arm, batch, context, given.steps, cuda)  # noqa: E731
+        limit = lambda arm: max(LIMITS[dtype], LIMITS[torch.bfloat16] * ("kv8" in arm))  # noqa: E731
         arms = given.arms.split(",")
-        return Case(title, lambda: [step_arm(title, arm, check(arm), LIMITS[dtype]) for arm in arms])
+        return Case(title, lambda: [step_arm(title, arm, check(arm), limit(arm)) for arm in arms])
 
-    return run(given, [case(batch) for batch in numbers(given.batches)])
+    return run(given, [case(*each) for each in product(numbers(given.batches), contexts)])
 
 
 if __name__ == "__main__":
