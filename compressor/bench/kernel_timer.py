@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 from blr.compressor.base.quoting import named_line
-from blr.compressor.bench.checks import (
-    Expected,
-    Precision,
-    WrongResult,
-    computing_in,
-    poisoned,
-    within,
-)
+from blr.compressor.bench.checks import Expected, Precision, WrongResult, computing_in, poisoned, within
 from blr.compressor.bench.harness import Checked
 from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
 

@@ -7,9 +7,9 @@ default and the limits that stand here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from blr.compressor.base.errors import UsageError
 
@@ -17,7 +17,7 @@ MOST = 2**31 - 1
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
-def words(text: str, option: str = "") -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     """Comma-separated words, each once. Raises UsageError when there is none."""
     if found := tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip())):
         return found
@@ -33,11 +33,6 @@ def counts(text: str, option: str, most: int | None = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, found)))
 
 
-def batches(text: str, option: str) -> tuple[int, ...]:
-    """As many as a decoder takes."""
-    return counts(text, option, 16)
-
-
 def shares(text: str, option: str) -> tuple[float, ...]:
     """Comma-separated numbers between 0 and 1. Raises UsageError."""
     try:
@@ -49,40 +44,44 @@ def shares(text: str, option: str) -> tuple[float, ...]:
     return found
 
 
-def pairs(text: str, option: str) -> tuple[tuple[int, int], ...]:
+def pairs(text: str, option: str) -> tuple[tuple[int, ...], ...]:
     """Comma-separated batch x length. Raises UsageError."""
     found = [word.split("x") for word in words(text)]
     if any(len(sizes) != 2 for sizes in found):
         raise UsageError(f"{option} is {text!r}: expected batch x length such as 4x1024,1x16384")
-    return tuple((counts(a, option)[0], counts(b, option)[0]) for a, b in found)
+    return tuple((*counts(a, option), *counts(b, option)) for a, b in found)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    read: Callable[[str, str], Any] | None = None,
-    shown: str | None = None,
-    flag: str | None = None,
-    least: int | None = 1,
-) -> Any:
-    """A field with its option.
+@dataclass(frozen=True)
+class Told:
+    """What the command line says of a field. `shown`: the default in words; limits are of integers."""
 
-    Args:
-        read: makes the value of what is typed and of the option's name. shown: the default in words.
-        flag: names in place of the field's. least: the smallest integer that it may be.
-    """
-    told = {"help": help, "read": read, "shown": shown, "flag": flag, "least": least}
-    return field(default=default, metadata=told)
+    help: str
+    shown: str | None = None
+    least: int = 1
+    most: int | None = None
+
+
+def option(default: Any, help: str, shown: str | None = None, **limits: int) -> Any:
+    """A field with its option."""
+    return field(default=default, metadata={"told": Told(help, shown, **limits)})
 
 
 def of_text(options: type, given: Mapping[str, Any]) -> Any:
-    """`options` of what was typed. Raises UsageError."""
-    found = dict(given)
+    """`options` of what was typed: lists by commas. Raises UsageError."""
+    found, hints = dict(given), get_type_hints(options)
     for each in fields(options):
-        text, read = found.get(each.name), each.metadata.get("read")
-        if read is not None and isinstance(text, str):
-            found[each.name] = read(text, f"--{each.name}")
+        text, name = found.get(each.name), f"--{each.name}"
+        if not isinstance(text, str) or not each.metadata:
+            continue
+        if hints[each.name] == Sequence[str]:
+            found[each.name] = words(text)
+        elif hints[each.name] == Sequence[int]:
+            found[each.name] = counts(text, name, each.metadata["told"].most)
+        elif hints[each.name] == Sequence[float]:
+            found[each.name] = shares(text, name)
+        elif hints[each.name] == Sequence[tuple[int, int]]:
+            found[each.name] = pairs(text, name)
     return options(**found)
 
 
@@ -99,28 +98,20 @@ class LayerOptions(BenchOptions):
     """`blr bench layers`."""
 
     models: Sequence[str] = option(
-        (),
-        "Comma-separated, of configs/bench-shapes.yaml.",
-        read=words,
-        shown="llama-7b; gpt2-s on a CPU",
+        (), "Comma-separated, of configs/bench-shapes.yaml.", shown="llama-7b; gpt2-s on a CPU"
     )
     structures: Sequence[str] = option(
-        ("svd", "monarch", "blast", "ks"), "Some of svd,pivoted,monarch,blast,ks.", read=words
+        ("svd", "monarch", "blast", "ks"), "Some of svd,pivoted,monarch,blast,ks."
     )
-    n: Sequence[int] = option(
-        (), "Tokens, comma-separated.", read=counts, shown="1,1024,4096; 1,64 on a CPU"
-    )
+    n: Sequence[int] = option((), "Tokens, comma-separated.", shown="1,1024,4096; 1,64 on a CPU")
     dtype: str = option("bfloat16", "float32, tf32, float16 or bfloat16.")
     cf: float | None = option(None, "Compression factor.", shown="the model's published one")
     blocks: Sequence[int] = option(
-        (), "Blocks of Monarch and BLAST.", read=counts, shown="published; BLAST also 4,8,16"
+        (), "Blocks of Monarch and BLAST.", shown="published; BLAST also 4,8,16"
     )
     repeats: int = option(10, "Samples of each arm.")
     compiling: bool | None = option(
-        None,
-        "torch.compile arms, at the smallest and the largest n.",
-        flag="--compile/--no-compile",
-        shown="compile on a GPU",
+        None, "torch.compile arms, at the smallest and the largest n.", shown="compile on a GPU"
     )
 
 
@@ -145,9 +136,7 @@ class DecodeOptions(StructuredOptions):
     """`blr bench decode`."""
 
     models: Sequence[str] = option(
-        ("7b", "8b"),
-        "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.",
-        read=words,
+        ("7b", "8b"), "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."
     )
     arms: Sequence[str] = option(
         (),
@@ -155,22 +144,16 @@ class DecodeOptions(StructuredOptions):
         "also with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, "
         "-int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values "
         "in int8, then -graph or -eager.",
-        read=words,
         shown="all usual ones",
     )
-    contexts: Sequence[int] = option((128, 1024, 3072, 6144), "Tokens of the prompt.", read=counts)
-    batches: Sequence[int] = option((1,), "Sequences at once, at most 16.", read=batches)
+    contexts: Sequence[int] = option((128, 1024, 3072, 6144), "Tokens of the prompt.")
+    batches: Sequence[int] = option((1,), "Sequences at once, at most 16.", most=16)
     steps: int = option(64, "Tokens of a measurement.")
     rounds: int = option(3, "Measurements of each arm.")
     rank: int = option(16, "Rank of corrections, in int4.")
     ops: str = option("auto", "Ours: auto, triton or torch (references).")
     mode: str = option("auto", "Ours, where the arm names none: auto, graph or eager.")
-    compiling: bool | None = option(
-        None,
-        "torch.compile transformers' step.",
-        flag="--compile/--no-compile",
-        shown="compile on a GPU",
-    )
+    compiling: bool | None = option(None, "torch.compile transformers' step.", shown="compile on a GPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,27 +161,21 @@ class PrefillOptions(StructuredOptions):
     """`blr bench prefill`."""
 
     models: Sequence[str] = option(
-        ("8b",),
-        "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.",
-        read=words,
+        ("8b",), "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."
     )
     arms: Sequence[str] = option(
         (),
         "Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a "
         "checkpoint, own.",
-        read=words,
         shown="all",
     )
-    tokens: Sequence[int] = option((128, 512, 2048, 8192, 16384), "Tokens of the prompt.", read=counts)
+    tokens: Sequence[int] = option((128, 512, 2048, 8192, 16384), "Tokens of the prompt.")
     batch: int = option(1, "Sequences at once.")
     compiling: bool | None = option(
-        None,
-        "Arms with decoder layers compiled, too.",
-        flag="--compile/--no-compile",
-        shown="compile on a GPU",
+        None, "Arms with decoder layers compiled, too.", shown="compile on a GPU"
     )
-    graphs: bool = option(False, "Compiled arms as CUDA graphs of fixed lengths, too.", flag="--graphs")
-    runtime: bool = option(False, "Every arm as an export takes prompts, too.", flag="--runtime")
+    graphs: bool = option(False, "Compiled arms as CUDA graphs of fixed lengths, too.")
+    runtime: bool = option(False, "Every arm as an export takes prompts, too.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,25 +183,20 @@ class MemoryOptions(ModelOptions):
     """`blr bench memory`."""
 
     models: Sequence[str] = option(
-        ("bert-base",),
-        "Some of bert-base, roberta-base, llama-7b, llama-3.1-8b, pico-bert, pico-llama.",
-        read=words,
+        ("bert-base",), "Some of bert-base, roberta-base, llama-7b, llama-3.1-8b, pico-bert, pico-llama."
     )
     arms: Sequence[str] = option(
         ("dense", "naive", "whole", "ours"),
         "Some of dense, naive (low rank by plain torch), whole (ours without a bound), ours, "
         "and ours-N for a bound of N MiB.",
-        read=words,
     )
-    keep: Sequence[float] = option(
-        (0.5, 0.75), "Shares of the parameters of the replaced layers.", read=shares
-    )
-    batches: Sequence[int] = option((1, 16, 32, 64), "Sequences at once.", read=counts)
-    lengths: Sequence[int] = option((128, 256, 512, 1024), "Tokens of a sequence.", read=counts)
+    keep: Sequence[float] = option((0.5, 0.75), "Shares of the parameters of the replaced layers.")
+    batches: Sequence[int] = option((1, 16, 32, 64), "Sequences at once.")
+    lengths: Sequence[int] = option((128, 256, 512, 1024), "Tokens of a sequence.")
     pairs: Sequence[tuple[int, int]] = option(
-        (), "These cases in place of batches and lengths: 4x1024,1x16384.", read=pairs, shown="none"
+        (), "These cases in place of batches and lengths: 4x1024,1x16384.", shown="none"
     )
-    graphs: bool = option(False, "Time passes as CUDA graphs: without the host.", flag="--graphs")
+    graphs: bool = option(False, "Time passes as CUDA graphs: without the host.")
 
     def cases(self) -> list[tuple[int, int]]:
         """Batch and length of every case."""

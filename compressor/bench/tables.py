@@ -9,10 +9,7 @@ from typing import Any
 from blr.compressor.base.tables import aligned
 from blr.compressor.bench.results import OK, DecodeRow, LayerRow, MemoryRow, PrefillRow, Report, Timed
 
-LAYER_HEAD = [
-    *("structure", "rank", "arm", "variant", "ms", "quartiles"),
-    *("x dense", "error", ""),
-]
+LAYER_HEAD = [*("structure", "rank", "arm", "variant", "ms", "quartiles"), *("x dense", "error", "")]
 DECODE_HEAD = ["arm", "tokens/s", "x base", "ms/step", "floor", "of it", "GB/step", "error", ""]
 PREFILL_HEAD = ["arm", "", "ms", "quartiles", "x dense", "x dense fp8", "error", ""]
 MEMORY_HEAD = [

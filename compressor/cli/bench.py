@@ -46,10 +46,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "quiet": (Quiet, False),
     "format": (FormatOption, Format.text),
 }
-LIMITS: dict[Any, dict[str, Any]] = {
-    int: {"min": 1, "callback": values.count},
-    float | None: {"min": 0.0, "callback": values.number},
-}
+FLAGS = {"compiling": "--compile/--no-compile"}  # of fields that are called otherwise
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,28 @@ class Bench:
 
 
 def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
-    """The option of a field."""
-    told = each.metadata
-    given: dict[str, Any] = {"help": told["help"], **LIMITS.get(hint, {})}
-    kind: Any = hint
+    """The option of a field: lists as text, numbers within their limits."""
+    told: settings.Told = each.metadata["told"]
+    given: dict[str, Any] = {"help": told.help}
     default: Any = each.default
-    if each.name == "cf":
-        given = {"help": told["help"], "callback": values.factor}
-    if hint is int:
-        given["min"] = told["least"]
-    if told["read"] is not None:
-        kind, default = (str, ",".join(map(str, default))) if default else (str | None, None)
-    if told["shown"] is not None:
-        given["show_default"] = told["shown"]
-    names = [told["flag"]] if told["flag"] else []
-    annotation = Annotated[kind, typer.Option(*names, **given)]
-    return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    if isinstance(default, tuple):
+        hint, default = (str, ",".join(map(str, default))) if default else (str | None, None)
+    elif hint is int:
+        given |= {"min": told.least, "callback": values.count}
+    elif each.name == "cf":
+        given |= {"callback": values.factor}
+    elif hint == float | None:
+        given |= {"min": 0.0, "callback": values.number}
+    if told.shown is not None:
+        given["show_default"] = told.shown
+    names = [FLAGS.get(each.name, f"--{each.name}")]
+    return keyword(each.name, Annotated[hint, typer.Option(*names, **given)], default)
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Of a function that Typer reads."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def command(bench: Bench) -> Callable[..., None]:
@@ -104,12 +105,7 @@ def command(bench: Bench) -> Callable[..., None]:
 
     hints = get_type_hints(bench.options)
     found = [parameter(f, hints[f.name]) for f in fields(bench.options) if f.metadata]
-    for name, (annotation, default) in COMMON.items():
-        found.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-        )
+    found += [keyword(name, *said) for name, said in COMMON.items()]
     run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in found}
     run.__doc__ = bench.help

@@ -123,11 +123,7 @@ def _product_arms(title: str, shape: Shape, n: int, timer: KernelTimer) -> list[
 
     wide = precision.dtype
     made = LayerProblem(
-        timer,
-        row,
-        cache(lambda: held()[0].to(wide)),
-        cache(lambda: (held()[1].to(wide),)),
-        reference,
+        timer, row, cache(lambda: held()[0].to(wide)), cache(lambda: (held()[1].to(wide),)), reference
     )
     calls = {name: _by_tile(shape, n, wide, device, tile) for name, tile in TILES.items()}
     if blocks == 1 and device.type == "cuda" and K % 16 == N % 16 == 0:

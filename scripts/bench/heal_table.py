@@ -71,17 +71,17 @@ ROWS = (
     Row("mini-svd-int4", "mini", f"--method svd --cf 2 --quantize int4 {MINI_FIT}", MINI, (13.6,)),
     Row(
         "mini-int2", "mini", "--base int2 --method blast --blocks 4 --rank 16"
-        " --calibration {data}/calibration.txt --samples 1024", MINI, (12.22,),
+        " --calibration {data}/calibration.txt --samples 1024", MINI, (12.22,)
     ),
     Row("smol-blast-1.5", "smol", f"--method blast --blocks 16 --cf 1.5 {SMOL_FIT}", SMOL, (0.05, 0.15)),
     Row("smol-blast-2", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", SMOL, (0.12, 0.3)),
     Row(
         "smol-int2", "smol", f"--base int2 --method svd --rank 16 --group 64 {SMOL_FIT}",
-        SMOL, (0.12, 0.25),
+        SMOL, (0.12, 0.25)
     ),
     Row(
         "smol-int3", "smol", f"--base int3 --method svd --rank 16 --group 64 {SMOL_FIT}",
-        SMOL, (0.03, 0.06),
+        SMOL, (0.03, 0.06)
     ),
     *(  # the line to beat, without a target
         Row(f"smol-{b}-plain", "smol", f"--method dense --quantize {b} --group 64 {SMOL_FIT}", SMOL)
@@ -89,11 +89,11 @@ ROWS = (
     ),
     Row(
         "smol-blast-2-self", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}",
-        SMOL.replace("{train}", "self"), (0.12, 0.3),
+        SMOL.replace("{train}", "self"), (0.12, 0.3)
     ),
     Row(
         "smol-blast-2-prose", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", f"{SMOL} --mix 0"
-    ),
+    )
 )  # fmt: skip
 EVALS = {"mini": "--batch 32", "smol": "--batch 32 --max-tokens 65536"}
 

@@ -11,11 +11,16 @@ from torch import nn
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import prefill, prefill_models
+from blr.compressor.bench import prefill
 from blr.compressor.bench.models import find_model
 from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.prefill import prefill_summary, run_prefill
-from blr.compressor.bench.prefill_models import GRAPH, RUNTIME, PrefillModels
+from blr.compressor.bench.prefill import (
+    GRAPH,
+    RUNTIME,
+    PrefillModels,
+    prefill_summary,
+    run_prefill,
+)
 from blr.compressor.bench.tables import prefill_text
 from blr.compressor.modeling import float8
 
@@ -64,7 +69,7 @@ def fail_to_capture(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[PrefillModels, Any]:
     """A pico decoder whose passes `capture` captures, its layers as they are in place of compiled."""
-    monkeypatch.setattr(prefill_models, "captured", capture)
+    monkeypatch.setattr(prefill, "captured", capture)
     keep = lambda module, **_: setattr(module, "_compiled_call_impl", module._call_impl)  # noqa: E731
     monkeypatch.setattr(nn.Module, "compile", keep)
     models = PrefillModels(find_model("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
