@@ -167,8 +167,8 @@ class Harness:
 def free_models(device: torch.device) -> None:
     """Give back the memory of models that nothing refers to, which takes a while."""
     gc.collect()
-    torch.compiler.reset()  # compiled steps hold their models' graphs
     if device.type == "cuda":
+        torch.compiler.reset()  # compiled steps hold their models' graphs
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 

@@ -239,6 +239,7 @@ class PrefillCases:
     def _finish(self, models: PrefillModels, rows: Sequence[PrefillRow]) -> None:
         compare(rows)
         models.forget()
+        torch.compiler.reset()
         free_models(self.device)
 
 

@@ -7,16 +7,52 @@ from itertools import groupby
 from typing import Any
 
 from blr.compressor.base.tables import aligned
-from blr.compressor.bench.results import OK, DecodeRow, LayerRow, MemoryRow, PrefillRow, Report, Timed
+from blr.compressor.bench.results import OK, MemoryRow, Report
 
-LAYER_HEAD = [*("structure", "rank", "arm", "variant", "ms", "quartiles"), *("x dense", "error", "")]
-DECODE_HEAD = ["arm", "tokens/s", "x base", "ms/step", "floor", "of it", "GB/step", "error", ""]
-PREFILL_HEAD = ["arm", "", "ms", "quartiles", "x dense", "x dense fp8", "error", ""]
-MEMORY_HEAD = [
-    *("arm", "transient MiB", "of naive", "of dense", "peak MiB"),
-    *("ms", "quartiles", "of naive", "of dense", "error", ""),
+Column = tuple[str, Callable[[Any], str]]  # its heading, and the cell of a row
+
+
+def shown(heading: str, name: str, form: str = "", scale: float = 1) -> Column:
+    """A column of an attribute, empty where that is None."""
+
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        return "" if value is None else f"{value if scale == 1 else value / scale:{form}}"
+
+    return heading, cell
+
+
+def or_status(heading: str, name: str, form: str) -> Column:
+    """The same, with the status of an arm that is not right."""
+    _, cell = shown(heading, name, form)
+    return heading, lambda row: cell(row) if row.status == OK else row.status
+
+
+TIMES = [
+    or_status("ms", "ms", ".4g"),
+    ("quartiles", lambda row: "" if row.ms is None else f"{row.low:.4g}–{row.high:.4g}"),
 ]
-MIB = 1 << 20
+REST = [shown("error", "rel_error", ".1e"), shown("", "note")]
+LAYERS = [
+    *(shown("structure", "structure"), shown("rank", "spec"), shown("arm", "arm")),
+    *(shown("variant", "variant"), *TIMES, shown("x dense", "speedup", ".4g"), *REST),
+]
+DECODE = [
+    *(shown("arm", "arm"), or_status("tokens/s", "tokens_per_second", ".1f")),
+    *(shown("x base", "speedup", ".4g"), shown("ms/step", "ms", ".4g")),
+    *(shown("floor", "floor_ms", ".4g"), shown("of it", "fraction", ".0%")),
+    *(shown("GB/step", "bytes", ".4g", 1e9), *REST),
+]
+PREFILL = [
+    *(shown("arm", "arm"), shown("", "way"), *TIMES, shown("x dense", "of_dense", ".4g")),
+    *(shown("x dense fp8", "of_dense_fp8", ".4g"), *REST),
+]
+MEMORY = [
+    *(shown("arm", "arm"), shown("transient MiB", "transient_bytes", ".1f", 2**20)),
+    *(shown("of naive", "memory_of_naive", ".2f"), shown("of dense", "memory_of_dense", ".2f")),
+    *(shown("peak MiB", "peak_bytes", ".1f", 2**20), *TIMES),
+    *(shown("of naive", "time_of_naive", ".2f"), shown("of dense", "time_of_dense", ".2f"), *REST),
+]
 
 
 def titled(
@@ -28,18 +64,20 @@ def titled(
         yield from map(line, found)
 
 
+def text_of(
+    report: Report, head: str, columns: Sequence[Column], title: Callable[[Any], str], right: range
+) -> str:
+    """A table. `right`: columns of numbers."""
+    lines = titled(report.rows, title, lambda row: [cell(row) for _, cell in columns])
+    return aligned([head, [heading for heading, _ in columns], *lines], numbers=right)
+
+
 def layers_text(report: Report) -> str:
     """Of `blr bench layers`."""
     name = report.machine["name"]
     clock = "by the host's clock" if name == "cpu" else "without the host"
     head = f"{name}: milliseconds a call, {clock}"
-    lines = titled(report.rows, lambda row: str(row.case), _layer_line)
-    return aligned([head, LAYER_HEAD, *lines])
-
-
-def _layer_line(row: LayerRow) -> list[str]:
-    cells = [row.structure, row.spec, row.arm, row.variant or "", *_times(row)]
-    return [*cells, _number(row.speedup), *_rest(row)]
+    return text_of(report, head, LAYERS, lambda row: str(row.case), range(0))
 
 
 def decode_text(report: Report) -> str:
@@ -47,26 +85,13 @@ def decode_text(report: Report) -> str:
     copied = report.machine.get("copy_tbps")
     head = f"{report.machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
     title = "{0.model}, context {0.context}, batch {0.batch}, {0.dtype}".format
-    return aligned([head, DECODE_HEAD, *titled(report.rows, title, _decode_line)], numbers=range(1, 8))
-
-
-def _decode_line(row: DecodeRow) -> list[str]:
-    speed = f"{row.tokens_per_second:.1f}" if row.tokens_per_second else row.status
-    gigabytes = None if row.bytes is None else row.bytes / 1e9
-    cells = [row.arm, speed, *map(_number, (row.speedup, row.ms, row.floor_ms))]
-    return [*cells, _percent(row.fraction), _number(gigabytes), *_rest(row)]
+    return text_of(report, head, DECODE, title, range(1, 8))
 
 
 def prefill_text(report: Report) -> str:
     """Of `blr bench prefill`."""
     head = f"{report.machine.get('name')}: milliseconds to the first token"
-    title = "{0.model}, {0.batch} x {0.tokens} tokens".format
-    return aligned([head, PREFILL_HEAD, *titled(report.rows, title, _prefill_line)], numbers=range(2, 7))
-
-
-def _prefill_line(row: PrefillRow) -> list[str]:
-    gains = map(_number, (row.of_dense, row.of_dense_fp8))
-    return [row.arm, row.way, *_times(row), *gains, *_rest(row)]
+    return text_of(report, head, PREFILL, "{0.model}, {0.batch} x {0.tokens} tokens".format, range(2, 7))
 
 
 def memory_title(row: MemoryRow) -> str:
@@ -76,37 +101,4 @@ def memory_title(row: MemoryRow) -> str:
 
 def memory_text(report: Report) -> str:
     """Of `blr bench memory`."""
-    lines = titled(report.rows, memory_title, _memory_line)
-    return aligned([str(report.machine.get("name")), MEMORY_HEAD, *lines], numbers=range(1, 6))
-
-
-def _memory_line(row: MemoryRow) -> list[str]:
-    transient, peak = (
-        "" if size is None else f"{size / MIB:.1f}" for size in (row.transient_bytes, row.peak_bytes)
-    )
-    memory = [transient, _ratio(row.memory_of_naive), _ratio(row.memory_of_dense), peak]
-    times = [*_times(row), _ratio(row.time_of_naive), _ratio(row.time_of_dense)]
-    return [row.arm, *memory, *times, *_rest(row)]
-
-
-def _times(row: Timed) -> list[str]:
-    """The median, or why there is none, and the quartiles."""
-    spread = "" if row.ms is None else f"{_number(row.low)}–{_number(row.high)}"
-    return [_number(row.ms) if row.status == OK else row.status, spread]
-
-
-def _rest(row: Timed) -> list[str]:
-    """The error and the note."""
-    return ["" if row.rel_error is None else f"{row.rel_error:.1e}", row.note or ""]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return text_of(report, str(report.machine.get("name")), MEMORY, memory_title, range(1, 6))
