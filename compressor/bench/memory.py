@@ -27,12 +27,12 @@ from blr.compressor.bench.options import MemoryOptions
 from blr.compressor.bench.results import OK, MemoryRow, Report
 from blr.compressor.bench.tables import memory_title
 from blr.compressor.bench.timing import device_ms
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import prepare_layers
 from blr.compressor.modeling.masks import unmasked
-from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.modeling_blr import PREFIX, config_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
