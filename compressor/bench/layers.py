@@ -15,10 +15,15 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import Precision, computing_in, find_precision
-from blr.compressor.bench.float8 import float8_arms
 from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.layer_problem import LayerProblem, layer_problem, our_layout, our_variant
+from blr.compressor.bench.layer_problem import (
+    KernelTimer,
+    LayerProblem,
+    float8_arms,
+    our_layout,
+    our_variant,
+    problem_of,
+)
 from blr.compressor.bench.options import LayerOptions
 from blr.compressor.bench.results import LayerRow, Report, statuses
 from blr.compressor.bench.shapes import Layer, layer_work
@@ -49,7 +54,7 @@ class LayerCases:
     def _arms(self, title: str, layer: Layer, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
         x: Any = None
         for spec in (None, *specs):
-            made = layer_problem(self.timer, layer, spec, n, title)
+            made = problem_of(self.timer, layer, spec, n, title)
             x = made.x = x or made.x  # one input for all
             yield from self._dense(made) if spec is None else self._structured(made, spec)
 

@@ -24,8 +24,7 @@ from blr.compressor.bench.checks import relative_error
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
 from blr.compressor.bench.models import known, refuse_large
 from blr.compressor.bench.options import MemoryOptions
-from blr.compressor.bench.results import OK, MemoryRow, Report
-from blr.compressor.bench.tables import memory_title
+from blr.compressor.bench.results import OK, MemoryRow, Report, memory_title
 from blr.compressor.bench.timing import device_ms
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.extended import Extension

@@ -22,8 +22,8 @@ from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.float8 import float8_layer
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.compressor.bench.layer_problem import float8_layer
 from blr.compressor.bench.models import (
     OWN,
     STRUCTURES,

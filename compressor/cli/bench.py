@@ -145,28 +145,28 @@ def finish(
 
 def _layers() -> Any:
     from blr.compressor.bench.layers import layers_summary, run_layers
-    from blr.compressor.bench.tables import layers_text
+    from blr.compressor.bench.results import layers_text
 
     return run_layers, layers_summary, layers_text
 
 
 def _decode() -> Any:
     from blr.compressor.bench.decode import decode_summary, run_decode
-    from blr.compressor.bench.tables import decode_text
+    from blr.compressor.bench.results import decode_text
 
     return run_decode, decode_summary, decode_text
 
 
 def _prefill() -> Any:
     from blr.compressor.bench.prefill import prefill_summary, run_prefill
-    from blr.compressor.bench.tables import prefill_text
+    from blr.compressor.bench.results import prefill_text
 
     return run_prefill, prefill_summary, prefill_text
 
 
 def _memory() -> Any:
     from blr.compressor.bench.memory import memory_summary, run_memory
-    from blr.compressor.bench.tables import memory_text
+    from blr.compressor.bench.results import memory_text
 
     return run_memory, memory_summary, memory_text
 

@@ -77,7 +77,7 @@ def tune(
     progress = Progress(quiet)
     progress.loading()
     from blr.compressor.bench.harness import Harness, Stopped
-    from blr.compressor.bench.kernel_timer import KernelTimer
+    from blr.compressor.bench.layer_problem import KernelTimer
     from blr.compressor.bench.results import Report
     from blr.compressor.bench.timing import ARM_SECONDS
     from blr.compressor.tune import run as library

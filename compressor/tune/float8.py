@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.bench.float8 import LIMIT as ROUGH
-from blr.compressor.bench.float8 import dequantizing_call, rounding_call
 from blr.compressor.bench.harness import Arm, Case
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.layer_problem import LayerProblem, gaussian, layer_problem
+from blr.compressor.bench.layer_problem import FLOAT8_LIMIT as ROUGH
+from blr.compressor.bench.layer_problem import (
+    KernelTimer,
+    LayerProblem,
+    dequantizing_call,
+    gaussian,
+    problem_of,
+    rounding_call,
+)
 from blr.compressor.bench.results import LayerRow
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import Call, Rotation
@@ -102,7 +107,7 @@ def layer_cases(
 def _layer_arms(title: str, spec: Spec, n: int, timer: KernelTimer) -> list[Arm]:
     structured = None if isinstance(spec, DenseSpec) else spec
     layer = Layer("", title, spec.in_features, spec.out_features, 1.0, {})
-    made = layer_problem(timer, layer, structured, n, title)
+    made = problem_of(timer, layer, structured, n, title)
     calls = {"float8": rounding_call, DEQUANTIZED: dequantizing_call}
     return [made.arm(name, partial(c, made, structured), limit=ROUGH) for name, c in calls.items()]
 

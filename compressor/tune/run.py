@@ -17,8 +17,7 @@ import torch
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.layer_problem import LayerProblem, layer_problem, our_layout
+from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
 from blr.compressor.bench.results import WRONG, versions
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
@@ -124,9 +123,9 @@ class Tuning:
         return None
 
     def _arms(self, timer: KernelTimer, layer: Layer, spec: Spec, n: int, title: str) -> Iterator[Arm]:
-        dense = layer_problem(timer, layer, None, n, title)
+        dense = problem_of(timer, layer, None, n, title)
         yield dense.arm(DENSE, lambda: (dense.reference, dense.rotation))
-        made = layer_problem(timer, layer, spec, n, title)
+        made = problem_of(timer, layer, spec, n, title)
         canonical = made.factors
         made.x, made.factors = dense.x, lambda: our_layout(spec, canonical())
         table, _ = variants_of(spec.structure)

@@ -21,9 +21,8 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.base.tables import aligned
 from blr.compressor.bench.checks import Expected, find_precision
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.results import OK, Report, Timed, statuses
-from blr.compressor.bench.tables import titled
+from blr.compressor.bench.layer_problem import KernelTimer
+from blr.compressor.bench.results import OK, Report, Timed, statuses, titled
 from blr.compressor.bench.timing import ARM_SECONDS, Call, Rotation, Sampler
 
 Way = tuple[Call, tuple[Tensor, ...]]  # a function and its arguments, the input first

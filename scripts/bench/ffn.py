@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blr.compressor.bench.checks import Expected, expect
 from blr.compressor.bench.harness import Case
-from blr.compressor.bench.kernel_timer import KernelTimer
+from blr.compressor.bench.layer_problem import KernelTimer
 
 CASES = (
     "gelu:32768:768:3072:192,gelu:32768:768:3072:384,gelu:32768:768:3072:768,"

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from blr.compressor.bench.checks import Expected, expect
 from blr.compressor.bench.harness import Case
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.layer_problem import factor_variant
+from blr.compressor.bench.layer_problem import KernelTimer, factor_variant
 from blr.compressor.structures.patterns import parse_each
 from blr.compressor.structures.specs import Pattern
 from blr.kernels.layers.kronecker.op import kronecker_linear

@@ -21,8 +21,7 @@ from blr.compressor.bench.decode import chosen_arms, current, decode_summary, ru
 from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
 from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
 from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, save
-from blr.compressor.bench.tables import decode_text
+from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, decode_text, save
 from blr.compressor.cli.bench import COMMANDS, command
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")

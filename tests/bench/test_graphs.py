@@ -13,7 +13,7 @@ from torch import Tensor
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import PRECISIONS, expect
 from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.kernel_timer import KernelTimer
+from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.results import LayerRow, Report
 from blr.compressor.bench.timing import Rotation
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import float8
+from blr.compressor.bench import layer_problem
 from blr.compressor.bench.checks import PRECISIONS, Precision
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness
-from blr.compressor.bench.kernel_timer import KernelTimer
-from blr.compressor.bench.layer_problem import layer_problem, our_variant
+from blr.compressor.bench.layer_problem import KernelTimer, our_variant, problem_of
 from blr.compressor.bench.layers import LayerCases, compare, layers_summary
 from blr.compressor.bench.results import LayerRow, Report
 from blr.compressor.bench.shapes import find_layers, specs_for
@@ -45,7 +44,7 @@ def other_row(call: Callable[..., Tensor]) -> tuple[LayerRow, list[LayerRow]]:
     """The row of another implementation of svd, and all rows of its case."""
     (spec,), cases = specs_for(LAYER, ["svd"]), LayerCases(timer())
     usual = cases.case(LAYER, [spec], 2)
-    layer = layer_problem(cases.timer, LAYER, spec, 2, usual.title)
+    layer = problem_of(cases.timer, LAYER, spec, 2, usual.title)
     arm = layer.arm("other", lambda: (call, layer.rotation))
     rows = harness().run_case(Case(usual.title, lambda: [*usual.arms(), arm], compare, usual.around))
     return rows[-1], rows
@@ -72,7 +71,7 @@ def test_an_arm_without_a_time_says_why_and_spares_the_others(
 
 def test_float8_is_timed_where_the_device_multiplies_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the error of float8, which is not that of its input's dtype."""
-    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
+    monkeypatch.setattr(layer_problem, "fp8_device", lambda device: True)
     for precision, expected in ((PRECISIONS["bfloat16"], ["dense-fp8", "fp8", "fp8"]), (FLOAT32, [])):
         specs = specs_for(LAYER, ["svd", "blast"], blocks=[4])
         rows = harness().run_case(LayerCases(timer(precision)).case(LAYER, specs, 2))

@@ -15,7 +15,7 @@ from blr.compressor.bench import prefill
 from blr.compressor.bench.models import find_model
 from blr.compressor.bench.options import PrefillOptions
 from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, prefill_summary, run_prefill
-from blr.compressor.bench.tables import prefill_text
+from blr.compressor.bench.results import prefill_text
 from blr.compressor.modeling import float8
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")

@@ -15,7 +15,7 @@ import typer
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import PRECISIONS
 from blr.compressor.bench.harness import Harness, Stopped
-from blr.compressor.bench.kernel_timer import KernelTimer
+from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.results import Report
 from blr.compressor.bench.shapes import Layer
 from blr.compressor.cli import tune as command
