@@ -14,14 +14,14 @@ from math import lcm
 from typing import Any
 
 from blr.compressor.base.errors import UsageError
+from blr.compressor.bench.checks import find_precision
+from blr.compressor.bench.options import LayerOptions
 from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, Form
-from blr.compressor.structures.specs import (
-    KroneckerSpec,
-    Spec,
-)
+from blr.compressor.structures.specs import KroneckerSpec, Spec
 
+LARGE, SMALL = (("llama-7b",), (1, 1024, 4096)), (("gpt2-s",), (1, 64))  # models and tokens; on a CPU
 SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
 MONARCH_BLOCKS = 16  # where nothing is published
 RANK_STEP = 16
@@ -71,10 +71,10 @@ def find_layers(models: Sequence[str]) -> list[Layer]:
     return [layer for model in models for layer in known[model.lower()]]
 
 
-def check_structures(structures: Sequence[str]) -> None:
-    """Raises UsageError unless all are names of structures with kernels."""
-    if wrong := next((name for name in structures if name not in TUNED), None):
-        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(TUNED)}")
+def check_structures(structures: Sequence[str], known: Sequence[str] = TUNED) -> None:
+    """Raises UsageError unless all are names of `known` ones, by default those with kernels to tune."""
+    if wrong := next((name for name in structures if name not in known), None):
+        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(known)}")
 
 
 def specs_for(
@@ -95,6 +95,28 @@ def specs_for(
         each = [1] if STRUCTURES[name].blocks is None else _blocks(layer, name, blocks)
         found += [_spec(layer, name, b, factor) for b in each]
     return found
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The layers that options name. `specs`: of each layer."""
+
+    models: tuple[str, ...]
+    tokens: tuple[int, ...]
+    specs: tuple[tuple[Layer, list[Spec]], ...]
+
+
+def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
+    """Small models by default on a CPU. Raises UsageError for what there is not."""
+    find_precision(options.dtype)
+    check_structures(options.structures, list(STRUCTURES))
+    usual = SMALL if cpu else LARGE
+    models, tokens = options.models or usual[0], options.n or usual[1]
+    each = [
+        (layer, specs_for(layer, options.structures, options.blocks, options.cf))
+        for layer in find_layers(models)
+    ]
+    return LayerWork(tuple(models), tuple(tokens), tuple(each))
 
 
 def _layers(model: str, table: dict[str, Any]) -> tuple[Layer, ...]:

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.compressor.bench.float8 import LIMIT as ROUGH
-from blr.compressor.bench.float8 import dequantizing_call, rounding_call
-from blr.compressor.bench.precision import Precision
-from blr.compressor.bench.runner import Arm, Case, Runner
+from blr.compressor.bench.harness import Arm, Case
+from blr.compressor.bench.layer_problem import FLOAT8_LIMIT as ROUGH
+from blr.compressor.bench.layer_problem import (
+    KernelTimer,
+    LayerProblem,
+    dequantizing_call,
+    gaussian,
+    problem_of,
+    rounding_call,
+)
+from blr.compressor.bench.results import LayerRow
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.bench.subjects import Subject, dense_kernel, gaussian, random_factors, reference_of
-from blr.compressor.bench.timing import Rotation
+from blr.compressor.bench.timing import Call, Rotation
 from blr.compressor.modeling.float8 import known_by
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
+from blr.compressor.tune.rules import Measured
 from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape
 from blr.kernels.fp8.launch import Tile, product
 from blr.kernels.fp8.op import fp8_device
@@ -48,20 +55,14 @@ TILES = {
 }
 
 
-class Product(NamedTuple):
-    """One product of a layer, as tables know it: inputs and outputs of each of its blocks."""
-
-    structure: str
-    shape: Shape
-
-
 def config_of(tile: Tile) -> dict[str, Any]:
     """What a table says of a tile."""
     return {name: getattr(tile, name) for name in FIELDS}
 
 
-def products_of(spec: Spec) -> list[Product]:
-    """Both products of a layer, with ranks as kernels see them."""
+def products_of(spec: Spec) -> list[Shape]:
+    """Both products of a layer, as tables know them, with ranks as kernels see them: inputs and outputs
+    of each block."""
     i, o = spec.in_features, spec.out_features
     if isinstance(spec, MonarchSpec):
         b, rank = spec.blocks, spec.blocks * even(spec.block_rank)
@@ -69,94 +70,71 @@ def products_of(spec: Spec) -> list[Product]:
         b, rank = getattr(spec, "blocks", 1), even(spec.rank)
     else:
         return []
-    return [Product(PRODUCT, Shape(i // b, rank, b)), Product(PRODUCT, Shape(rank, o // b, b))]
+    return [Shape(i // b, rank, b), Shape(rank, o // b, b)]
 
 
-def float8_cases(
-    layers: Sequence[Layer], tokens: Sequence[int], precision: Precision, runner: Runner
-) -> Iterator[tuple[Case, Product, int]]:
+def product_cases(
+    layers: Sequence[Layer], tokens: Sequence[int], timer: KernelTimer
+) -> Iterator[tuple[Case, Measured]]:
     """Every product of every structure of the layers, once; nothing where the device has no float8."""
-    if not fp8_device(runner.device):
+    if not fp8_device(timer.device):
         return
     specs = [spec for layer in layers for spec in specs_for(layer, STRUCTURES)]
-    for one in dict.fromkeys(found for spec in specs for found in products_of(spec)):
+    for shape in dict.fromkeys(found for spec in specs for found in products_of(spec)):
         for n in (n for n in tokens if n >= FEWEST):
-            K, N, blocks, _ = one.shape
-            title = f"float8 {K}→{N} x{blocks} n={n}"
-            yield Case(title, precision, _maker(title, one.shape, n, precision, runner)), one, n
+            title = f"float8 {shape.inputs}→{shape.outputs} x{shape.blocks} n={n}"
+            arms = partial(_product_arms, title, shape, n, timer)
+            measured = PRODUCT, shape, timer.precision.stored, n
+            yield Case(title, arms, around=timer.case), measured
 
 
 def layer_cases(
-    layers: Sequence[Layer], tokens: Sequence[int], precision: Precision, runner: Runner
-) -> Iterator[tuple[Case, Product, int]]:
+    layers: Sequence[Layer], tokens: Sequence[int], timer: KernelTimer
+) -> Iterator[tuple[Case, Measured]]:
     """Every layer with float8 weights, dense and of every structure; nothing where the device has no
     float8."""
-    if not fp8_device(runner.device):
+    if not fp8_device(timer.device):
         return
-    dense = [DenseSpec(layer.in_features, layer.out_features) for layer in layers]
+    dense: list[Spec] = [DenseSpec(layer.in_features, layer.out_features) for layer in layers]
     for spec in dict.fromkeys([*dense, *(s for layer in layers for s in specs_for(layer, STRUCTURES))]):
         structure, shape = known_by(spec)
         for n in tokens:
             title = f"float8 {structure} {spec.describe()} n={n}"
-            arms = partial(_layer_arms, title, spec, n, precision, runner)
-            yield Case(title, precision, arms), Product(FLOAT8[structure], shape), n
+            measured = FLOAT8[structure], shape, timer.precision.stored, n
+            yield Case(title, partial(_layer_arms, title, spec, n, timer), around=timer.case), measured
 
 
-def _layer_arms(title: str, spec: Spec, n: int, precision: Precision, runner: Runner) -> list[Arm]:
-    i, o, device = spec.in_features, spec.out_features, runner.device
+def _layer_arms(title: str, spec: Spec, n: int, timer: KernelTimer) -> list[Arm]:
     structured = None if isinstance(spec, DenseSpec) else spec
-    fields = {
-        **{"case": title, "model": "", "layer": title, "structure": spec.structure, "cf": 1.0},
-        **{"spec": spec.describe(), "in_features": i, "out_features": o, "n": n},
-        **{"dtype": precision.name},
-    }
-
-    def factors() -> tuple[Tensor, ...]:
-        if structured is None:
-            return (gaussian((o, i), i, precision, device, 1),)
-        return random_factors(structured, precision, device, 1)
-
-    x = cache(lambda: gaussian((n, i), 1, precision, device, 0))
-    reference = reference_of(spec.structure)
-    subject = Subject(fields, x, factors, reference, [dense_kernel(n, i, o)], runner.l2)
+    layer = Layer("", title, spec.in_features, spec.out_features, 1.0, {})
+    made = problem_of(timer, layer, structured, n, title)
     calls = {"float8": rounding_call, DEQUANTIZED: dequantizing_call}
-    return [subject.arm(name, partial(c, subject, structured), limit=ROUGH) for name, c in calls.items()]
+    return [made.arm(name, partial(c, made, structured), limit=ROUGH) for name, c in calls.items()]
 
 
-def _maker(title: str, shape: Shape, n: int, precision: Precision, runner: Runner) -> Any:
-    return lambda: list(_arms(title, shape, n, precision, runner))
-
-
-def _arms(title: str, shape: Shape, n: int, precision: Precision, runner: Runner) -> Iterator[Arm]:
+def _product_arms(title: str, shape: Shape, n: int, timer: KernelTimer) -> list[Arm]:
     K, N, blocks, _ = shape
-    fields = {
-        **{"case": title, "model": "", "layer": title, "structure": PRODUCT, "spec": "", "cf": 1.0},
-        **{"in_features": blocks * K, "out_features": blocks * N, "n": n, "dtype": precision.name},
-    }
+    device, precision = timer.device, timer.precision
+    row = LayerRow(title, "", title, PRODUCT, "", blocks * K, blocks * N, 1.0, n, precision.name, "")
 
     @cache
     def held() -> tuple[Tensor, Tensor]:
-        x = gaussian((n, blocks * K), 1, precision, runner.device, 0).to(E4M3)
-        return x, gaussian((blocks, N, K), 1, precision, runner.device, 1).to(E4M3)
+        x = gaussian((n, blocks * K), 1, precision, device, 0).to(E4M3)
+        return x, gaussian((blocks, N, K), 1, precision, device, 1).to(E4M3)
 
     def reference(x: Tensor, w: Tensor) -> Tensor:
         parts = x.view(len(x), blocks, K).transpose(0, 1)
         return (parts @ w.mT).transpose(0, 1).flatten(1) / K**0.5
 
     wide = precision.dtype
-    work = [dense_kernel(n, blocks * K, N)]
-    subject = Subject(
-        fields, lambda: held()[0].to(wide), lambda: (held()[1].to(wide),), reference, work, runner.l2
+    made = LayerProblem(
+        timer, row, cache(lambda: held()[0].to(wide)), cache(lambda: (held()[1].to(wide),)), reference
     )
-    calls = {name: _by_tile(shape, n, wide, runner.device, tile) for name, tile in TILES.items()}
-    if blocks == 1 and runner.device.type == "cuda" and K % 16 == N % 16 == 0:
-        calls[LIBRARY] = _by_library(shape, n, runner.device)
-    for name, call in calls.items():
-        yield subject.arm(name, _timed(call, held, runner.l2), limit=LIMIT)
-
-
-def _timed(call: Any, held: Any, l2: int) -> Any:
-    return lambda: (call, Rotation(held(), l2))
+    calls = {name: _by_tile(shape, n, wide, device, tile) for name, tile in TILES.items()}
+    if blocks == 1 and device.type == "cuda" and K % 16 == N % 16 == 0:
+        calls[LIBRARY] = _by_library(shape, n, device)
+    rotated = lambda call: lambda: (call, Rotation(held(), timer.l2))  # noqa: E731
+    return [made.arm(name, rotated(call), limit=LIMIT) for name, call in calls.items()]
 
 
 def _scales(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -164,7 +142,7 @@ def _scales(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor]
     return by_row, torch.full((shape.blocks, shape.outputs), shape.inputs**-0.5, device=device)
 
 
-def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, tile: Tile) -> Any:
+def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, tile: Tile) -> Call:
     scales = cache(lambda: _scales(shape, n, device))
 
     def call(x: Tensor, w: Tensor) -> Tensor:
@@ -176,7 +154,7 @@ def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, til
     return call
 
 
-def _by_library(shape: Shape, n: int, device: torch.device) -> Any:
+def _by_library(shape: Shape, n: int, device: torch.device) -> Call:
     from blr.kernels.fp8 import library
 
     scales = cache(lambda: _scales(shape, n, device))

@@ -34,9 +34,12 @@ class Candidate:
         return self.variant + (f" {json.dumps(self.config)}" if self.config else "")
 
 
+Measured = tuple[str, Shape, str, int]  # structure, shape, dtype and tokens, as tables know them
+
+
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one layer at one number of tokens: label to milliseconds."""
+    """What was measured of one layer, or product, at one number of tokens: label to milliseconds."""
 
     structure: str
     shape: Shape

@@ -8,38 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.layers import SEEDS
-from blr.compressor.bench.precision import Precision
+from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
+from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
 from blr.compressor.bench.results import WRONG, versions
-from blr.compressor.bench.runner import Arm, Case, Runner
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.bench.stopping import stoppable
-from blr.compressor.bench.subjects import (
-    Subject,
-    dense_kernel,
-    gaussian,
-    our_layout,
-    random_factors,
-    reference_of,
-)
-from blr.compressor.planning.roofline import kernels
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
-from blr.compressor.tune.float8 import Product, float8_candidates, float8_cases, layer_cases
-from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
+from blr.compressor.tune.float8 import float8_candidates, layer_cases, product_cases
+from blr.compressor.tune.rules import Candidate, Measured, Point, merged, rules_of
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
 from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
@@ -82,111 +68,87 @@ class Tuning:
     """One run over layers, structures, dtypes and numbers of tokens.
 
     Attributes:
-        points: what was measured so far. refused: arms that gave wrong numbers.
+        timers: one a precision. points: what was measured so far. refused: arms that gave wrong numbers.
     """
 
-    runner: Runner
-    precisions: Sequence[Precision]
+    harness: Harness
+    timers: Sequence[KernelTimer]
     structures: Sequence[str] = TUNED
     tokens: Sequence[int] = FULL
     points: list[Point] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def cases(self, layers: Sequence[Layer]) -> Iterator[tuple[Case, Spec | Product, int]]:
-        """Each layer in each structure, dtype and number of tokens, timed beside the dense layer."""
+    def cases(self, layers: Sequence[Layer]) -> Iterator[tuple[Case, Measured]]:
+        """Each layer in each structure, dtype and number of tokens, timed beside the dense layer, and
+        what tables call it."""
         plain = [name for name in self.structures if name != FLOAT8]
-        for precision in self.precisions:
+        for timer in self.timers:
             for layer in layers:
                 for spec in specs_for(layer, plain):
                     for n in self.tokens:
-                        yield self._case(layer, spec, n, precision), spec, n
-            if FLOAT8 in self.structures and precision.stored == "bfloat16":
-                yield from float8_cases(layers, self.tokens, precision, self.runner)
-                yield from layer_cases(layers, self.tokens, precision, self.runner)
+                        yield self.case(timer, layer, spec, n)
+            if FLOAT8 in self.structures and timer.precision.stored == "bfloat16":
+                yield from product_cases(layers, self.tokens, timer)
+                yield from layer_cases(layers, self.tokens, timer)
 
-    def run(self, case: Case, spec: Spec | Product, n: int) -> None:
+    def case(self, timer: KernelTimer, layer: Layer, spec: Spec, n: int) -> tuple[Case, Measured]:
+        """Every candidate for one layer in one structure, and what tables call it."""
+        title = f"{layer.title} {spec.structure} {spec.describe()} {timer.precision.name} n={n}"
+        arms = partial(self._arms, timer, layer, spec, n, title)
+        folder, dtype = STRUCTURES[spec.structure].folder, timer.precision.stored
+        measured = folder, laid_shape(spec), dtype, n
+        return Case(title, lambda: list(arms()), around=timer.case), measured
+
+    def run(self, case: Case, measured: Measured) -> None:
         """Time one case and keep what came out right."""
-        arms = case.arms()
-        self.runner.run(arms, case.precision)
-        times = {arm.row.arm: arm.row.ms for arm in arms if arm.row.ms is not None}
-        wrong = (arm.row for arm in arms if arm.row.status == WRONG)
+        rows = self.harness.run_case(case)
+        times = {row.arm: row.ms for row in rows if row.ms is not None}
+        wrong = (row for row in rows if row.status == WRONG)
         self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
-        del arms
-        self.runner.release()
-        if isinstance(spec, Product):
-            structure, shape = spec
-        else:
-            structure, shape = STRUCTURES[spec.structure].folder, laid_shape(spec)
-        self.points.append(Point(structure, shape, case.precision.stored, n, times))
+        self.points.append(Point(*measured, times))
 
-    def _case(self, layer: Layer, spec: Spec, n: int, precision: Precision) -> Case:
-        title = f"{layer.title} {spec.structure} {spec.describe()} {precision.name} n={n}"
-        return Case(title, precision, lambda: list(self._arms(title, layer, spec, n, precision)))
+    def measure(self, layers: Sequence[Layer]) -> str | None:
+        """Run all cases, none of them started after the harness's seconds.
 
-    def _arms(self, title: str, layer: Layer, spec: Spec, n: int, precision: Precision) -> Iterator[Arm]:
-        device = self.runner.device
-        i, o = layer.in_features, layer.out_features
-        x = cache(lambda: gaussian((n, i), 1, precision, device, SEEDS["x"]))
+        Returns:
+            Why it ended early, if it did. Raises Stopped on a stopping signal.
+        """
+        cases = list(self.cases(layers))
+        with stoppable(), self.harness.progress.layers(len(cases), "timing") as starting:
+            for done, (case, measured) in enumerate(cases):
+                if self.harness.is_over():
+                    return f"the seconds were spent after {done} of {len(cases)} cases"
+                starting(case.title)
+                self.run(case, measured)
+        return None
 
-        def factors() -> tuple[Tensor, ...]:
-            return our_layout(spec, random_factors(spec, precision, device, SEEDS["structured"]))
-
-        def weight() -> tuple[Tensor, ...]:
-            return (gaussian((o, i), i, precision, device, SEEDS["dense"]),)
-
-        rest = {"model": layer.model, "layer": layer.name, "spec": spec.describe(), "cf": 1.0}
-        rest |= {"in_features": i, "out_features": o, "n": n, "dtype": precision.name, "case": title}
-        l2, call = self.runner.l2, reference_of("dense")
-        fields = {**rest, "structure": "dense"}
-        dense = Subject(fields, x, weight, call, [dense_kernel(n, i, o)], l2)
-        yield dense.arm(DENSE, lambda: (call, dense.rotation))
-        fields = {**rest, "structure": spec.structure}
-        reference = reference_of(spec.structure)
-        subject = Subject(fields, x, factors, reference, list(kernels(spec, n)), l2)
+    def _arms(self, timer: KernelTimer, layer: Layer, spec: Spec, n: int, title: str) -> Iterator[Arm]:
+        dense = problem_of(timer, layer, None, n, title)
+        yield dense.arm(DENSE, lambda: (dense.reference, dense.rotation))
+        made = problem_of(timer, layer, spec, n, title)
+        canonical = made.factors
+        made.x, made.factors = dense.x, lambda: our_layout(spec, canonical())
         table, _ = variants_of(spec.structure)
         for candidate in candidates(spec.structure, n):
-            yield subject.arm(candidate.label, self._maker(subject, table, candidate))
+            yield made.arm(candidate.label, _maker(made, table, candidate))
 
-    @staticmethod
-    def _maker(subject: Subject, table: Mapping[str, Any], candidate: Candidate) -> Any:
-        run, config = table[candidate.variant], dict(candidate.config)
-        return lambda: (lambda x, *factors: run(x, *factors, **config), subject.rotation)
+    def write(self, path: Path, gpu: str, device: torch.device) -> dict[str, Any]:
+        """Write the rules of what was measured to `path`, over what a table there says of the same.
 
-
-def measure(
-    tuning: Tuning, layers: Sequence[Layer], seconds: float | None, progress: Progress
-) -> str | None:
-    """Run all cases, none of them started after `seconds`.
-
-    Returns:
-        Why it ended early, if it did. Raises Stopped on a stopping signal.
-    """
-    deadline = perf_counter() + (float("inf") if seconds is None else seconds)
-    cases = list(tuning.cases(layers))
-    with stoppable(), progress.layers(len(cases), "timing") as starting:
-        for done, (case, spec, n) in enumerate(cases):
-            if perf_counter() > deadline:
-                return f"the seconds were spent after {done} of {len(cases)} cases"
-            starting(case.title)
-            tuning.run(case, spec, n)
-    return None
+        Returns:
+            Facts for the user. Raises RecipeError for a file there that is no table; OutputError,
+            StorageError.
+        """
+        rules = merged(rules_of(self.points, known_candidates(self.tokens)), read_table(path))
+        what = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+        write_table(path, table_text(gpu, f"blr tune on {device_name(device)}, {what}", rules))
+        forget()
+        return {"output": str(path), "gpu": gpu, "rules": len(rules), "cases": len(self.points)}
 
 
-def write_rules(tuning: Tuning, path: Path, gpu: str, device: torch.device) -> dict[str, Any]:
-    """Write the rules of what was measured to `path`, over what a table there says of the same.
-
-    Returns:
-        Facts for the user. Raises RecipeError for a file there that is no table; OutputError,
-        StorageError.
-    """
-    known = known_candidates(tuning.tokens)
-    rules = merged(rules_of(tuning.points, known), read_table(path))
-    found = versions()
-    what = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    source = f"blr tune on {device_name(device)}, {what}"
-    write_table(path, table_text(gpu, source, rules))
-    forget()
-    return {"output": str(path), "gpu": gpu, "rules": len(rules), "cases": len(tuning.points)}
+def _maker(made: LayerProblem, table: Mapping[str, Any], candidate: Candidate) -> Any:
+    run, config = table[candidate.variant], dict(candidate.config)
+    return lambda: (lambda x, *factors: run(x, *factors, **config), made.rotation)
 
 
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:

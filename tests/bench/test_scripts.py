@@ -1,5 +1,4 @@
-"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved. And
-what they remove is theirs."""
+"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved."""
 
 from __future__ import annotations
 
@@ -30,18 +29,3 @@ def load(script: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(load(script, monkeypatch).main)
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_only_what_was_made_is_removed(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a configuration whose folder is there already `blr` says no, and the script touches nothing."""
-    quality = load(FOLDER / "quality.py", monkeypatch)
-    (tmp_path / "mine").mkdir()
-    answer = "sys.exit('in the way')" if refused else 'print(\'{"cf": 2.0, "seconds": 0.1}\')'
-    config = {"name": "mine", "model": "who/x", "compress": [], "eval": []}
-    row = quality.measure(config, [sys.executable, "-c", f"import sys; {answer}"], tmp_path)
-    assert ("error" in row) == refused == (tmp_path / "mine").exists()
-    quality.measure({**config, "compress": None}, [], tmp_path)
-    assert (tmp_path / "mine").exists() == refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 import typer
 
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.precision import PRECISIONS
-from blr.compressor.bench.runner import Runner
+from blr.compressor.bench.checks import PRECISIONS
+from blr.compressor.bench.harness import Harness, Stopped
+from blr.compressor.bench.layer_problem import KernelTimer
+from blr.compressor.bench.results import Report
 from blr.compressor.bench.shapes import Layer
-from blr.compressor.bench.stopping import Stopped
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
@@ -59,6 +60,13 @@ def points(dtype: str = "bfloat16") -> list[Point]:
         for shape, measured in TIMES.items()
         for n, times in measured.items()
     ]
+
+
+def tuning_of(structures: Sequence[str], tokens: tuple[int, ...]) -> Tuning:
+    """A run on the CPU in float32."""
+    cpu = torch.device("cpu")
+    harness = Harness(Report("tune", {}), Progress(quiet=True), cpu, rounds=1)
+    return Tuning(harness, [KernelTimer(cpu, PRECISIONS["float32"])], structures, tokens)
 
 
 def chosen(rules: list[dict[str, Any]], shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -218,11 +226,11 @@ def test_an_interrupted_run_writes_nothing(
 def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors reach variants in the order of VARIANTS' arguments, in kernel layout."""
     layer = Layer("pico", "up", 64, 96, 1.5, {})
-    bench = Tuning(Runner(torch.device("cpu"), 1), [PRECISIONS["float32"]], TUNED, (3,))
+    bench = tuning_of(TUNED, (3,))
     real = tune.variants_of
     reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)
-    assert tune.measure(bench, [layer], None, Progress(quiet=True)) is None
+    assert bench.measure([layer]) is None
     assert bench.refused == []
     assert {p.structure for p in bench.points} == {"lowrank", "monarch", "blast", "kronecker"}
     assert all(p.times.keys() == {"own", "dense"} for p in bench.points)
@@ -260,12 +268,12 @@ def test_products_in_float8_are_tuned_and_chosen(
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     small = {"small": Tile(16, 16, 32, stages=2, warps=4), "wide": Tile(32, 16, 32, stages=2, warps=4)}
     monkeypatch.setattr(float8, "TILES", small)
-    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
+    tuning = tuning_of(["fp8"], (8, 16))
     layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.float8_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
-    assert {n for _, _, n in cases} == {16} and len(cases) == 10
-    for case, found, n in cases[:2]:
-        tuning.run(case, found, n)
+    cases = list(float8.product_cases([layer], (8, 16), tuning.timers[0]))
+    assert {n for _, (*_, n) in cases} == {16} and len(cases) == 10
+    for case in cases[:2]:
+        tuning.run(*case)
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     shape = tuning.points[0].shape
     points = [Point("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
@@ -292,14 +300,14 @@ def test_products_in_float8_are_tuned_and_chosen(
 def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float8 or dequantized: both arms check themselves, and a layer asks for its rule."""
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
+    tuning = tuning_of(["fp8"], (8, 16))
     layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.layer_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
-    assert {(found.structure, n) for _, found, n in cases} == {
+    cases = list(float8.layer_cases([layer], (8, 16), tuning.timers[0]))
+    assert {(structure, n) for _, (structure, *_, n) in cases} == {
         (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
     }
-    for case, found, n in cases:
-        tuning.run(case, found, n)
+    for case in cases:
+        tuning.run(*case)
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     structure, shape = next((p.structure, p.shape) for p in tuning.points if p.shape.rank)
     times = {8: (1.0, 0.5), 64: (1.0, 0.99), 256: (1.0, 2.0)}

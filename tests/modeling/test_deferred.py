@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.bench.memory import transient_bytes
 from blr.compressor.modeling import chunked, settings
 from blr.compressor.modeling.deferred import Deferred
 from blr.compressor.modeling.layers import LowRankLinear, defer_large

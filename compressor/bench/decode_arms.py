@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.decode.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
+from blr.compressor.bench.layer_problem import RECOMPILATIONS
+from blr.compressor.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.exporting.pack import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.modes import CACHES, MODES
@@ -19,7 +19,6 @@ HF, OURS = "hf", "ours"
 WHOLE, INT8 = CACHES
 CACHE = "kv8"  # in arms: keys and values in int8
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
-RECOMPILATIONS = 256  # of one function by torch.compile, for as many models and shapes
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,11 @@ def parse_arm(text: str) -> ArmName:
     rest = rest[1:] if cache == INT8 else rest
     mode = rest.pop(0) if rest and rest[0] in MODES else ""
     structures = ("dense", *STRUCTURES, CORRECTED, OWN)
-    naive = runtime == HF and (
-        kind or head or mode or cache == INT8 or structure not in ("dense", "lowrank", OWN)
-    )
     known = runtime in (HF, OURS) and structure in structures and not rest
-    known = known and (structure != CORRECTED or kind != "")
-    if not known or naive:
+    if runtime == HF:  # has nothing of ours
+        plain = not (kind or head or mode or cache == INT8)
+        known = known and plain and structure in ("dense", "lowrank", OWN)
+    if not known or (structure == CORRECTED and not kind):
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
             f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
@@ -106,7 +104,8 @@ class HfArm:
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         generate = self.model.generate
         out = generate(self.ids, attention_mask=mask, max_new_tokens=count, **options)
-        return out[:, self.ids.shape[1] :].tolist()
+        found: list[list[int]] = out[:, self.ids.shape[1] :].tolist()
+        return found
 
     def _step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(tokens, **self.cached, use_cache=True).logits[:, -1]
@@ -143,23 +142,31 @@ class OursArm:
         return self.decoder.generate(self.ids, max_new_tokens=count)
 
 
-def timed(arm: HfArm | OursArm, steps: int) -> float:
-    """Milliseconds a step by the wall clock, host included, over `steps` steps after a prompt."""
-    arm.prefill()
-    _settle(arm.ids.device)
-    begun = perf_counter()
-    for _ in range(steps):
-        arm.step()
-    _settle(arm.ids.device)
-    return (perf_counter() - begun) * 1e3 / steps
-
-
 def reference_logits(model: Any, ids: Tensor, tokens: Tensor) -> Tensor:
     """[B, vocab] in float32 after the prompt and `tokens` [B]: transformers, eager, without a cache."""
     whole = torch.cat([ids, tokens[:, None]], 1)
-    return model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    found: Tensor = model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def compare_tokens(
+    found: list[list[int]], plain: HfArm, model: Any, limit: float
+) -> tuple[int, str | None, bool]:
+    """How many leading tokens are equal, what is to be said of it, and whether that is wrong.
+
+    Tokens may part where two logits of transformers are as near as the two paths' rounding: from
+    there on both continuations are right.
+    """
+    equal, note = len(found[0]), None
+    for ids, ours, theirs in zip(plain.ids, found, plain.greedy(len(found[0])), strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if same is None:
+            continue
+        equal = min(equal, same)
+        prefix = torch.cat([ids, ids.new_tensor(theirs[:same])])[None]
+        logits = model(prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        gap = float(logits[theirs[same]] - logits[ours[same]])
+        if gap > limit * float(logits.square().mean().sqrt()):
+            return equal, f"greedy tokens differ after {same}, by {gap:.2g} in the logits", True
+        note = f"greedy tokens part after {same} at a near tie (logits differ by {gap:.2g})"
+    return equal, note, False

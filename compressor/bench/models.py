@@ -1,4 +1,4 @@
-"""The models that `blr bench decode` times: random weights of a shape, or a checkpoint folder."""
+"""Whole models to time: random weights of a published shape in every structure, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.errors import UsageError
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.bench.layer_problem import random_order
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.bench.subjects import random_order
+from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
+from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
+from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.table import replace_layers
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec, Spec
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS
 
@@ -27,6 +30,8 @@ STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "bla
 OWN = "own"  # a checkpoint as it is
 CORRECTED = "corrected"  # dense weights in few bits and a low-rank correction
 FEW_BITS = {f"int{bits}": bits for bits in BITS}
+FACTOR_BITS = 4  # of corrections
+CPU_WIDTH = 512  # hidden size of the largest random model that a CPU is asked to run
 PROMPT = (
     "The wind had dropped before sunrise, and the harbour lay quiet under a thin white mist. Two men "
     "carried the nets down to the boat while the third counted the floats and wrote the number in a "
@@ -35,8 +40,8 @@ PROMPT = (
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A named shape (`settings` of a LlamaConfig) or a checkpoint (`folder`)."""
+class BenchModel:
+    """A named shape (`settings` of a configuration) or a checkpoint (`folder`)."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -44,28 +49,43 @@ class Subject:
 
 
 @cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Settings of configs/bench-decode.yaml by name."""
+def known(file: str) -> dict[str, dict[str, Any]]:
+    """What configs/`file` says of each model by name."""
     from ruamel.yaml import YAML
 
-    text = files("blr.configs").joinpath("bench-decode.yaml").read_text("utf-8")
+    text = files("blr.configs").joinpath(file).read_text("utf-8")
     return {str(name): dict(found) for name, found in YAML(typ="safe").load(text).items()}
 
 
-def find_subject(name: str) -> Subject:
+def known_models() -> dict[str, dict[str, Any]]:
+    """Settings of a LlamaConfig by name."""
+    return known("bench-decode.yaml")
+
+
+def find_model(name: str) -> BenchModel:
     """A model by name or folder. Raises UsageError listing the known names."""
     if name in known_models():
-        return Subject(name, known_models()[name])
+        return BenchModel(name, known_models()[name])
     folder = Path(name)
     if (folder / "config.json").is_file():
-        return Subject(folder.name, folder=folder)
-    known = ", ".join(known_models())
-    raise UsageError(f"model {name!r} is neither one of {known} nor a folder with config.json; give one")
+        return BenchModel(folder.name, folder=folder)
+    names = ", ".join(known_models())
+    raise UsageError(f"model {name!r} is neither one of {names} nor a folder with config.json; give one")
+
+
+def refuse_large(device: torch.device, widths: dict[str, int], instead: str) -> None:
+    """Raise CapabilityError for the first model by name and hidden size that a CPU would take hours for;
+    `instead` is what to do there."""
+    large = [name for name, width in widths.items() if width > CPU_WIDTH]
+    if device.type == "cpu" and large:
+        raise CapabilityError(
+            f"{large[0]} on the CPU would take hours: expected a CUDA GPU; {instead} here"
+        )
 
 
 @dataclass
 class Models:
-    """Builds the variants of one subject and keeps them, their embeddings shared.
+    """Builds the variants of one model and keeps them, their embeddings shared.
 
     Args:
         context: positions that the models must have. cf: compression factor of structured layers.
@@ -73,7 +93,7 @@ class Models:
             include the dense weights; their head is quantized only if it is asked for.
     """
 
-    subject: Subject
+    model: BenchModel
     device: torch.device
     dtype: torch.dtype
     context: int
@@ -102,39 +122,29 @@ class Models:
         if plain and structure == "lowrank":
             return two_linears(self.get(structure), self._empty())
         model = self._loaded() if structure == OWN else self._random(structure)
-        if kind or head:
-            from blr.compressor.bench.decode.corrected import correct_model
-            from blr.compressor.exporting.pack import quantize_head, quantize_model
-
-            if structure == CORRECTED:
-                correct_model(model, FEW_BITS[kind], self.rank)
-            elif kind:
-                quantize_model(model, FEW_BITS[kind])
-            if head:
-                quantize_head(model, FEW_BITS[head])
+        if structure == CORRECTED:
+            correct_model(model, FEW_BITS[kind], self.rank)
+        elif kind:
+            quantize_model(model, FEW_BITS[kind])
+        if head:
+            quantize_head(model, FEW_BITS[head])
         return model
 
     def _loaded(self) -> Any:
         from blr.compressor.loading.load import load_model
 
-        if self.subject.folder is None:
-            raise UsageError(
-                f"{self.subject.name} is a shape, its arms are of dense or a structure; "
-                "arms of a model's own need a checkpoint folder"
-            )
+        assert self.model.folder is not None  # `own` arms are of checkpoints alone
         dtype = str(self.dtype).removeprefix("torch.")
         return load_model(
-            self.subject.folder, "AutoModelForCausalLM", dtype=dtype, device=str(self.device)
+            self.model.folder, "AutoModelForCausalLM", dtype=dtype, device=str(self.device)
         )
 
     def _empty(self) -> Any:
         """The dense model on the meta device."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        if not self.subject.settings:
-            raise UsageError(f"{self.subject.name} is a checkpoint: give --arms hf-own,ours-own")
         with torch.device("meta"):
-            config = LlamaConfig(**self.subject.settings, max_position_embeddings=self.context)
+            config = LlamaConfig(**self.model.settings, max_position_embeddings=self.context)
             model: Any = LlamaForCausalLM(config)  # whose `to` is annotated as taking no dtype
             return model.to(self.dtype).eval()
 
@@ -157,8 +167,7 @@ class Models:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and module is not model.lm_head:
                 layer = Layer("", name, module.in_features, module.out_features, self.cf, {})
-                found = specs_for(layer, [structure], [self.blocks])
-                if found:
+                if found := specs_for(layer, [structure], [self.blocks]):
                     table[name] = found[0].to_dict()
         return table
 
@@ -189,55 +198,6 @@ def fill(model: Any, device: torch.device) -> None:
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
 
 
-def two_linears(model: Any, empty: Any) -> Any:
-    """`empty` (on the meta device) with the weights of the low-rank `model`: the naive form, each layer
-    an nn.Sequential of two nn.Linear."""
-    dense = dict(empty.named_modules())
-    for name, layer in model.named_modules():
-        if isinstance(layer, LowRankLinear):
-            first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
-            parent, _, child = name.rpartition(".")
-            setattr(dense[parent], child, nn.Sequential(first, second))
-        elif name.endswith("norm"):
-            dense[name].weight = layer.weight
-    share_ends(empty, model.get_input_embeddings(), model.get_output_embeddings())
-    empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
-    return empty
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a token reads: everything but an untied input embedding."""
-    head = {parameter.data_ptr() for parameter in model.get_output_embeddings().parameters()}
-    table = model.get_input_embeddings().weight
-    found = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
-    if table.data_ptr() not in head:
-        del found[table.data_ptr()]
-    return sum(found.values())
-
-
-def cache_bytes(model: Any, slots: int, batch: int, packed: bool = False) -> int:
-    """Bytes of keys and values of `slots` tokens in each of `batch` rows, of whole ones or of int8."""
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = model.get_input_embeddings().weight.element_size()
-    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-    return heads * (width + 4 if packed else width * element) * slots * batch
-
-
-def prompt(subject: Subject, model: Any, batch: int, length: int) -> Tensor:
-    """[batch, length] token ids: English for a checkpoint with a tokenizer, random otherwise."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
-    if subject.folder is not None and (subject.folder / "tokenizer_config.json").is_file():
-        from blr.compressor.loading.load import load_tokenizer
-
-        text = load_tokenizer(subject.folder)(PROMPT * (1 + length // 16))["input_ids"]
-        words = torch.tensor(text)
-        for row in range(batch):  # other places of the text in every row
-            ids[row] = words.roll(-7 * row)[:length] if len(words) >= length else ids[row]
-    return ids.to(model.device)
-
-
 def _allocate(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a parameter, in kernel layout if it is a structured factor."""
     if not isinstance(module, StructuredLinear) or name == "bias":
@@ -264,8 +224,87 @@ def _contracted(spec: Spec, name: str) -> int:
     return max(prod(shape[axis] for axis in order_of(spec.structure, name, len(shape))[-1:]), 1)
 
 
+def two_linears(model: Any, empty: Any) -> Any:
+    """`empty` (on the meta device) with the weights of the low-rank `model`: the naive form, each layer
+    an nn.Sequential of two nn.Linear."""
+    dense = dict(empty.named_modules())
+    for name, layer in model.named_modules():
+        if isinstance(layer, LowRankLinear):
+            first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
+            parent, _, child = name.rpartition(".")
+            setattr(dense[parent], child, nn.Sequential(first, second))
+        elif name.endswith("norm"):
+            dense[name].weight = layer.weight
+    share_ends(empty, model.get_input_embeddings(), model.get_output_embeddings())
+    empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
+    return empty
+
+
 def _linear(weight: Tensor) -> nn.Linear:
     with torch.device("meta"):
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made
+
+
+def correct_model(model: nn.Module, bits: int, rank: int) -> None:
+    """Replace every linear layer but the head: its weight rounded to `bits`, and a random correction of
+    `rank` in int4 beside it, as large as the error. For timing: what is corrected is no better."""
+    for name in quantizable(model):
+        parent, _, child = name.rpartition(".")
+        holder = model.get_submodule(parent)
+        setattr(holder, child, corrected_layer(getattr(holder, child), bits, rank))
+
+
+def corrected_layer(layer: Any, bits: int, rank: int) -> CorrectedLinear:
+    """The corrected layer in the place of an nn.Linear, on its device, with scales of its dtype."""
+    weight: Tensor = layer.weight.detach()
+    outputs, inputs = weight.shape
+    structure = LowRankSpec(inputs, outputs, min(rank, inputs, outputs))
+    base = QuantizedSpec(DenseSpec(inputs, outputs), bits)
+    correction = QuantizedSpec(structure, FACTOR_BITS, tiled=True)
+    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    u = torch.randn(outputs, structure.rank, **like) * 0.1 / structure.rank**0.5
+    v = torch.randn(inputs, structure.rank, **like) / inputs**0.5
+    tensors = {f"base.{n}": t for n, t in quantize_dense(weight, base).tensors.items()}
+    packed = quantize_factors(correction, {"U": u, "V": v}).tensors
+    tensors |= {f"correction.{n}": t for n, t in packed.items()}
+    if layer.bias is not None:
+        tensors["bias"] = layer.bias.detach()
+    with torch.device("meta"):
+        made = CorrectedLinear(CorrectedSpec(base, correction), layer.bias is not None)
+    made.to(weight.dtype).load_state_dict(tensors, assign=True)
+    return made.requires_grad_(False).train(layer.training)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a token reads: everything but an untied input embedding."""
+    head = {parameter.data_ptr() for parameter in model.get_output_embeddings().parameters()}
+    table = model.get_input_embeddings().weight
+    found = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    if table.data_ptr() not in head:
+        del found[table.data_ptr()]
+    return sum(found.values())
+
+
+def cache_bytes(model: Any, slots: int, batch: int, packed: bool = False) -> int:
+    """Bytes of keys and values of `slots` tokens in each of `batch` rows, of whole ones or of int8."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = model.get_input_embeddings().weight.element_size()
+    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
+    return heads * (width + 4 if packed else width * element) * slots * batch
+
+
+def prompt(folder: Path | None, model: Any, batch: int, length: int) -> Tensor:
+    """[batch, length] token ids: English for a checkpoint with a tokenizer, random otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        from blr.compressor.loading.load import load_tokenizer
+
+        text = load_tokenizer(folder)(PROMPT * (1 + length // 16))["input_ids"]
+        words = torch.tensor(text)
+        for row in range(batch):  # other places of the text in every row
+            ids[row] = words.roll(-7 * row)[:length] if len(words) >= length else ids[row]
+    return ids.to(model.device)

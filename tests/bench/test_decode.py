@@ -16,20 +16,13 @@ from typer.testing import CliRunner
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.decode import arms as decode_arms
-from blr.compressor.bench.decode import run as decode
-from blr.compressor.bench.decode.arms import HfArm, parse_arm
-from blr.compressor.bench.decode.models import (
-    Models,
-    cache_bytes,
-    find_subject,
-    known_models,
-    weight_bytes,
-)
-from blr.compressor.bench.decode.run import DecodeBench, DecodeOptions, compare_tokens, run_decode
-from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, save
-from blr.compressor.bench.summary import decode_summary, decode_text
-from blr.compressor.cli.bench_decode import decode as command
+from blr.compressor.bench import decode, decode_arms
+from blr.compressor.bench.decode import chosen_arms, current, decode_summary, run_decode
+from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
+from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
+from blr.compressor.bench.options import DecodeOptions
+from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, decode_text, save
+from blr.compressor.cli.bench import COMMANDS, command
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
@@ -43,7 +36,7 @@ def _run(**options: Any) -> list[DecodeRow]:
 
 
 def _models(dtype: torch.dtype = torch.float32) -> Models:
-    return Models(find_subject("pico"), torch.device("cpu"), dtype, 64, blocks=4)
+    return Models(find_model("pico"), torch.device("cpu"), dtype, 64, blocks=4)
 
 
 def test_every_arm_is_right_and_timed() -> None:
@@ -110,10 +103,9 @@ def test_tokens_that_part_are_a_near_tie_or_wrong() -> None:
         assert best == right[1][2]
         for other, wrong in ((second, False), (worst, True)):
             found = [right[0], [*right[1][:2], other, 0, 0]]
-            row = DecodeRow("pico", "ours-own", 4, 2, "float32")
             limit = 1.01 * float(logits[best] - logits[second]) / float(logits.square().mean().sqrt())
-            assert bool(compare_tokens(row, found, plain, model, limit)) == wrong
-            assert row.equal_tokens == 2
+            equal, note, refused = compare_tokens(found, plain, model, limit)
+            assert (equal, refused) == (2, wrong) and note
 
 
 def test_two_linears_share_the_weights_and_compute_the_same() -> None:
@@ -156,8 +148,8 @@ def test_heads_are_quantized_beside_the_shared_ones() -> None:
 
 
 def test_tied_ends_stay_tied_in_other_models() -> None:
-    subject = find_subject("pico")
-    tied = replace(subject, settings={**subject.settings, "tie_word_embeddings": True})
+    pico = find_model("pico")
+    tied = replace(pico, settings={**pico.settings, "tie_word_embeddings": True})
     models = Models(tied, torch.device("cpu"), torch.float32, 64, blocks=4)
     quantized, dense = models.get("dense", head="int8"), models.get("dense")
     assert dense.lm_head.weight is dense.model.embed_tokens.weight
@@ -194,9 +186,9 @@ def test_arms_say_what_they_are(arm: str) -> None:
 def test_a_mode_that_is_gone_is_timed_as_the_graph_and_said(
     options: dict[str, Any], arms: list[str], mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = DecodeOptions(models=["pico"], device="cpu", **options)
-    made = DecodeBench(given, Report("bench decode", {}), Progress(quiet=False))
-    assert ([str(arm) for arm in made.subjects[0][1]], made.options.mode) == (arms, mode)
+    given = current(DecodeOptions(models=["pico"], device="cpu", **options), Progress(quiet=False))
+    chosen = chosen_arms(find_model("pico"), given.arms)
+    assert ([str(arm) for arm in chosen], given.mode) == (arms, mode)
     said = capsys.readouterr().err
     assert said == "blr: note: mode 'persistent' is gone: the CUDA graph is faster; timed as 'graph'\n"
 
@@ -260,16 +252,15 @@ def test_files_hold_every_row(tmp_path: Path) -> None:
 
 
 def test_seconds_end_a_run_between_cases() -> None:
-    report = Report("bench decode", {})
     options = DecodeOptions(**{**PICO, "arms": ["hf-dense"], "dtype": "float32", "seconds": 0.0})
-    assert DecodeBench(options, report, Progress(True)).run() == 0
-    assert report.rows == []
+    report, code = run_decode(options, Progress(True))
+    assert (code, report.rows) == (0, [])
     assert report.stopped == "the seconds were spent before pico context 6 batch 1"
 
 
 def test_the_command_prints_json_last_and_writes_files(tmp_path: Path) -> None:
     app = Typer()
-    app.command()(command)
+    app.command()(command(COMMANDS["decode"]))
     arguments = ["--models", "pico", "--arms", "hf-dense,ours-dense", "--contexts", "6", "--steps", "2"]
     arguments += ["--device", "cpu", "--dtype", "float32", "--quiet", "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(app, arguments)
@@ -288,6 +279,6 @@ def test_a_large_random_model_is_not_built_on_a_cpu() -> None:
 @pytest.mark.parametrize("arguments", [["--batches", "17"], ["--contexts", "0"], ["--cf", "1"]])
 def test_the_command_refuses_bad_numbers(arguments: list[str]) -> None:
     app = Typer()
-    app.command()(command)
+    app.command()(command(COMMANDS["decode"]))
     done = CliRunner().invoke(app, ["--models", "pico", *arguments])
     assert isinstance(done.exception, UsageError)

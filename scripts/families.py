@@ -1,6 +1,6 @@
 """Every type of model that transformers knows, small and random, the whole way by the command line.
 
-    python scripts/bench/families.py --tokenizer FOLDER --text FILE --out FOLDER [--types 'qwen*,bert']
+    python scripts/families.py --tokenizer FOLDER --text FILE --out FOLDER [--types 'qwen*,bert']
         [--jobs 2] [--more] [--gpus 0,1] [--part 3/4] [--until SECONDS] [--blr 'blr']
 
 For each: compress with calibration (SVD, CF 1.5, a refit, a last pass), heal three steps, export; all
@@ -33,7 +33,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 Result = dict[str, Any]
 Step = tuple[str, int, str]  # a command, its exit code, the last line that it said

@@ -1,0 +1,131 @@
+"""What the scripts beside this file share: arms from plain functions, options, a table and JSON.
+
+A script says what is timed, as cases of the harness of `blr bench`: arms are checked, those that are
+right take turns, in CUDA graphs over copies that no cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.progress import Progress
+from blr.compressor.base.tables import aligned
+from blr.compressor.bench.checks import Expected, find_precision
+from blr.compressor.bench.harness import Arm, Case, Checked, Harness
+from blr.compressor.bench.layer_problem import KernelTimer
+from blr.compressor.bench.results import OK, Report, Timed, statuses, titled
+from blr.compressor.bench.timing import ARM_SECONDS, Call, Rotation, Sampler
+
+Way = tuple[Call, tuple[Tensor, ...]]  # a function and its arguments, the input first
+
+
+@dataclass
+class ScriptRow(Timed):
+    """One arm of a case; `told`: what else is known of it."""
+
+    case: str
+    arm: str
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def options(about: str | None, precision: str = "bfloat16") -> argparse.ArgumentParser:
+    """Those of every script."""
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=kind)
+    parser.add_argument("-o", "--output", type=Path, help="file for the results as JSON")
+    parser.add_argument("--seconds", type=float, help="after which no case is started")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default=precision)
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Of a comma-separated list."""
+    return [int(word) for word in text.split(",")]
+
+
+def timer_of(given: argparse.Namespace) -> KernelTimer:
+    """For calls of kernels on the device and in the precision of the options."""
+    return KernelTimer(pick_device(given.device), find_precision(given.dtype))
+
+
+def kernel_case(
+    timer: KernelTimer,
+    title: str,
+    make: Callable[[], tuple[Expected, dict[str, Way]]],
+    limit: float | None = None,
+) -> Case:
+    """Ways to compute one thing, by name, made when their turn comes, and what it must be; in tables the
+    others are compared with the first."""
+
+    def arms() -> list[Arm]:
+        expected, ways = make()
+        return [arm(expected, name, *way) for name, way in ways.items()]
+
+    def arm(expected: Expected, name: str, call: Call, arguments: tuple[Tensor, ...]) -> Arm:
+        row, rotation = ScriptRow(title, name), Rotation(arguments, timer.l2)
+        return Arm(row, lambda: timer.checked(lambda: (call, rotation), expected, limit))
+
+    return Case(title, arms, around=timer.case)
+
+
+def step_arm(
+    title: str, name: str, check: Callable[[dict[str, Any]], tuple[Sampler, float]], limit: float
+) -> Arm:
+    """An arm that times itself: `check` fills in what is told of it, and gives sampler and error."""
+    row = ScriptRow(title, name)
+    return Arm(row, lambda: Checked(*check(row.told), limit))
+
+
+def run(
+    given: argparse.Namespace,
+    cases: Sequence[Case],
+    tell: Callable[[Sequence[ScriptRow]], str] | None = None,
+) -> int:
+    """Time all cases, print them, and write them; 1 if an arm is not right. `tell`: a last line."""
+    settings = {name: str(value) for name, value in vars(given).items()}
+    report = Report(Path(sys.argv[0]).name, settings, ScriptRow)
+    device = pick_device(given.device)
+    harness = Harness(report, Progress(), device, given.rounds, given.seconds, ARM_SECONDS)
+    code = harness.run(cases)
+    print(text_of(report.rows))
+    if tell is not None:
+        print(tell(report.rows))
+    summary = {"statuses": statuses(report.rows)}
+    if given.output is not None:
+        given.output.write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
+    if report.stopped:
+        print(f"stopped: {report.stopped}", file=sys.stderr)
+    return code or int(any(row.status != OK for row in report.rows))
+
+
+def text_of(rows: Sequence[ScriptRow]) -> str:
+    """A heading a case, a line an arm: microseconds, quartiles, times as fast as the first arm."""
+    first: dict[str, float | None] = {}
+    for row in rows:
+        first.setdefault(row.case, row.ms)
+
+    def line(row: ScriptRow) -> list[str]:
+        base, told = first[row.case], ", ".join(f"{k} {_short(v)}" for k, v in row.told.items())
+        if row.ms is None or row.low is None or row.high is None:
+            return [row.arm, row.status, "", "", "", row.note or told]
+        between = f"{1e3 * row.low:.2f}–{1e3 * row.high:.2f}"
+        gain = "" if base is None else f"{base / row.ms:.2f}"
+        error = "" if row.rel_error is None else f"{row.rel_error:.1e}"
+        return [row.arm, f"{1e3 * row.ms:.2f}", between, gain, error, row.note or told]
+
+    return aligned([["arm", "us", "quartiles", "x", "error", ""], *titled(rows, lambda r: r.case, line)])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
