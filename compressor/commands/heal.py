@@ -239,7 +239,7 @@ class Job:
             return
         import torch
 
-        from blr.compressor.healing.forecast import Crew, predicted, words
+        from blr.compressor.planning.forecast_healing import Crew, predicted, words
 
         room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
@@ -360,7 +360,7 @@ class Job:
 
     def _estimate(self, reading: Reading) -> int:
         from blr.compressor.healing.data import own_tokens
-        from blr.compressor.healing.forecast import disk_bytes
+        from blr.compressor.planning.forecast_healing import disk_bytes
 
         gpu = self.processes.device.type == "cuda"
         written = own_tokens(self.options, reading, self._parameters(), gpu)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from blr.compressor.fitting.sizes import KEPT_SHARE
+from blr.compressor.planning.training_sizes import KEPT_SHARE
 
 
 def home(size: int, device: torch.device) -> torch.device:

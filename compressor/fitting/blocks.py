@@ -32,12 +32,12 @@ from blr.compressor.fitting.block_discovery import (
     with_residuals,
 )
 from blr.compressor.fitting.running import Reached, in_place_of, parted
-from blr.compressor.fitting.sizes import STATES
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.classes import module_name, module_names
+from blr.compressor.planning.training_sizes import STATES
 from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
 

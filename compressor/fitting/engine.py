@@ -23,12 +23,17 @@ from blr.compressor.fitting.own_weights import is_own, with_own_text
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
-from blr.compressor.fitting.sizes import FINISH_EPOCHS, GPU_EPOCHS, PACKED_EPOCHS, SENSITIVITY_TOKENS
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
+from blr.compressor.planning.training_sizes import (
+    FINISH_EPOCHS,
+    GPU_EPOCHS,
+    PACKED_EPOCHS,
+    SENSITIVITY_TOKENS,
+)
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import Calibration, read_calibration
 from blr.compressor.text.windows import check_known

@@ -19,9 +19,9 @@ from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
+from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error

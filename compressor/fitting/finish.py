@@ -24,7 +24,7 @@ from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.running import Blocks, run_block
-from blr.compressor.fitting.sizes import LAST_SHARE, LOGITS, last_pass_bytes
+from blr.compressor.planning.training_sizes import LAST_SHARE, last_pass_bytes, logit_parts
 from blr.compressor.structures.latent import Trained
 from blr.compressor.workspace.journal import layer_key
 from blr.kernels.training.divergence.op import divergence_sum
@@ -86,11 +86,7 @@ class Finishing(Refitting):
 
     def _parts(self, batch: Batch) -> int:
         """So many that the logits of one are no more than `LOGITS` bytes."""
-        size, most = batch.mask.numel() * logit_bytes(self.model), len(batch.mask)
-        parts = 1
-        while size > parts * LOGITS and parts * 2 <= most:
-            parts *= 2
-        return parts
+        return logit_parts(batch.mask.numel() * logit_bytes(self.model), len(batch.mask))
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
         """KL of the batch's predictions, as its share in a mean over those of so many `tokens`."""

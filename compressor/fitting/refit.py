@@ -25,7 +25,7 @@ from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike
 from blr.compressor.fitting.running import run_block
-from blr.compressor.fitting.sizes import HELD_BACK, PART_WORK
+from blr.compressor.planning.training_sizes import HELD_BACK, refit_parts
 from blr.compressor.structures.bank import Banks
 from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import cholesky
@@ -141,9 +141,8 @@ class Refitting:
 
     def _parts(self, batch: Batch) -> int:
         """Into how many its windows are split: a power of two, by the work alone."""
-        work = 6 * batch.mask.numel() * sum(parameter.numel() for parameter in self.parameters)
-        most = min(len(batch.mask), max(work // PART_WORK, 1))
-        return 1 << (most.bit_length() - 1)
+        trained = sum(parameter.numel() for parameter in self.parameters)
+        return refit_parts(batch.mask.numel(), trained, len(batch.mask))
 
     def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
         """Leave the gradients of the error of some windows of the batch."""

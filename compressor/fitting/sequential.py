@@ -25,7 +25,6 @@ from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
-from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.factorize import Result, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
 from blr.compressor.fitting.refit import Refit, Refitting
@@ -34,6 +33,7 @@ from blr.compressor.fitting.running import captured_inputs, run_block, run_until
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import Student
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
+from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 

@@ -14,8 +14,8 @@ from blr.compressor.fitting.equal_weights import Twin, make_twin
 from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.sizes import WIDEST
 from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
 
 NORM = "norm"  # prefix of theirs in the journal

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.healing.dense_weights import blocks_of
-from blr.compressor.healing.settings import CHUNK
 from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.masks import unpacked
+from blr.compressor.planning.training_sizes import CHUNK
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 
