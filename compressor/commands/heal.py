@@ -331,7 +331,7 @@ class Job:
             "device": device_name(pair.device),
             "steps": state.step,
             "tokens": state.step * data.tokens,
-            "parameters": pair.parameters,
+            "parameters": pair.size,
             "best_step": state.best_step,
             "before": state.before,
             "after": state.best_merits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -121,3 +121,16 @@ def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
         return value
     each = value.unflatten(0, (count, len(alone)))
     return each[windows.to(value.device)].flatten(0, 1)
+
+
+def alike(batches: Sequence[Batch]) -> list[bool]:
+    """Which batches differ from the first in their hidden states alone: all of their tokens are real,
+    as many, and the blocks' other arguments are the same."""
+    first = batches[0]
+    return [
+        bool(batch.mask.all())
+        and batch.mask.shape == first.mask.shape
+        and same(batch.arguments, first.arguments)
+        and batch.kinds == first.kinds
+        for batch in batches
+    ]

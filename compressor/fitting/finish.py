@@ -62,27 +62,21 @@ def finish_blocks(run: Run, starts: list[Batch]) -> None:
 
 def _train(run: Run, starts: list[Batch], advance: Any) -> Refit:
     trained = [part for student in run.students for part in student.trained]
-    for part in trained:
-        part.parameter.requires_grad_(True)
-        part.publish()
     targets = {n: batch.hidden for n, batch in run.mine.items()}
     steps = Finishing(run, trained, starts, targets)
-    found = steps.run(run.finish, layer_seed(run.work.recipe.seed, "finish"), advance)
-    for part in trained:
-        part.parameter.requires_grad_(False)
-    return found
+    return steps.run(run.finish, layer_seed(run.work.recipe.seed, "finish"), advance)
 
 
 class Finishing(Refitting):
     """Moves what is `trained` of all blocks; errors are nats a token."""
 
     def __init__(
-        self, run: Run, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor]
-    ) -> None:
+        self, run: Run, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],
+        rate: float = RATE,
+    ) -> None:  # fmt: skip
         self.model = run.model
         blocks = Blocks([student.block for student in run.students])
-        super().__init__(blocks, trained, run.work.processes, starts, targets, None)
-        self.rate = RATE
+        super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
 
     def _parts(self, batch: Batch) -> int:
         """So many that the logits of one are no more than `LOGITS` bytes."""

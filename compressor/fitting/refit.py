@@ -2,9 +2,9 @@
 
 The block sees the hidden states of the compressed prefix and should give those of the dense
 model; the error is weighted by the Fisher information of the block's output, so that what the
-loss does not feel is not paid for. Adam, each tensor moving at a rate relative to its own size;
-the best epoch on held-back windows is kept, the start included, so a refit never makes that error
-worse. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
+loss does not feel is not paid for. Each tensor moves at a rate relative to its own size; the best
+epoch on held-back windows is kept, the start included, so a refit never makes that error worse.
+Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
 
 A step is one batch. Where it is large, its windows are taken in parts, whose gradients are added in
 their order: processes share out the parts, and the result does not depend on how many there are.
@@ -12,7 +12,7 @@ their order: processes share out the parts, and the result does not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from blr.compressor.base.ordered_sums import OrderedSum, rounds
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.adam import Adam, factor_at, rates_of
-from blr.compressor.fitting.batches import Batch, window_rows
-from blr.compressor.fitting.capture import Captured, alike
+from blr.compressor.fitting.batches import Batch, alike, window_rows
 from blr.compressor.fitting.running import run_block
+from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
 from blr.compressor.planning.training_sizes import HELD_BACK, refit_parts
-from blr.compressor.structures.bank import Banks
 from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import cholesky
 
@@ -44,73 +42,80 @@ class Refit:
     after: float
 
 
-class Refitting:
+class Refitting(TrainingLoop):
     """Moves what is `trained` of `block` in place.
 
     Args:
-        trained: parameters of the block that want gradients, stored as they are or rounded.
+        trained: parameters of the block, stored as they are or rounded.
         batches: their `student` states enter the block, each with the process that owns the batch.
         targets: dense outputs [m, w, d] of this process's batches, by number.
         metric: Fisher information [d, d] of the block's output, or None for plain squares.
+        rate: of a tensor's root mean square, a step; None for the usual one.
     """
 
     def __init__(
         self,
         block: nn.Module,
-        trained: list[Trained],
+        trained: Sequence[Trained],
         processes: Processes,
         batches: list[Batch],
         targets: dict[int, Tensor],
         metric: Tensor | None,
+        rate: float | None = None,
     ) -> None:
-        self.block, self.trained, self.processes = block, Banks(trained), processes
-        self.parameters = [part.parameter for part in trained]
-        found = [master for part in trained for master in part.masters]
-        self.masters, self.shares = [master for master, _ in found], [share for _, share in found]
-        self.rate = PACKED_RATE if self.trained.banks else RATE
-        self.batches, self.targets, self.device = batches, targets, self.masters[0].device
+        what = TrainedSet({str(n): part for n, part in enumerate(trained)})
+        rate = rate or (PACKED_RATE if what.banks.banks else RATE)
+        self.device = next(iter(what.masters.values())).device
+        super().__init__(what, rates_of([*what.masters.values()], what.shares, rate), self.device)
+        self.block, self.processes, self.parameters = block, processes, what.parameters
+        self.batches, self.targets = batches, targets
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
-        self.train = [n for n in range(len(batches)) if n not in held]
-        self.graph: Captured | None = None
+        self.train_on = [n for n in range(len(batches)) if n not in held]
+        self.graph: CapturedPasses | None = None
         self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
-        self.held = held or self.train
+        self.held = held or self.train_on
 
     def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Refit:
         """Train for so many epochs, of each of which `advance` is told, and keep the best; the batches'
         order follows from `seed`."""
-        order = torch.Generator().manual_seed(seed)
-        optimizer = Adam(self.masters, rates_of(self.masters, self.shares, self.rate))
-        steps = epochs * len(self.train)
-        best = before = self._judge()
-        kept = self._values()
-        for epoch in range(epochs):
-            advance(epoch)
-            for n in torch.randperm(len(self.train), generator=order).tolist():
-                with tensor_cores(self.device):
-                    self._gradients(self.train[n])
-                self._move(optimizer, factor_at(optimizer.steps, steps, max(1, round(WARM_UP * steps))))
-            now = self._judge()
-            if now < best:
-                best, kept = now, self._values()
-        with torch.no_grad():
-            for master, value in zip(self.masters, kept, strict=True):
-                master.copy_(value)
-        self.trained.publish()
-        return Refit(before, best)
+        order, count = torch.Generator().manual_seed(seed), len(self.train_on)
+        drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
+        self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
+        self._want_gradients(True)
+        self.what.publish()
+        self.consider()
+        before = self.state.best
+        self.train()
+        self._want_gradients(False)
+        return Refit(before, self.state.best)
 
-    def _values(self) -> list[Tensor]:
-        return [master.detach().clone() for master in self.masters]
+    def _want_gradients(self, wanted: bool) -> None:
+        for parameter in self.parameters:
+            parameter.requires_grad_(wanted)
 
-    def _move(self, optimizer: Adam, factor: float) -> None:
-        self.trained.collect()
-        optimizer.move([_gradient(master) for master in self.masters], factor)
-        for master in self.masters:
-            master.grad = None  # banks add to what is there
-        self.trained.publish()
+    def is_over(self) -> bool:
+        return self.state.step == len(self.order)
+
+    def factor(self) -> float:
+        """Up in a line for the first steps, and down in a line."""
+        steps = len(self.order)
+        return factor_at(self.state.step, steps, max(1, round(WARM_UP * steps)))
+
+    def backward(self) -> None:
+        epoch, done = divmod(self.state.step, len(self.train_on))
+        if not done:
+            self.advance(epoch)
+        with tensor_cores(self.device):
+            self._gradients(self.order[self.state.step])
+        self.what.collect()
+
+    def after_step(self) -> None:
+        if self.state.step % len(self.train_on) == 0:
+            self.consider()
 
     @torch.no_grad()
-    def _judge(self) -> float:
+    def judge(self) -> float:
         """Mean error of the held-back batches, each taken by the process that has it."""
         mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
         found = {n: error for part in self.processes.gather(mine) for n, error in part.items()}
@@ -150,8 +155,7 @@ class Refitting:
         if part is not batch:
             rows = windows.to(student.device)
             student, target = student[rows], target[rows]
-        for parameter in self.parameters:
-            parameter.grad = None
+        forget(self.parameters)
         self._loss(part, student, target, tokens).backward()
 
     def _flat(self) -> Tensor:
@@ -168,11 +172,11 @@ class Refitting:
             self._loss(batch, student, target, batch.tokens).backward()
 
         try:
-            self.graph = self.graph or Captured(passes, self.parameters, (student, target))
+            self.graph = self.graph or CapturedPasses(passes, self.parameters, student, target)
         except RuntimeError:  # whatever a model does that no graph can hold
             self.captured = [False] * len(self.batches)
             return False
-        self.graph.replay(student, target)
+        self.graph(student, target)
         return True
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
@@ -186,6 +190,17 @@ class Refitting:
 
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:
+    """`rate` × the root mean square of each master × its share."""
+    sizes = torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()
+    return [rate * share * size for size, share in zip(sizes, shares, strict=True)]
+
+
+def factor_at(step: int, steps: int, warm_up: int) -> float:
+    """Of the rates at `step` of `steps`: up in a line for so many, and down in a line."""
+    return min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / max(steps, 1))
 
 
 def _root(metric: Tensor) -> Tensor:

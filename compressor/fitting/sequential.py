@@ -219,18 +219,9 @@ class BlockFit:
     def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
         """Train the block's layers, and norms beside packed ones, which cost nothing to store."""
         self.cache = None
-        trained = self.student.trained
-        for part in trained:
-            part.parameter.requires_grad_(True)
-            part.publish()
         seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
-        states = self.run.work.processes, self.run.batches, targets
-        found = Refitting(self.student.block, trained, *states, self._block_metric()).run(
-            self.run.epochs, seed
-        )
-        for part in trained:
-            part.parameter.requires_grad_(False)
-        return found
+        states = self.run.work.processes, self.run.batches, targets, self._block_metric()
+        return Refitting(self.student.block, self.student.trained, *states).run(self.run.epochs, seed)
 
     def _block_metric(self) -> Tensor | None:
         sensitivity, processes = self.run.sensitivity, self.run.work.processes

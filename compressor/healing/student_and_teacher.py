@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.equal_weights import Twin, make_twin
+from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
 from blr.compressor.healing.choice import choose, kind_of
 from blr.compressor.healing.factor_balance import balanced
@@ -29,49 +29,38 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.structures.bank import Banks
 from blr.compressor.structures.latent import Latent, Plain, Trained
 
-SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
-@dataclass
-class Pair:
+class Pair(TrainedSet):
     """Both models in evaluation mode on one device and in one dtype to compute in.
 
-    `trained` are what is trained of the student, by parameter name, `places` where parameters lie on
-    disk. `sentences` says how an encoder's
-    hidden states become an embedding; None for decoders. `masters` are what the optimizer moves, by
-    name, and `shares` the part of the rate that each gets.
+    Args:
+        trained: what is trained of the student, by parameter name. places: where parameters lie on disk.
+        sentences: how an encoder's hidden states become an embedding; None for decoders.
+        twins: of the layers in few bits, by name.
     """
 
-    teacher: Any
-    student: Any
-    trained: dict[str, Trained]
-    places: Places
-    sentences: Sentences | None = None
-    twins: dict[str, Twin] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.held = Banks(self.trained.values())  # before anybody knows the masters: it moves them
-        self.masters: dict[str, Tensor] = {}
-        self.shares: list[float] = []
-        for name, part in self.trained.items():
-            for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
-                self.masters[name + suffix] = master
-                self.shares.append(share)
-        first = {id(part.parameter): name for name, part in self.trained.items()}
-        every = self.student.named_parameters(remove_duplicate=False)
+    def __init__(
+        self, teacher: Any, student: Any, trained: dict[str, Trained], places: Places,
+        sentences: Sentences | None, twins: dict[str, Twin],
+    ) -> None:  # fmt: skip
+        super().__init__(trained)
+        self.teacher, self.student, self.places = teacher, student, places
+        self.sentences, self.twins = sentences, twins
+        first = {id(part.parameter): name for name, part in trained.items()}
+        every = student.named_parameters(remove_duplicate=False)
         self.first_names = {name: first[id(p)] for name, p in every if id(p) in first}
-        self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
+        self.slices = {name: part for name, part in trained.items() if isinstance(part, Slice)}
 
     @property
     def device(self) -> torch.device:
         return self.student.device
 
     @property
-    def parameters(self) -> int:
+    def size(self) -> int:
         """Trained numbers, of all processes where they are shared out."""
         own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
         return sum(tensor.numel() for tensor in own.values())
@@ -121,40 +110,6 @@ class Pair:
             own = [grad for name, grad in found.items() if name in self.slices]
             total = total + processes.sum(_norm(own, self.device).square())
         return total.sqrt()
-
-    def publish(self) -> None:
-        """Round the masters to the student's parameters."""
-        self.held.publish()
-
-    def collect(self) -> None:
-        """Add the gradients of a micro-batch to those of the masters, in float32."""
-        self.held.collect()
-
-    def forget_fresh(self) -> None:
-        """Drop the gradients that were not collected."""
-        for part in self.trained.values():
-            part.parameter.grad = None
-
-    def forget(self) -> None:
-        """Drop all gradients."""
-        self.forget_fresh()
-        for master in self.masters.values():
-            master.grad = None
-
-    @torch.no_grad()
-    def values(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Copies of this process's masters on the CPU, contiguous, by name; in the memory of an earlier
-        result `into`, if there is one."""
-        if into is None:
-            into = {n: torch.empty(m.shape, dtype=m.dtype) for n, m in self.masters.items()}
-        return {n: into[n].copy_(m) for n, m in self.masters.items()}
-
-    @torch.no_grad()
-    def restore(self, values: dict[str, Tensor]) -> None:
-        """The inverse of `values`."""
-        for name, master in self.masters.items():
-            master.copy_(values[name])
-        self.publish()
 
     def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors like `values` (or some of them) put together of all processes' slices."""

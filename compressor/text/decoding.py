@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blr.compressor.base.exhaustion import exhausted, raise_exhausted
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.text.own import distance
-from blr.kernels.common.capturing import capturing
+from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 
 BUCKET = 64  # slots: tokens that share a graph
@@ -176,7 +177,7 @@ class StaticReader:
         if reach not in self.graphs:
             self._pass(self.token)
         else:
-            self.graphs[reach].replay()
+            self.graphs[reach]()
             if self.seen[reach] == 2:
                 self._judge()
         self.seen[reach] += 1
@@ -185,14 +186,8 @@ class StaticReader:
         """What a graph cannot hold is read by the host's calls from then on."""
         try:
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # other threads may go on
-            with (
-                on_gpu(self.model.device),
-                capturing(graph, pool=self.pool, capture_error_mode="thread_local"),
-            ):
-                self._pass(self.token)
-            self.graphs[reach] = graph
+            with on_gpu(self.model.device):
+                self.graphs[reach] = Captured(partial(self._pass, self.token), pool=self.pool)
         except Exception as error:  # whatever a model does meanwhile
             self._give_up()
             if said := exhausted(error):

@@ -99,18 +99,13 @@ def _try_all(given: argparse.Namespace, started: float, run: Run, starts: list[B
 
 
 def _pass(run: Run, starts: list[Batch], trained: list[Trained], rate: float, scales: bool) -> Any:
-    for part in trained:
-        part.parameter.requires_grad_(True)
-        part.publish()
-    found = finish.Finishing(run, trained, starts, {n: b.hidden for n, b in run.mine.items()})
-    found.rate = rate
+    found = finish.Finishing(run, trained, starts, {n: b.hidden for n, b in run.mine.items()}, rate)
     if scales:
-        shapes = [part.masters for part in trained]
-        found.shares = [
-            0.0 if len(masters) == 2 and n == 0 else share
-            for masters in shapes
-            for n, (_, share) in enumerate(masters)
+        packed = [
+            len(part.masters) == 2 and n == 0 for part in trained for n in range(len(part.masters))
         ]
+        rates = found.optimizer.rates
+        found.optimizer.rates = [0.0 if p else r for p, r in zip(packed, rates, strict=True)]
     return found
 
 
