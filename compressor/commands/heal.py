@@ -120,9 +120,9 @@ class Job:
     def run(self) -> None:
         """Train, write, check and commit, or finish what a killed run had all but committed."""
         from blr.compressor.healing.additions import growth
-        from blr.compressor.healing.choice import check_has_kinds
         from blr.compressor.healing.output import check_told
-        from blr.compressor.healing.teacher_match import check_teacher
+        from blr.compressor.healing.teacher import check_teacher
+        from blr.compressor.healing.trained_parameters import check_has_kinds
 
         told = check_teacher(self.checkpoint, self.teacher, self.options.force)
         check_told(self.checkpoint)
@@ -297,7 +297,7 @@ class Job:
 
     def _tell(self, line: dict[str, Any]) -> None:
         """Append to metrics.jsonl in the partial folder, for whoever watches."""
-        from blr.compressor.healing.teacher_match import first_loss
+        from blr.compressor.healing.teacher import first_loss
 
         if self.doubted and line["step"] == 0:
             self.progress.notes(first_loss(line["held"], self.teacher.source.config))

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.quoting import named_line
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.running import Reached, in_place_of, run_block
+from blr.compressor.fitting.block_passes import Batch, Reached, in_place_of, run_block
 from blr.compressor.recipe.architectures import Group
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
 from blr.compressor.fitting.finish import finish_blocks, finish_epochs
 from blr.compressor.fitting.own_weights import is_own, with_own_text
-from blr.compressor.fitting.run import Run
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
+from blr.compressor.fitting.student import Run
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of

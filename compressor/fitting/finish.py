@@ -17,13 +17,11 @@ from torch import Tensor
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import LAST
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
+from blr.compressor.fitting.block_passes import Batch, Blocks, run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.refit import Refit, Refitting
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.student import Run, train_and_keep
 from blr.compressor.planning.training_sizes import LAST_SHARE, last_pass_bytes, logit_parts
 from blr.compressor.structures.latent import Trained
 from blr.compressor.workspace.journal import layer_key
@@ -44,19 +42,13 @@ def finish_blocks(run: Run, starts: list[Batch]) -> None:
     keys = [
         layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
     ]
-    if work.missing(keys):
+
+    def train() -> Refit:
         with work.progress.layers(run.finish, LAST) as advance:
-            found = _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
-        states = {n: starts[n].student for n in run.mine}
-        float8 = any(map(rounds_to_float8, run.students))
-        for student, key in zip(run.students, keys, strict=True):
-            metrics, states = read_by(student, states) if float8 else ({}, states)
-            if work.processes.first:
-                student.keep(key, {"finish": [found.before, found.after]}, metrics)
-        work.processes.wait()
-        work.journal.await_all(keys)
-    for student, key in zip(run.students, keys, strict=True):
-        student.take(key)
+            return _train(run, starts, lambda epoch: advance(f"epoch {epoch + 1}"))
+
+    states = {n: starts[n].student for n in run.mine}
+    train_and_keep(run, run.students, keys, states, "finish", train)
     run.prefix = layer_key(prefix=run.prefix, done=keys)
 
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.batches import Batch, alike, window_rows
-from blr.compressor.fitting.running import run_block
+from blr.compressor.fitting.block_passes import Batch, alike, run_block, window_rows
 from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
 from blr.compressor.planning.training_sizes import HELD_BACK, refit_parts
 from blr.compressor.structures.latent import Trained
@@ -131,17 +130,17 @@ class Refitting(TrainingLoop):
         source, batch = self.processes.owner(n), self.batches[n]
         student = self.processes.shared(batch.student if self.processes.owns(n) else None, source)
         target = self.processes.shared(self.targets.get(n), source)
-        tokens, parts = batch.tokens, self._parts(batch)
+        parts = self._parts(batch)
         windows = torch.arange(len(batch.mask)).tensor_split(parts)
-        total = OrderedSum(self.processes, parts)
-        for turn in rounds(self.processes, parts):
-            at = turn * self.processes.count + self.processes.rank
-            whole = parts == 1 and at == 0 and self._replayed(n, student, target)
-            if at < parts and not whole:
-                self._part(batch, student, target, windows[at], tokens)
-            total.add(self._flat() if at < parts else None)
+
+        def part(at: int) -> dict[str, Tensor]:
+            if parts > 1 or not self._replayed(n, student, target):
+                self._part(batch, student, target, windows[at], batch.tokens)
+            return {"all": torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])}
+
+        total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, found in zip(self.parameters, total.total().split(sizes), strict=True):
+        for parameter, found in zip(self.parameters, total.split(sizes), strict=True):
             parameter.grad = found.view_as(parameter)
 
     def _parts(self, batch: Batch) -> int:
@@ -157,10 +156,6 @@ class Refitting(TrainingLoop):
             student, target = student[rows], target[rows]
         forget(self.parameters)
         self._loss(part, student, target, tokens).backward()
-
-    def _flat(self) -> Tensor:
-        """The gradients [n] of all parameters."""
-        return torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])
 
     def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
         """Whether a CUDA graph has left the gradients of a batch's error."""

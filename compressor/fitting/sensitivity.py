@@ -23,15 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.base.work_shares import share_out
-from blr.compressor.fitting.activation_storage import home
-from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.running import captured_inputs, run_block
 from blr.compressor.fitting.work import Work
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
@@ -153,24 +151,20 @@ class Sweep:
         """Gradients entering block `index`, having added what it says to what is found."""
         block = self.model.load_block(index)
         groups = self.model.groups(block)
-        names = [name for group in groups for name in group.modules]
+        layers = [name for group in groups for name in group.modules]
         heads = [group.modules[0] for group in groups]
-        sums = {
-            key: OrderedSum(self.processes, len(self.batches), torch.float64)
-            for key in [(HIDDEN, "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
-        }
+        kinds = [(HIDDEN, "out"), *((n, "out") for n in layers), *((n, "in") for n in heads)]
         entering = {}
-        for turn in rounds(self.processes, len(self.batches)):
-            n = turn * self.processes.count + self.processes.rank
-            parts: dict[tuple[str, str], Tensor] = {}
-            if n in self.mine:
-                state = hidden[n].to(self.model.device).detach()
-                given = gradients[n].to(state.device)
-                parts, found = _products(block, names, heads, state, self.mine[n], given)
-                entering[n] = found.to(self.home)
-            for key, total in sums.items():
-                total.add(parts.get(key))
-        self._record(index, block, {key: total.total() for key, total in sums.items()})
+
+        def parts(n: int) -> dict[tuple[str, str], Tensor]:
+            state = hidden[n].to(self.model.device).detach()
+            given = gradients[n].to(state.device)
+            found, gradient = _products(block, layers, heads, state, self.mine[n], given)
+            entering[n] = gradient.to(self.home)
+            return found
+
+        asked = self.processes, len(self.batches), parts, kinds, torch.float64
+        self._record(index, block, sum_in_order(*asked))
         return entering
 
     def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:

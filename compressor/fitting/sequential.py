@@ -19,19 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import rounds
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.activation_storage import home
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, layer_seed
-from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
+from blr.compressor.fitting.moments import Inputs, Moments
 from blr.compressor.fitting.refit import Refit, Refitting
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import captured_inputs, run_block, run_until
 from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.student import Student
+from blr.compressor.fitting.student import Run, Student, train_and_keep
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
 from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
@@ -136,15 +132,19 @@ class BlockFit:
 
     @torch.no_grad()
     def _moments(self, group: Group) -> Moments:
-        processes, mine = self.run.work.processes, self.run.mine
         sequential = self.run.work.recipe.sequential
-        kinds = 1 + sequential * (1 + (group.residual is not None))
-        sums = MomentSums(processes, len(self.run.batches), kinds)
+        kinds = (
+            "gram",
+            *["cross"] * sequential,
+            *["drift"] * (sequential and group.residual is not None),
+        )
+
+        def parts(n: int) -> dict[str, Tensor]:
+            return self._batch_inputs(n, group, sequential).products()
+
+        asked = self.run.work.processes, len(self.run.batches), parts, kinds, torch.float64
         with tensor_cores(self.run.model.device):
-            for turn in rounds(processes, len(self.run.batches)):
-                n = turn * processes.count + processes.rank
-                sums.add(self._batch_inputs(n, group, sequential) if n in mine else None)
-        return sums.moments()
+            return Moments(**sum_in_order(*asked))
 
     def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
         batch = self.run.batches[n]
@@ -202,18 +202,12 @@ class BlockFit:
             return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 
     def _refit(self, targets: dict[int, Tensor]) -> None:
-        work, epochs = self.run.work, self.run.epochs
-        settings = [epochs, REFIT, self.run.finish > 0]
+        settings = [self.run.epochs, REFIT, self.run.finish > 0]
         key = layer_key(refit=settings, prefix=self.run.prefix, block=self.index)
-        if work.missing([key]):
-            found = self._run_refit(targets)
-            states = {n: batch.student for n, batch in self.run.mine.items()}
-            metrics = read_by(self.student, states)[0] if rounds_to_float8(self.student) else {}
-            if work.processes.first:
-                self.student.keep(key, {"refit": [found.before, found.after]}, metrics)
-            work.processes.wait()
-            work.journal.await_all([key])
-        self.student.take(key)
+        states = {n: batch.student for n, batch in self.run.mine.items()}
+        train_and_keep(
+            self.run, [self.student], [key], states, "refit", lambda: self._run_refit(targets)
+        )
         self.run.prefix = key
 
     def _run_refit(self, targets: dict[int, Tensor]) -> Refit:

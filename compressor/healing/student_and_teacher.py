@@ -13,15 +13,13 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.fitting.composed import compose_layers
-from blr.compressor.fitting.equal_weights import Twin, make_twin
+from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
-from blr.compressor.healing.choice import choose, kind_of
 from blr.compressor.healing.factor_balance import balanced
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.healing.sharding import Sharding, Slice
-from blr.compressor.healing.trained_layers import Places
+from blr.compressor.healing.trained_parameters import Places, choose, kind_of
 from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text

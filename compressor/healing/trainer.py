@@ -15,8 +15,8 @@ from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import HEALING, Progress
 from blr.compressor.fitting.trainer import TrainingLoop
+from blr.compressor.healing.blocks import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.data import Data
-from blr.compressor.healing.dense_weights import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
 from blr.compressor.healing.passes import Passes

@@ -25,9 +25,8 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.evaluate import read_tokens
 from blr.compressor.fitting import engine, finish
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.block_passes import Batch, Blocks, run_block
+from blr.compressor.fitting.student import Run
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.planning.plan import make_plan

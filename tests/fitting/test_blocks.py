@@ -13,14 +13,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.fitting.batches import window_rows
+from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.moments import RIDGE, Inputs, Moments
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
@@ -223,10 +223,9 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
 
 
 def summed(batches: list[Inputs]) -> Moments:
-    sums = MomentSums(Processes("cpu"), len(batches), len(batches[0].products()))
-    for inputs in batches:
-        sums.add(inputs)
-    return sums.moments()
+    names = batches[0].products()
+    parts = Processes("cpu"), len(batches), lambda n: batches[n].products()
+    return Moments(**sum_in_order(*parts, names, torch.float64))
 
 
 def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() -> None:

@@ -15,8 +15,8 @@ from running import Invoke
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.fitting import finish
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.block_passes import Blocks, run_block
+from blr.compressor.fitting.student import Run
 
 PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
 

@@ -38,6 +38,17 @@ def test_steps_are_those_of_torch() -> None:
         assert torch.equal(one, other)
 
 
+def test_one_kernel_for_all_tensors_of_a_rate_moves_them_alike() -> None:
+    apart = drawn((3, 4), (5,), (2,))
+    together = [tensor.clone() for tensor in apart]
+    plain, fused = Adam(apart, [0.1, 0.2, 0.1]), Adam(together, [0.1, 0.2, 0.1], fused=True)
+    for last in (None, torch.ones(2), torch.ones(2)):
+        gradients = [torch.ones(3, 4), -torch.ones(5), last]
+        plain.move(gradients, 0.5)
+        fused.move(gradients, 0.5)
+    torch.testing.assert_close(apart, together)
+
+
 def test_what_has_no_gradient_stays_and_its_steps_are_not_counted() -> None:
     """As torch leaves it, so that its moments begin with its first gradient."""
     mine, gradient = drawn((2, 2), (2, 2)), torch.ones(2, 2)

@@ -7,7 +7,7 @@ import torch
 from compiling import compile_for
 from torch.nn.functional import log_softmax
 
-from blr.compressor.healing.losses import Head, kl, summed
+from blr.compressor.healing.objective import Head, kl, summed
 from blr.kernels.training.divergence import triton as kernel
 from blr.kernels.training.divergence.op import divergence_sum
 

@@ -12,12 +12,11 @@ from pico import MODELS, MORE, VOCAB, save_pico
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
-from blr.compressor.fitting.batches import Batch, window_rows
+from blr.compressor.fitting.block_passes import Batch, Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.finish import finish_blocks
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.fitting.sensitivity import measure
+from blr.compressor.fitting.student import Run
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import make_plan

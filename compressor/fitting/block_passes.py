@@ -1,15 +1,18 @@
-"""Hidden states on their way through the blocks, a batch of windows at a time."""
+"""Hidden states on their way through the blocks, a batch of windows at a time; blocks are run."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from blr.compressor.planning.training_sizes import KEPT_SHARE
 
 NUMBER = "_number"  # attribute of a loaded block: its place in the model
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
@@ -134,3 +137,105 @@ def alike(batches: Sequence[Batch]) -> list[bool]:
         and batch.kinds == first.kinds
         for batch in batches
     ]
+
+
+StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Reached(Exception):
+    """Thrown to stop a forward pass once a module's input is known."""
+
+
+class Blocks(nn.Module):
+    """All blocks in turn, run as one by `run_block`."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
+def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
+    if isinstance(block, Blocks):
+        for part in block.blocks:
+            hidden = run_block(part, hidden, batch)
+        return hidden
+    positional, named = batch.given(block)
+    out = block(hidden, *positional, **named)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    """A block's hidden states, and what it is given beside them."""
+    if positional:
+        return positional[0], (positional[1:], named)
+    named = dict(named)
+    return named.pop("hidden_states"), ((), named)
+
+
+@contextmanager
+def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
+    """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
+
+    def stand_in(number: int) -> Callable[..., Any]:
+        def forward(*positional: Any, **named: Any) -> Any:
+            return run(number, parted(positional, named)[0], positional, named)
+
+        return forward
+
+    for number, block in enumerate(blocks):
+        block.forward = stand_in(number)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+
+
+@contextmanager
+def captured_inputs(block: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """While active, the input of every named submodule is kept under its name when it runs."""
+    kept: dict[str, Tensor] = {}
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(_keeper(kept, name)) for name in names
+    ]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keeper(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept[name] = inputs[0]
+
+    return keep
+
+
+def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
+    """Run the block until its submodule `last` has received its input."""
+
+    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise Reached
+
+    handle = block.get_submodule(last).register_forward_pre_hook(stop)
+    try:
+        run_block(block, hidden, batch)
+    except Reached:
+        pass
+    finally:
+        handle.remove()
+
+
+def home(size: int, device: torch.device) -> torch.device:
+    """`device` if `size` bytes are a small part of its free memory, else the CPU."""
+    return device if size <= KEPT_SHARE * free_bytes(device) else torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory what nothing holds, torch's own cache included; 0 of other devices."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
