@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -139,6 +139,7 @@ def alike(batches: Sequence[Batch]) -> list[bool]:
     ]
 
 
+Watch = Callable[[str, Any], None]
 StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -193,39 +194,45 @@ def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
 
 
 @contextmanager
-def captured_inputs(block: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """While active, the input of every named submodule is kept under its name when it runs."""
-    kept: dict[str, Tensor] = {}
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(_keeper(kept, name)) for name in names
-    ]
+def watched(
+    modules: Mapping[str, nn.Module], enter: Watch | None = None, leave: Watch | None = None
+) -> Iterator[None]:
+    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and its first input, unless
+    that has a name, and `leave` what it gives."""
+
+    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if enter is not None and inputs:
+            enter(name, inputs[0])
+
+    def behind(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if leave is not None:
+            leave(name, output)
+
+    handles = [m.register_forward_pre_hook(partial(before, n)) for n, m in modules.items()]
+    handles += [m.register_forward_hook(partial(behind, n)) for n, m in modules.items()]
     try:
-        yield kept
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _keeper(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        kept[name] = inputs[0]
-
-    return keep
+@contextmanager
+def captured_inputs(block: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """While active, the input of every named submodule is kept under its name when it runs."""
+    kept: dict[str, Tensor] = {}
+    with watched({name: block.get_submodule(name) for name in names}, kept.__setitem__):
+        yield kept
 
 
 def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
     """Run the block until its submodule `last` has received its input."""
 
-    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def stop(name: str, given: Tensor) -> None:
         raise Reached
 
-    handle = block.get_submodule(last).register_forward_pre_hook(stop)
-    try:
+    with suppress(Reached), watched({last: block.get_submodule(last)}, stop):
         run_block(block, hidden, batch)
-    except Reached:
-        pass
-    finally:
-        handle.remove()
 
 
 def home(size: int, device: torch.device) -> torch.device:

@@ -110,12 +110,17 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
 
 
 def _keyed(work: Work, plan: Plan) -> dict[str, Job]:
-    """Every layer to factorize by its key, to which each process adds those of its own share."""
+    """Every layer to factorize by its key."""
     jobs = [Job(planned, work.recipe, work.target) for planned in plan.layers]
+    return dict(zip(keys_of(work, jobs), jobs, strict=True))
+
+
+def keys_of(work: Work, jobs: list[Job], prefix: str = "") -> list[str]:
+    """The journal's keys of the jobs' factors; each process hashes some of the weights."""
     mine = {n: job for n, job in enumerate(jobs) if work.processes.owns(n)}
-    keys = {n: job.key(work.source.sha256(job.layer.entry)) for n, job in mine.items()}
+    keys = {n: job.key(work.source.sha256(job.layer.entry), prefix) for n, job in mine.items()}
     known = {n: key for part in work.processes.gather(keys) for n, key in part.items()}
-    return {known[n]: job for n, job in enumerate(jobs)}
+    return [known[n] for n in range(len(jobs))]
 
 
 def layer_seed(seed: int, module: str) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.base.work_shares import share_out
-from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.work import Work
@@ -194,8 +193,14 @@ def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
     """What one batch adds to each sum, and the gradient that enters the block."""
+    results, modules = dict[str, Tensor](), {name: block.get_submodule(name) for name in names}
+
+    def tap(name: str, output: Tensor) -> None:
+        output.retain_grad()
+        results[name] = output
+
     state.requires_grad_(True)
-    with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
+    with watched(modules, leave=tap), captured_inputs(block, heads) as inputs:
         run_block(block, state, batch).backward(gradient)
     rows = {
         (HIDDEN, "out"): gradient,
@@ -226,30 +231,6 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     below = logits.softmax(-1).cumsum(-1)
     chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-
-
-class _tapped:
-    """Context: the outputs of the named submodules, which keep their gradients."""
-
-    def __init__(self, block: nn.Module, names: list[str]) -> None:
-        self.kept: dict[str, Tensor] = {}
-        self.handles = [
-            block.get_submodule(name).register_forward_hook(self._keeper(name)) for name in names
-        ]
-
-    def _keeper(self, name: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.retain_grad()
-            self.kept[name] = output
-
-        return keep
-
-    def __enter__(self) -> dict[str, Tensor]:
-        return self.kept
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _named_curve(module: str, weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
-from blr.compressor.fitting.factorize import Result, layer_seed
+from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
 from blr.compressor.fitting.moments import Inputs, Moments
 from blr.compressor.fitting.refit import Refit, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
@@ -71,7 +71,9 @@ class BlockFit:
     def _fit_group(self, group: Group, advance: Any) -> None:
         named = {name: self.student.module(name) for name in group.modules}
         members = {name: module for name, module in named.items() if module in self.run.planned}
-        keys = self._keys(list(members.values()))
+        jobs = [self.run.job(module) for module in members.values()]
+        found = keys_of(self.run.work, jobs, self.run.prefix)
+        keys = dict(zip(members.values(), found, strict=True))
         missing = set(self.run.work.missing(list(keys.values())))
         if members:
             advance(*keys, there=[module for module, key in keys.items() if key not in missing])
@@ -80,16 +82,6 @@ class BlockFit:
         for name, module in members.items():
             self.student.install(name, keys[module])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
-
-    def _keys(self, modules: list[str]) -> dict[str, str]:
-        """Module to the journal's key of its factors; each process hashes some of the weights."""
-        processes, run = self.run.work.processes, self.run
-        mine = [module for n, module in enumerate(modules) if processes.owns(n)]
-        source = run.model.source
-        hashes = {module: source.sha256(run.planned[module].layer.entry) for module in mine}
-        found = {module: run.job(module).key(hashes[module], run.prefix) for module in mine}
-        known = {module: key for part in processes.gather(found) for module, key in part.items()}
-        return {module: known[module] for module in modules}
 
     def _fit(self, modules: dict[str, str], group: Group) -> None:
         """Have the factors of `modules` (by key) in the journal."""

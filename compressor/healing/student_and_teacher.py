@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from blr.compressor.base.errors import CapabilityError
@@ -16,7 +16,6 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
-from blr.compressor.healing.factor_balance import balanced
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.healing.sharding import Sharding, Slice
 from blr.compressor.healing.trained_parameters import Places, choose, kind_of
@@ -27,6 +26,7 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.latent import Latent, Plain, Trained
 
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
@@ -60,8 +60,11 @@ class Pair(TrainedSet):
     @property
     def size(self) -> int:
         """Trained numbers, of all processes where they are shared out."""
-        own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
-        return sum(tensor.numel() for tensor in own.values())
+        return sum(tensor.numel() for tensor in self._whole().values())
+
+    def _whole(self) -> dict[str, Tensor]:
+        """The masters, and in the place of slices what they are slices of."""
+        return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
     def master_of(self, name: str) -> Tensor | None:
         """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
@@ -93,10 +96,7 @@ class Pair(TrainedSet):
         if any(split):
             mask = torch.tensor(split, device=squares.device)
             squares = torch.where(mask, processes.sum(squares), squares)
-        counts = [
-            (self.slices[n].parameter if n in self.slices else m).numel()
-            for n, m in self.masters.items()
-        ]
+        counts = [tensor.numel() for tensor in self._whole().values()]
         return [(s / max(n, 1)) ** 0.5 for s, n in zip(squares.tolist(), counts, strict=True)]
 
     def norm(self, processes: Processes) -> Tensor:
@@ -179,18 +179,12 @@ def load_pair(
     add_products(student, added)
     fuse_trained(student)
     if sharding is not None:
-        _share_out(student, teacher, sharding)
+        sharding.shard(teacher)  # the student is computed in its dtype
+        sharding.shard(student, None if teacher.dtype == torch.float32 else teacher.dtype)
     trained = _trained(student, teacher, chosen, twins)
     pair = Pair(teacher, student, trained, places, sentences, twins)
     pair.publish()
     return pair
-
-
-def _share_out(student: Any, teacher: Any, sharding: Sharding) -> None:
-    """Both models' blocks over the processes, the student's to be computed in the teacher's dtype."""
-    dtype = None if teacher.dtype == torch.float32 else teacher.dtype
-    sharding.shard(teacher)
-    sharding.shard(student, dtype)
 
 
 def _trained(
@@ -198,15 +192,15 @@ def _trained(
 ) -> dict[str, Trained]:
     """What is trained, by parameter name. The student computes in the teacher's dtype from here on;
     masters stay in float32."""
-    parameters, latents = dict(student.named_parameters()), latents_of(twins)
+    parameters, parts = dict(student.named_parameters()), parts_of(twins)
     narrow = teacher.dtype != torch.float32
     found: dict[str, Trained] = {}
     for name in chosen:
         parameter = parameters[name]
         if isinstance(parameter, DTensor):
             found[name] = Slice(parameter)
-        elif name in latents:
-            found[name] = latents[name]
+        elif isinstance(parts.get(name), Latent):
+            found[name] = parts[name]
         else:
             # A CUDA graph leaves gradients where its next replay does: they are summed elsewhere
             apart = narrow or parameter.is_cuda
@@ -231,7 +225,7 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Put twins (`fitting/equal_weights.py`) in the place of the layers of `student` that `folder`
+    """Put twins (`fitting/trainable_layers.py`) in the place of the layers of `student` that `folder`
     stores in few bits; by their names in the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
@@ -255,19 +249,9 @@ def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
     }
 
 
-def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
-    """What is rounded of them before every step."""
-    return {name: part for name, part in parts_of(twins).items() if isinstance(part, Latent)}
-
-
 def structured_layers(model: Any) -> dict[str, StructuredLinear]:
     """By name in the model."""
     return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
-
-
-def factors_of(layer: StructuredLinear) -> dict[str, nn.Parameter]:
-    """By the names of its spec."""
-    return {name: layer.get_parameter(name) for name in layer.spec.shapes()}
 
 
 @torch.no_grad()
@@ -276,7 +260,7 @@ def _balance(student: Any, twins: dict[str, Twin]) -> None:
     for layer in structured_layers(student).values():
         if id(layer) in inside:
             continue
-        factors = factors_of(layer)
+        factors = {name: layer.get_parameter(name) for name in layer.spec.shapes()}
         found = balanced({name: p.double() for name, p in factors.items()}, layer.spec)
         for name, parameter in factors.items():
             parameter.copy_(found[name])
