@@ -19,8 +19,8 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.healing.blocks import blocks_of
 from blr.compressor.healing.settings import HIDDEN, HealOptions
 from blr.compressor.healing.student_and_teacher import Pair
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.masks import unpacked
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum

@@ -20,8 +20,8 @@ from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import empty_model
-from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import module_names
 
 
 def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
