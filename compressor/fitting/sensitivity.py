@@ -58,11 +58,7 @@ def every(module: str) -> bool:
 
 
 def measure(
-    work: Work,
-    model: BlockModel,
-    batches: list[Batch],
-    key: str,
-    whole: Callable[[str], bool] = every,
+    work: Work, model: BlockModel, batches: list[Batch], key: str, whole: Callable[[str], bool] = every
 ) -> Sensitivity:
     """Sensitivities of every compressible layer, from the journal where it has them.
 

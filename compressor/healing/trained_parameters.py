@@ -35,11 +35,7 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
 
 
 def choose(
-    student: Any,
-    kinds: tuple[str, ...],
-    packed: Collection[str],
-    added: set[str],
-    held: Collection[str],
+    student: Any, kinds: tuple[str, ...], packed: Collection[str], added: set[str], held: Collection[str]
 ) -> list[str]:
     """Names of the parameters that are trained, which want gradients from here on.
 
