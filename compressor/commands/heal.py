@@ -173,7 +173,7 @@ class Job:
     def _train(self, read: str) -> tuple[Pair, Data]:
         from blr.compressor.healing.output import round_layers
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
-        from blr.compressor.healing.trainer import Place, Trainer
+        from blr.compressor.healing.trainer import StatePlace, Trainer
 
         reading = self._read()
         sharding = self._plan_sharding()
@@ -186,7 +186,7 @@ class Job:
         self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
-            place = Place(self.workspace.journal, key, tell)
+            place = StatePlace(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)

@@ -21,10 +21,10 @@ from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
-from blr.compressor.fitting.finish import finish_blocks, finish_epochs
+from blr.compressor.fitting.refit import finish_blocks, finish_epochs
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
-from blr.compressor.fitting.student import Run
+from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.compute_dtype import load_computing
@@ -103,7 +103,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     finish = finish or finish_epochs(recipe.finish, usual, model, batches)
     if not finish:
         work.progress.leave_out(LAST)
-    run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
+    run = FitRun(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
     if not any(student.trained for student in run.students):  # all that is fitted lies outside of blocks
         finish = 0

@@ -52,7 +52,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class BatchInputs:
     """Of one batch: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
 
     student: Tensor

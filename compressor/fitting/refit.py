@@ -1,10 +1,17 @@
-"""Joint refit of all factors of one block against the dense block's output.
+"""Refits: all factors of one block trained against the dense block's output, and the last pass of a fit,
+which trains all blocks together to give the dense model's distributions.
 
-The block sees the hidden states of the compressed prefix and should give those of the dense
-model; the error is weighted by the Fisher information of the block's output, so that what the
-loss does not feel is not paid for. Each tensor moves at a rate relative to its own size; the best
-epoch on held-back windows is kept, the start included, so a refit never makes that error worse.
-Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
+A block sees the hidden states of the compressed prefix and should give those of the dense model; the
+error is weighted by the Fisher information of the block's output, so that what the loss does not feel
+is not paid for. Each tensor moves at a rate relative to its own size; the best epoch on held-back
+windows is kept, the start included, so a refit never makes that error worse. Block-wise reconstruction
+is that of BRECQ (arXiv 2102.05426).
+
+What refits leave is an error of every block's own output; which of it the loss feels is known only
+behind the last block. So at the end the factors, packed weights, scales and norms of all blocks move
+together against KL(dense ‖ compressed) of the next token on the text of the calibration: the dense
+side is there as the final hidden states that the fit has carried along, so no second model is held.
+Source: the idea of an end-to-end pass after blocks is EfficientQAT's (arXiv 2407.11062).
 
 A step is one batch. Where it is large, its windows are taken in parts, whose gradients are added in
 their order: processes share out the parts, and the result does not depend on how many there are.
@@ -13,32 +20,38 @@ their order: processes share out the parts, and the result does not depend on ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.block_passes import Batch, alike, run_block, window_rows
+from blr.compressor.base.progress import LAST
+from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block, window_rows
+from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.student import FitRun, train_and_keep
 from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
-from blr.compressor.planning.training_sizes import HELD_BACK, refit_parts
+from blr.compressor.planning.training_sizes import (
+    HELD_BACK,
+    LAST_SHARE,
+    last_pass_bytes,
+    logit_parts,
+    refit_parts,
+)
 from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import cholesky
+from blr.compressor.workspace.journal import layer_key
+from blr.kernels.training.divergence.op import divergence_sum
 
 RATE = 0.01  # of a tensor's root mean square, a step
 PACKED_RATE = 0.005  # where some of them are rounded
 WARM_UP = 0.05  # of all steps
+Errors = tuple[float, float]  # before and after
 RIDGE = 0.01  # of the mean diagonal of the output metric
-
-
-@dataclass(frozen=True)
-class Refit:
-    """Error on the held-back batches before and after; `after` ≤ `before`."""
-
-    before: float
-    after: float
 
 
 class Refitting(TrainingLoop):
@@ -75,9 +88,9 @@ class Refitting(TrainingLoop):
         self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
         self.held = held or self.train_on
 
-    def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Refit:
+    def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:
         """Train for so many epochs, of each of which `advance` is told, and keep the best; the batches'
-        order follows from `seed`."""
+        order follows from `seed`. Returns the error on the held-back batches before and after."""
         order, count = torch.Generator().manual_seed(seed), len(self.train_on)
         drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
         self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
@@ -87,7 +100,7 @@ class Refitting(TrainingLoop):
         before = self.state.best
         self.train()
         self._want_gradients(False)
-        return Refit(before, self.state.best)
+        return before, self.state.best
 
     def _want_gradients(self, wanted: bool) -> None:
         for parameter in self.parameters:
@@ -203,3 +216,97 @@ def _root(metric: Tensor) -> Tensor:
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
     identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
     return cholesky(metric + RIDGE * identity).float()
+
+
+FINISH = 5  # raise it when the results change
+FINISH_RATE = 0.003  # of a tensor's root mean square, a step
+
+
+def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
+    """Train the run's students together, keep what comes out in the journal, and take it as the results.
+
+    Args:
+        starts: of every batch, the states that enter the first block; `run.batches` hold those that
+            leave the last of the dense model.
+    """
+    work, settings = run.work, [run.finish, FINISH]
+    keys = [
+        layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
+    ]
+
+    def train() -> Errors:
+        trained = [part for student in run.students for part in student.trained]
+        steps = Finishing(run, trained, starts, {n: batch.hidden for n, batch in run.mine.items()})
+        seed = layer_seed(work.recipe.seed, "finish")
+        with work.progress.layers(run.finish, LAST) as advance:
+            return steps.run(run.finish, seed, lambda epoch: advance(f"epoch {epoch + 1}"))
+
+    states = {n: starts[n].student for n in run.mine}
+    train_and_keep(run, run.students, keys, states, "finish", train)
+    run.prefix = layer_key(prefix=run.prefix, done=keys)
+
+
+class Finishing(Refitting):
+    """Moves what is `trained` of all blocks; errors are nats a token."""
+
+    def __init__(
+        self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],
+        rate: float = FINISH_RATE,
+    ) -> None:  # fmt: skip
+        self.model = run.model
+        blocks = Blocks([student.block for student in run.students])
+        super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
+
+    def _parts(self, batch: Batch) -> int:
+        """So many that the logits of one are no more than `LOGITS` bytes."""
+        return logit_parts(batch.mask.numel() * logit_bytes(self.model), len(batch.mask))
+
+    def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
+        """KL of the batch's predictions, as its share in a mean over those of so many `tokens`."""
+        out = batch.predicting(run_block(self.block, student.to(self.device), batch))
+        with torch.no_grad():
+            dense = self.model.logits(batch.predicting(target.to(self.device)))
+        share = 1 - batch.idle / batch.mask.shape[1]
+        return divergence_sum(self.model.logits(out), dense) / (tokens * share)
+
+
+def logit_bytes(model: BlockModel) -> int:
+    """Of one token, in float32."""
+    head: Any = model.model.get_output_embeddings()
+    return 4 * int(head.weight.shape[0])
+
+
+def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: list[Batch]) -> int:
+    """How many there are to be: those `asked` for, else `usual` on a GPU that has the room.
+
+    Raises CapabilityError: they are asked for, but the model has no logits, or the GPU not the room.
+    """
+    if asked == 0 or (asked is None and model.device.type != "cuda"):
+        return 0
+    if not model.model.can_generate():
+        if asked:
+            raise CapabilityError(
+                f"{model.source.folder}: --finish is for a model that predicts tokens; leave it out"
+            )
+        return 0
+    needed, room = _bytes(model, batches), _room(model.device)
+    if needed > room and asked:
+        raise CapabilityError(
+            f"--finish trains all blocks at once, which takes {needed / 1e9:,.0f} GB; {model.device} "
+            f"has {room / 1e9:,.0f} to give; leave it out, and heal afterwards"
+        )
+    return (usual if asked is None else asked) * (needed <= room)
+
+
+def _room(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    return LAST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _bytes(model: BlockModel, batches: list[Batch]) -> float:
+    """Predicted."""
+    tokens = max(batch.mask.numel() for batch in batches)
+    weights = sum(p.numel() for p in model.blocks.parameters())
+    widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
+    return last_pass_bytes(weights, widths, tokens, logit_bytes(model))

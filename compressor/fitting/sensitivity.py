@@ -69,7 +69,7 @@ def measure(
     """
     keys = [_block_key(key, index) for index in range(len(model))]
     if work.missing([key, *keys]):
-        curves = Sweep(work, model, batches, partial(_block_key, key), whole).run()
+        curves = SensitivitySweep(work, model, batches, partial(_block_key, key), whole).run()
         if work.processes.first:
             work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
     found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
@@ -82,7 +82,7 @@ def _block_key(key: str, index: int) -> str:
     return layer_key(key=key, block=index)
 
 
-class Sweep:
+class SensitivitySweep:
     """Forward and backward through the blocks. Hidden states and gradients are by number of batch.
 
     What is found of block n is stored under ``key(n)``; `whole` as of `measure`.

@@ -24,10 +24,10 @@ from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
-from blr.compressor.fitting.moments import Inputs, Moments
-from blr.compressor.fitting.refit import Refit, Refitting
+from blr.compressor.fitting.moments import BatchInputs, Moments
+from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.student import Run, Student, train_and_keep
+from blr.compressor.fitting.student import FitRun, Student, train_and_keep
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
 from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
@@ -37,7 +37,7 @@ REFIT = 6  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
 
 
-def fit_blocks(run: Run) -> dict[str, Result]:
+def fit_blocks(run: FitRun) -> dict[str, Result]:
     """Factors and records of every planned layer inside the model's blocks, by module name."""
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:
@@ -49,7 +49,7 @@ def fit_blocks(run: Run) -> dict[str, Result]:
 class BlockFit:
     """The dense block `index`, its compressed twin, and how the one becomes the other."""
 
-    def __init__(self, run: Run, index: int) -> None:
+    def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
         self.dense = run.model.load_block(index)
         self.groups = run.model.groups(self.dense)
@@ -138,17 +138,17 @@ class BlockFit:
         with tensor_cores(self.run.model.device):
             return Moments(**sum_in_order(*asked))
 
-    def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
+    def _batch_inputs(self, n: int, group: Group, sequential: bool) -> BatchInputs:
         batch = self.run.batches[n]
         dense = self._dense_inputs(n, group)
         x = batch.rows(dense[group.modules[0]])
         if not sequential:
-            return Inputs(x)
+            return BatchInputs(x)
         student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None
         if group.residual is not None:
             drift = batch.rows(dense[group.residual] - student[group.residual]) / group.scale
-        return Inputs(batch.rows(student[group.modules[0]]), x, drift)
+        return BatchInputs(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
         """Input of the group's layers and of its residual module."""
@@ -197,17 +197,17 @@ class BlockFit:
         settings = [self.run.epochs, REFIT, self.run.finish > 0]
         key = layer_key(refit=settings, prefix=self.run.prefix, block=self.index)
         states = {n: batch.student for n, batch in self.run.mine.items()}
-        train_and_keep(
-            self.run, [self.student], [key], states, "refit", lambda: self._run_refit(targets)
-        )
-        self.run.prefix = key
 
-    def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
-        """Train the block's layers, and norms beside packed ones, which cost nothing to store."""
-        self.cache = None
-        seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
-        states = self.run.work.processes, self.run.batches, targets, self._block_metric()
-        return Refitting(self.student.block, self.student.trained, *states).run(self.run.epochs, seed)
+        def train() -> Errors:
+            self.cache = None
+            work = self.run.work
+            given = work.processes, self.run.batches, targets, self._block_metric()
+            seed = layer_seed(work.recipe.seed, f"refit:{self.index}")
+            steps = Refitting(self.student.block, self.student.trained, *given)
+            return steps.run(self.run.epochs, seed)
+
+        train_and_keep(self.run, [self.student], [key], states, "refit", train)
+        self.run.prefix = key
 
     def _block_metric(self) -> Tensor | None:
         sensitivity, processes = self.run.sensitivity, self.run.work.processes

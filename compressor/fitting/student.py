@@ -14,9 +14,8 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.factorize import Job, Result, check_range, keep_factors, layer_errors
-from blr.compressor.fitting.moments import Inputs, Moments
-from blr.compressor.fitting.refit import Refit
+from blr.compressor.fitting.factorize import LayerJob, Result, check_range, keep_factors, layer_errors
+from blr.compressor.fitting.moments import BatchInputs, Moments
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
@@ -28,7 +27,7 @@ from blr.compressor.structures.latent import Plain, Trained
 
 
 @dataclass
-class Run:
+class FitRun:
     """One calibrated compression: what is fitted, from what, and what is done so far.
 
     `epochs` are those of a block's refit, `finish` of the whole model's, for which its `students` are
@@ -51,8 +50,8 @@ class Run:
     def __post_init__(self) -> None:
         self.planned = {planned.layer.module: planned for planned in self.plan.layers}
 
-    def job(self, module: str) -> Job:
-        return Job(self.planned[module], self.work.recipe, self.model.device)
+    def job(self, module: str) -> LayerJob:
+        return LayerJob(self.planned[module], self.work.recipe, self.model.device)
 
     @property
     def mine(self) -> dict[int, Batch]:
@@ -67,7 +66,7 @@ class Student:
     """Block `index` as it is compressed so far: `twins`, by name in the block, in the place of fitted
     layers, and `norms`, parameters that are trained too, by the names of their tensors."""
 
-    def __init__(self, run: Run, index: int) -> None:
+    def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
         self.block = run.model.load_block(index)
         if run.model.device.type == "cuda":
@@ -184,7 +183,7 @@ def read_by(
         with captured_inputs(student.block, heads) as kept:
             out = run_block(student.block, states[n].to(run.model.device), batch)
         behind[n] = out.to(states[n].device)
-        return {name: Inputs(batch.rows(kept[name])).products()["gram"] for name in heads}
+        return {name: BatchInputs(batch.rows(kept[name])).products()["gram"] for name in heads}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
     found = {name: Moments(gram).metric for name, gram in sums.items()}
@@ -192,8 +191,8 @@ def read_by(
 
 
 def train_and_keep(
-    run: Run, students: list[Student], keys: list[str], states: Mapping[int, Tensor], name: str,
-    train: Callable[[], Refit],
+    run: FitRun, students: list[Student], keys: list[str], states: Mapping[int, Tensor], name: str,
+    train: Callable[[], tuple[float, float]],
 ) -> None:  # fmt: skip
     """Have what `train` makes of the students in the journal, each under its key, and take it.
 
@@ -207,7 +206,7 @@ def train_and_keep(
         for student, key in zip(students, keys, strict=True):
             metrics, states = read_by(student, states) if float8 else ({}, states)
             if work.processes.first:
-                student.keep(key, {name: [found.before, found.after]}, metrics)
+                student.keep(key, {name: list(found)}, metrics)
         work.processes.wait()
         work.journal.await_all(keys)
     for student, key in zip(students, keys, strict=True):

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
 from blr.compressor.modeling.layers import LAYERS, LowRankLinear, PivotedLinear, StructuredLinear
-from blr.compressor.structures.latent import Latent, Place, Plain, Trained
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import factors_of, part_of
@@ -121,7 +121,7 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
     if not isinstance(spec, QuantizedSpec) or spec.fp8 or (form := spec.format_of(name)) is None:
         return Plain(parameter)
-    place = Place(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
+    place = GroupPlace(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
     return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)

@@ -57,7 +57,7 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
 
 
 @dataclass
-class Head:
+class Readout:
     """The output head: `weight` [v, d] and `bias` [v] or None; no weight where hidden states are the
     logits already. It computes in the weight's dtype: Mamba's last norm gives float32."""
 
@@ -71,7 +71,7 @@ class Head:
         return linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
-class Answers:
+class Replies:
     """A causal language model as hidden states and a head, so that logits can be made in parts.
 
     A model that does more than multiply (scaled or capped logits) is run whole, and its logits stand
@@ -96,15 +96,15 @@ class Answers:
         return torch.equal(head(hidden.to(head.weight.dtype)).float(), whole.float())
 
     @property
-    def head(self) -> Head:
+    def head(self) -> Readout:
         """What turns the hidden states of `run` into logits."""
         if not self.plain:
-            return Head(None)
+            return Readout(None)
         module = self.model.get_output_embeddings()
         weight = module.weight
         if isinstance(weight, DenseWeight):  # itself no function of the factors that are trained
             weight = module.composed()
-        return Head(weight, getattr(module, "bias", None))
+        return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one
@@ -142,7 +142,7 @@ class _Chunked(torch.autograd.Function):
             with torch.enable_grad():
                 part = hidden[at].detach().requires_grad_(hidden.requires_grad)
                 w, b = _leaf(weight), _leaf(bias)
-                loss = measure(Head(w, b).logits(part), theirs(at), targets[at])
+                loss = measure(Readout(w, b).logits(part), theirs(at), targets[at])
             pairs = zip(given, (part, w, b), strict=True)
             leaves = {id(x): leaf for x, leaf in pairs if leaf is not None and id(x) in gradients}
             found = torch.autograd.grad(loss, list(leaves.values()))
@@ -179,7 +179,11 @@ def _chunks(hidden: Tensor, weight: Tensor | None) -> list[slice]:
 
 
 def summed(
-    hidden: Tensor, head: Head, teacher: tuple[Tensor, Head] | None, targets: Tensor, measure: Measure
+    hidden: Tensor,
+    head: Readout,
+    teacher: tuple[Tensor, Readout] | None,
+    targets: Tensor,
+    measure: Measure,
 ) -> Tensor:
     """Σ measure(student's logits, teacher's, targets) over rows, differentiable.
 
@@ -233,8 +237,8 @@ class Objective:
     """
 
     def __init__(self, pair: Pair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
-        self.student = Answers(pair.student, probe)
-        self.teacher = Answers(pair.teacher, probe)
+        self.student = Replies(pair.student, probe)
+        self.teacher = Replies(pair.teacher, probe)
         self.options, self.device, self.idle = options, pair.device, idle
         self.measure, self.weight = _measure(options), self._weight(probe)
         if options.compile:
@@ -280,7 +284,7 @@ class Objective:
 
     def _teach(
         self, windows: Tensor, states: bool
-    ) -> tuple[tuple[Tensor, Head] | None, tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, Readout] | None, tuple[Tensor, ...]]:
         if self.options.loss == "lm" and not states:
             return None, ()
         with torch.no_grad():

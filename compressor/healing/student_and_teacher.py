@@ -18,7 +18,7 @@ from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.healing.sharding import Sharding, Slice
-from blr.compressor.healing.trained_parameters import Places, choose, kind_of
+from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
 from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
@@ -42,7 +42,7 @@ class Pair(TrainedSet):
     """
 
     def __init__(
-        self, teacher: Any, student: Any, trained: dict[str, Trained], places: Places,
+        self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
         sentences: Sentences | None, twins: dict[str, Twin],
     ) -> None:  # fmt: skip
         super().__init__(trained)
@@ -173,7 +173,7 @@ def load_pair(
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    places = Places(student, open_source(folder).entries)
+    places = StoredNames(student, open_source(folder).entries)
     chosen = choose(student, kinds, parts_of(twins), added, places.held)
     compose_layers(student)
     add_products(student, added)

@@ -97,7 +97,7 @@ def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]
     return kind in kinds and not (kind in ("factors", "dense") and name.rpartition(".")[0] in added)
 
 
-class Places:
+class StoredNames:
     """The tensors of a checkpoint by the parameters of `model` that they are loaded into.
 
     Attributes:

@@ -33,7 +33,7 @@ HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 t
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Where a run keeps its state, and what is told of every logged line as it comes."""
 
     journal: Journal
@@ -47,7 +47,7 @@ class Trainer(TrainingLoop):
     state: State
 
     def __init__(
-        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: Place,
+        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: StatePlace,
         progress: Progress,
     ) -> None:  # fmt: skip
         sizes, fused = pair.sizes(processes), pair.device.type == "cuda"

@@ -39,7 +39,7 @@ PACKED = "blr_packed_heads"  # of transformers' table of attention functions
 PROBED = 8  # samples whose probabilities by a graph are compared
 
 
-class Place:
+class SlotPlace:
     """Where a pass writes and reads: `positions` [t] (int64, on the device), slots of its tokens, and
     `reach`, how many slots it reads."""
 
@@ -57,7 +57,7 @@ class Slots(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, place: Place, length: int) -> None:
+    def __init__(self, place: SlotPlace, length: int) -> None:
         super().__init__()
         self.place, self.length = place, length
 
@@ -106,7 +106,7 @@ class StaticReader:
         device = model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.place, self.filled = Place(self.position, length), 0
+        self.place, self.filled = SlotPlace(self.position, length), 0
         self.cache = {cache_name(model): _cache(model, self.place, length)}
         self.placed = "position_ids" in signature(model.forward).parameters
         self.probabilities: Tensor | None = None
@@ -320,7 +320,7 @@ def _attend(
     return out.reshape(m, h, t, -1).transpose(1, 2).contiguous(), None
 
 
-def _cache(model: Any, place: Place, length: int) -> Cache:
+def _cache(model: Any, place: SlotPlace, length: int) -> Cache:
     count = len(DynamicCache(config=model.config).layers)
     return Cache(layers=[Slots(place, length) for _ in range(count)])
 

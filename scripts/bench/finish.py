@@ -24,9 +24,9 @@ from torch import Tensor
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.evaluate import read_tokens
-from blr.compressor.fitting import engine, finish
+from blr.compressor.fitting import engine, refit
 from blr.compressor.fitting.block_passes import Batch, Blocks, run_block
-from blr.compressor.fitting.student import Run
+from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.planning.plan import make_plan
@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _try_all(given: argparse.Namespace, started: float, run: Run, starts: list[Batch]) -> None:
+def _try_all(given: argparse.Namespace, started: float, run: FitRun, starts: list[Batch]) -> None:
     tokens = sum(batch.tokens for batch in starts)
     _say(f"fit {monotonic() - started:.0f} s, {run.plan.bits:.3f} bits, {tokens} tokens")
     tokenizer = load_tokenizer(run.work.source.folder)
@@ -89,16 +89,14 @@ def _try_all(given: argparse.Namespace, started: float, run: Run, starts: list[B
         _restore(trained, kept)
         began = monotonic()
         pass_ = _pass(run, starts, trained, float(rate), "scales" in what)
-        found = pass_.run(int(epochs), 0)
-        said = (
-            f"{setting} held-back {found.before:.4f} -> {found.after:.4f}, {monotonic() - began:.0f} s"
-        )
+        before, after = pass_.run(int(epochs), 0)
+        said = f"{setting} held-back {before:.4f} -> {after:.4f}, {monotonic() - began:.0f} s"
         del pass_
         _report(run, texts, dense, blocks, said)
 
 
-def _pass(run: Run, starts: list[Batch], trained: list[Trained], rate: float, scales: bool) -> Any:
-    found = finish.Finishing(run, trained, starts, {n: b.hidden for n, b in run.mine.items()}, rate)
+def _pass(run: FitRun, starts: list[Batch], trained: list[Trained], rate: float, scales: bool) -> Any:
+    found = refit.Finishing(run, trained, starts, {n: b.hidden for n, b in run.mine.items()}, rate)
     if scales:
         packed = [
             len(part.masters) == 2 and n == 0 for part in trained for n in range(len(part.masters))
@@ -118,7 +116,7 @@ def _restore(trained: list[Trained], kept: list[list[Tensor]]) -> None:
         part.publish()
 
 
-def _report(run: Run, texts: list[Any], dense: list[float], blocks: list[Any], said: str) -> None:
+def _report(run: FitRun, texts: list[Any], dense: list[float], blocks: list[Any], said: str) -> None:
     lost = [_loss(run, text, blocks) - start for text, start in zip(texts, dense, strict=True)]
     _say(" / ".join(f"{value:.4f}" for value in lost) + "  " + said)
 
@@ -133,7 +131,7 @@ def _text(tokenizer: Any, path: Path, given: argparse.Namespace) -> Calibration:
 
 
 @torch.no_grad()
-def _loss(run: Run, text: Calibration, blocks: list[Any]) -> float:
+def _loss(run: FitRun, text: Calibration, blocks: list[Any]) -> float:
     whole = Blocks(blocks)
     values = []
     for ids, batch in zip(text.ids, run.model.start(text), strict=True):
