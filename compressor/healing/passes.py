@@ -8,12 +8,10 @@ from torch import Tensor
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
+from blr.compressor.fitting.trainer import CapturedPasses
 from blr.compressor.healing.embedding import Embedding
 from blr.compressor.healing.objective import Objective
 from blr.compressor.healing.student_and_teacher import Pair
-from blr.kernels.common.capturing import capturing
-
-WARMUP = 2  # eager passes before a capture: libraries set themselves up in the first
 
 
 class Passes:
@@ -31,7 +29,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self.pair, self.objective, self.scored = pair, objective, scored
         self.most, self.micro, self.progress = most, min(micro or most, most), progress
-        self.graphs: dict[torch.Size, Captured] = {}
+        self.graphs: dict[torch.Size, CapturedPasses] = {}
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ class Passes:
             return self._eager(part)
         if part.shape not in self.graphs and not self._capture(part):
             return self._eager(part)
-        return self.graphs[part.shape].replay(part)
+        return self.graphs[part.shape](part)
 
     def _eager(self, part: Tensor, weight: float = 1.0) -> Tensor:
         loss = self.objective(part.to(self.pair.device)) * (weight / self.scored)
@@ -72,7 +70,8 @@ class Passes:
     def _capture(self, part: Tensor) -> bool:
         """Whether the passes of a part of this shape could be captured; if not, none is any more."""
         try:
-            self.graphs[part.shape] = Captured(self, part)
+            given = self.pair.parameters, part.to(self.pair.device)
+            self.graphs[part.shape] = CapturedPasses(self._eager, *given)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # whatever a model does that no graph can hold
@@ -93,34 +92,3 @@ class Passes:
             )
         self.micro = max(1, self.micro // 2)
         self.progress.notes([f"out of memory: {self.micro} windows a pass from here on"])
-
-
-class Captured:
-    """The passes of one part, captured with the gradients that they leave."""
-
-    def __init__(self, passes: Passes, part: Tensor) -> None:
-        self.pair = passes.pair
-        self.windows = part.to(self.pair.device).clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP):
-                self.pair.forget_fresh()
-                passes._eager(self.windows)
-            self.pair.forget_fresh()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL may ask for their events meanwhile
-        with capturing(self.graph, capture_error_mode="thread_local"):
-            self.loss = passes._eager(self.windows)
-        self.parameters = [part.parameter for part in self.pair.trained.values()]
-        self.gradients = [parameter.grad for parameter in self.parameters]
-        self.pair.forget_fresh()
-
-    def replay(self, part: Tensor) -> Tensor:
-        """The loss, and fresh gradients in the student's parameters."""
-        self.windows.copy_(part, non_blocking=True)
-        self.graph.replay()
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        return self.loss

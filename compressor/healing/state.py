@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from blr.compressor.healing.optimizer import Moments, moments_of
+from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
 from blr.compressor.healing.student_and_teacher import Pair
 from blr.compressor.workspace.journal import Journal
 from blr.compressor.workspace.strict_json import Kept, Told
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+Moments = dict[str, Tensor]
 
 
 class _OfText(Kept):
@@ -63,18 +62,13 @@ class _Record(Kept):
 
 
 @dataclass
-class State:
-    """Where a run is: `step` steps and `seconds` of training are done; `best` is the merit judged best
-    and `best_step` when that was; `values` are the masters then. `worse` counts evaluations since.
-    `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in their order."""
+class State(Best):
+    """Where a run is: `seconds` of training are done, too; `worse` counts evaluations since the best
+    one. `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in order."""
 
-    step: int = 0
     seconds: float = 0.0
     before: dict[str, Any] = field(default_factory=dict)
-    best: float = float("inf")
-    best_step: int = 0
     best_merits: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Tensor] | None = None
     worse: int = 0
     done: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +96,7 @@ class State:
 
 
 def save_state(
-    journal: Journal, key: str, state: State, pair: Pair, optimizer: Any, write: bool
+    journal: Journal, key: str, state: State, pair: Pair, optimizer: Adam, write: bool
 ) -> None:
     """Keep all that a resumed run needs to go on as if it had never stopped.
 
@@ -111,9 +105,9 @@ def save_state(
     tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
     for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value
-    for name, moments in moments_of(optimizer, pair.masters).items():
+    for name, moments in zip(pair.masters, optimizer.moments(), strict=True):
         for part, value in moments.items():
-            kept = torch.as_tensor(value).detach().to("cpu", copy=True)
+            kept = value.to("cpu", copy=True)
             whole = pair.joined({name: kept})[name] if kept.dim() else kept
             tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
     if write:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import HEALING, Progress
+from blr.compressor.fitting.trainer import TrainingLoop
+from blr.compressor.healing.blocks import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.data import Data
-from blr.compressor.healing.dense_weights import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
-from blr.compressor.healing.optimizer import load_moments, make_optimizer, schedule, set_rates
 from blr.compressor.healing.passes import Passes
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.state import State, load_state, save_state
@@ -27,11 +27,13 @@ from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the one before it
 LOGGED = 100  # lines of metrics in a run
+SMALL = 0.02  # root mean square that a tensor of zeros (a bias, often) is taken to have
+STEP = 1.1  # sizes are rounded to its powers, so that tensors of like size are moved by one kernel
 HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 take as long as ten steps
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Where a run keeps its state, and what is told of every logged line as it comes."""
 
     journal: Journal
@@ -39,18 +41,19 @@ class Place:
     tell: Callable[[dict[str, Any]], None]
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """Trains `pair` on `data`; `run` leaves the best masters in the pair."""
 
+    state: State
+
     def __init__(
-        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: Place,
+        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: StatePlace,
         progress: Progress,
     ) -> None:  # fmt: skip
+        sizes, fused = pair.sizes(processes), pair.device.type == "cuda"
+        super().__init__(pair, rounded_rates(options.rate, sizes, pair.shares), "cpu", fused)
         self.pair, self.data, self.options = pair, data, options
-        self.processes, self.place, self.progress = processes, place, progress
-        self.masters = list(pair.masters.values())
-        sizes = pair.sizes(processes)
-        self.optimizer = make_optimizer(self.masters, options.rate, sizes, pair.shares)
+        self.processes, self.saved_at, self.progress = processes, place, progress
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         self.objective = _objective(pair, data, options)
@@ -66,8 +69,6 @@ class Trainer:
         self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
         self.since = _Since(pair.device)
         self.state = State()
-        self.kept: dict[str, Tensor] | None = None  # this run's copy of the best masters
-        self.spent = 0.0  # share of the budget
         self.speeds: list[float] = []  # tokens a second in every logged part of this run
 
     def run(self) -> State:
@@ -80,14 +81,12 @@ class Trainer:
         self._resume()
         self.started = self.saved = monotonic()
         self.earlier = self.state.seconds
-        self.spent = self._share()
-        if not self.state.before:
-            self._judge_start()
-        with self.progress.training(HEALING, self.spent) as show:
-            while not self.state.done:
-                self._step()
-                self._after(show)
-        self._keep_best()
+        self.spent = self._share()  # of the budget
+        if self.state.values is None:
+            self.consider()
+            self.state.before = self.state.best_merits
+        with self.progress.training(HEALING, self.spent) as self.show:
+            self.train()
         return self.state
 
     def _share(self) -> float:
@@ -97,7 +96,7 @@ class Trainer:
         return self.state.seconds / (60 * (self.options.minutes or 1))
 
     def _resume(self) -> None:
-        found = load_state(self.place.journal, self.place.key, self.pair)
+        found = load_state(self.saved_at.journal, self.saved_at.key, self.pair)
         names = [part.name for part in self.data.parts]
         if found is not None:
             found[0].rename(names)
@@ -106,24 +105,47 @@ class Trainer:
             return
         self.state, masters, moments = found
         self.pair.restore(masters)
-        load_moments(self.optimizer, self.pair.masters, moments)
+        self.optimizer.load([moments.get(name, {}) for name in self.pair.masters])
 
-    def _step(self) -> None:
+    def free(self) -> None:
+        self.passes.graphs.clear()
+        super().free()
+
+    def is_over(self) -> bool:
+        return self.state.done
+
+    def factor(self) -> float:
         half = 0.5 / self.total if self.total else 1e-6
-        set_rates(self.optimizer, schedule(self.spent + half, self.options.warmup))
+        return schedule(self.spent + half, self.options.warmup)
+
+    def backward(self) -> None:
         rows = self.data.take(self.state.step)[self.processes.rank :: self.processes.count]
         loss = self.processes.sum(self.passes(rows))
         self.processes.sum_gradients(self.pair.kept_whole())
         norm = self.pair.norm(self.processes)
-        torch.nn.utils.clip_grads_with_norm_(self.masters, self.options.clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.pair.publish()
-        self.state.step += 1
+        torch.nn.utils.clip_grads_with_norm_(self.pair.masters.values(), self.options.clip, norm)
+        self.last = loss, norm
+
+    def after_step(self) -> None:
+        """Log, judge and save when their time has come."""
         self._check()
+        loss, norm = self.last
         self.figures.put(torch.stack([loss, norm.detach().float()]))
         self.since.add(loss, self.data.tokens)
         self.state.seconds = self.earlier + monotonic() - self.started
+        before = self.spent
+        now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
+        self.spent, late = self.processes.agreed(self._share(), now_late)
+        if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
+            loss_, speed = self.since.mean(), self.since.speed()
+            self.speeds.append(speed)
+            self._log({"loss": loss_}, tokens_per_second=speed)
+            self.show(self.spent, f"loss {loss_:.4f}, {speed:,.0f} tokens/s")
+        if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
+            self.consider()
+        self.state.done = self.spent >= 1 or self._stale()
+        if late or self.state.done:
+            self._save()
 
     def _check(self) -> None:
         """Raise NumericsError if the step before this one went wrong: its figures are there by now."""
@@ -132,22 +154,6 @@ class Trainer:
                 f"the loss or its gradient is not finite at step {self.state.step}; lower --lr, now "
                 f"{self.options.rate:g}, and pass --restart"
             )
-
-    def _after(self, show: Callable[[float, str], None]) -> None:
-        """Log, judge and save when their time has come."""
-        before = self.spent
-        now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
-        self.spent, late = self.processes.agreed(self._share(), now_late)
-        if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
-            loss, speed = self.since.mean(), self.since.speed()
-            self.speeds.append(speed)
-            self._log({"loss": loss}, tokens_per_second=speed)
-            show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
-        if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
-            self._judge()
-        self.state.done = self.spent >= 1 or self._stale()
-        if late or self.state.done:
-            self._save()
 
     def _stale(self) -> bool:
         return self.options.patience is not None and self.state.worse >= self.options.patience
@@ -166,25 +172,20 @@ class Trainer:
             )
         return found
 
-    def _judge_start(self) -> None:
-        merits = self._merits()
-        self.state.best = self._judged(merits)
-        self.state.before = self.state.best_merits = _plain(merits)
-        self.state.values = self.kept = self.pair.values()
-        self._log({"held": self.state.before})
-
-    def _judge(self) -> None:
-        """Evaluate; remember the masters if they are the best so far."""
+    def judge(self) -> float:
+        """The figure to lower; the merits behind it are logged."""
         self._flush()
-        merits = self._merits()
-        found = self._judged(merits)
-        self._log({"held": _plain(merits)})
-        if found < self.state.best:
-            self.state.best, self.state.best_step = found, self.state.step
-            self.state.best_merits, self.state.worse = _plain(merits), 0
-            self.state.values = self.kept = self.pair.values(self.kept)
-        else:
-            self.state.worse += 1
+        self.merits = self._merits()
+        found = self._judged(self.merits)
+        self._log({"held": _plain(self.merits)})
+        return found
+
+    def consider(self) -> bool:
+        better = super().consider()
+        self.state.worse = 0 if better else self.state.worse + 1
+        if better:
+            self.state.best_merits = _plain(self.merits)
+        return better
 
     def judge_written(self) -> None:
         """Judge the pair as it has been rounded since; the start, where that is no better."""
@@ -205,23 +206,15 @@ class Trainer:
         is the same whenever the steps are."""
         line = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
-        self.place.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
+        self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
 
     def _save(self) -> None:
         self._flush()
         if self.processes.first or self.pair.slices:
-            place = self.place.journal, self.place.key
+            place = self.saved_at.journal, self.saved_at.key
             save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
         self.processes.wait()
         self.saved = monotonic()
-
-    def _keep_best(self) -> None:
-        """Put the best masters back: those at the start, if nothing was better. What only steps need
-        leaves memory."""
-        assert self.state.values is not None
-        self.passes.graphs.clear()
-        self.optimizer.state.clear()
-        self.pair.restore(self.state.values)
 
 
 def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
@@ -280,3 +273,17 @@ class _Since:
 
 def _plain(merits: dict[str, Merit | Nearness]) -> dict[str, dict[str, float]]:
     return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}
+
+
+def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) -> list[float]:
+    """Of every master, at the height of the schedule: its share of `rate` × its root mean square. Like
+    rates are made one."""
+    known = (share * (size or SMALL) for size, share in zip(sizes, shares, strict=True))
+    return [rate * STEP ** round(math.log(each, STEP)) for each in known]
+
+
+def schedule(done: float, warmup: float) -> float:
+    """Factor of the rate when `done` of the run is over: up in a line, down in half a cosine."""
+    if done < warmup:
+        return done / warmup
+    return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))

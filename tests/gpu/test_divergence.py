@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.compressor.healing.losses import Head, kl, summed
+from blr.compressor.healing.objective import Head, kl, summed
 
 pytestmark = pytest.mark.gpu
 ROWS, WIDTH, VOCABULARY = 300, 64, 49152
