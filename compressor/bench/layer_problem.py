@@ -49,6 +49,8 @@ from blr.kernels.layers.kronecker.choose import choose as choose_for_factor
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
+FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
+SEEDS = {"x": 0, "dense": 1, "structured": 2}
 Maker = Callable[[], tuple[Call, Rotation]]  # gives f(*arguments) and its arguments
 
 
@@ -117,9 +119,6 @@ class KernelTimer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end)
-
-
-SEEDS = {"x": 0, "dense": 1, "structured": 2}
 
 
 @dataclass
@@ -247,9 +246,6 @@ def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
     kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
     variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
     return f"{variant}:{config['path']}" if "path" in config else variant
-
-
-FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 
 
 def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:

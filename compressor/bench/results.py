@@ -269,9 +269,9 @@ def shown(heading: str, name: str, form: str = "", scale: float = 1) -> Column:
     return heading, cell
 
 
-def or_status(heading: str, name: str, form: str) -> Column:
+def or_status(heading: str, name: str, form: str, scale: float = 1) -> Column:
     """The same, with the status of an arm that is not right."""
-    _, cell = shown(heading, name, form)
+    _, cell = shown(heading, name, form, scale)
     return heading, lambda row: cell(row) if row.status == OK else row.status
 
 

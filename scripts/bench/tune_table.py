@@ -23,13 +23,13 @@ from typing import Any
 from case_files import numbers, options, timer_of
 
 from blr.compressor.base.progress import Progress
+from blr.compressor.bench import tuning as tune
 from blr.compressor.bench.harness import Harness
 from blr.compressor.bench.results import Report
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import ARM_SECONDS
+from blr.compressor.bench.tuning_rules import OURS, Candidate
 from blr.compressor.recipe.tuned_table import read_table, table_text
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import OURS, Candidate
 from blr.kernels.common.tables import BUCKETS, PLAIN
 
 SIZES = ((1, 4096), (1, 1 << 20))  # of layers that share rules, both sizes

@@ -13,19 +13,19 @@ import torch
 import typer
 
 from blr.compressor.base.progress import Progress
+from blr.compressor.bench import tuning as tune
+from blr.compressor.bench import tuning_float8 as float8
 from blr.compressor.bench.checks import PRECISIONS
 from blr.compressor.bench.harness import Harness, Stopped
 from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.results import Report
 from blr.compressor.bench.shapes import Layer
+from blr.compressor.bench.tuning import Tuning
+from blr.compressor.bench.tuning_rules import Candidate, Point, merged, rules_of
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
-from blr.compressor.tune import float8
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
-from blr.compressor.tune.run import Tuning
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
 from blr.kernels.fp8 import launch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import Candidate, Point, rules_of
+from blr.compressor.bench import tuning as tune
+from blr.compressor.bench.tuning_rules import Candidate, Point, rules_of
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.lowrank import op as lowrank_op

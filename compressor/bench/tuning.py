@@ -1,7 +1,7 @@
 """Every variant of every structure timed on this GPU, and the table written that says which to take.
 
 Arms are timed as benchmarks are (interleaved, cold L2, gated by a float64 reference), the dense
-layer among them; `rules.py` chooses among what came out.
+layer among them; `tuning_rules.py` chooses among what came out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
 from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
 from blr.compressor.bench.results import WRONG, versions
 from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
+from blr.compressor.bench.tuning_rules import Candidate, Measured, Point, merged, rules_of
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
-from blr.compressor.tune.float8 import float8_candidates, layer_cases, product_cases
-from blr.compressor.tune.rules import Candidate, Measured, Point, merged, rules_of
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
 from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE

@@ -26,9 +26,9 @@ from blr.compressor.bench.layer_problem import (
 from blr.compressor.bench.results import LayerRow
 from blr.compressor.bench.shapes import Layer, specs_for
 from blr.compressor.bench.timing import Call, Rotation
+from blr.compressor.bench.tuning_rules import Measured
 from blr.compressor.modeling.float8 import known_by
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
-from blr.compressor.tune.rules import Measured
 from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape
 from blr.kernels.fp8.launch import Tile, product
 from blr.kernels.fp8.op import fp8_device
