@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.bench.layer_problem import random_order
 from blr.compressor.bench.shapes import Layer, specs_for
-from blr.compressor.export.pack import quantizable, quantize_head, quantize_model
+from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.fused import fuse

@@ -33,6 +33,7 @@ from blr.compressor.bench.results import (
 )
 from blr.compressor.bench.timing import ARM_SECONDS, Call, Rotation, Sampler
 
+Check = Callable[[dict[str, Any]], tuple[Sampler, float]]  # fills in what is told; sampler and error
 Way = tuple[Call, tuple[Tensor, ...]]  # a function and its arguments, the input first
 
 
