@@ -21,6 +21,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import Expected, find_precision
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness
 from blr.compressor.bench.layer_problem import KernelTimer
+from blr.compressor.bench.memory import transient_bytes
 from blr.compressor.bench.results import (
     OK,
     Column,
@@ -94,17 +95,25 @@ def kernel_case(
     title: str,
     make: Callable[[], tuple[Expected, dict[str, Way]]],
     limit: float | None = None,
+    memory: bool = False,
 ) -> Case:
     """Ways to compute one thing, by name, made when their turn comes, and what it must be; in tables the
-    others are compared with the first."""
+    others are compared with the first. memory: what a call allocates is told, too."""
+
+    def arm(expected: Expected, name: str, call: Call, arguments: tuple[Tensor, ...]) -> Arm:
+        row, rotation = ScriptRow(title, name), Rotation(arguments, timer.l2)
+
+        def check() -> Checked:
+            found = timer.checked(lambda: (call, rotation), expected, limit)
+            if memory:
+                row.told["MiB"] = transient_bytes(lambda: call(*arguments), timer.device) / 2**20
+            return found
+
+        return Arm(row, check)
 
     def arms() -> list[Arm]:
         expected, ways = make()
         return [arm(expected, name, *way) for name, way in ways.items()]
-
-    def arm(expected: Expected, name: str, call: Call, arguments: tuple[Tensor, ...]) -> Arm:
-        row, rotation = ScriptRow(title, name), Rotation(arguments, timer.l2)
-        return Arm(row, lambda: timer.checked(lambda: (call, rotation), expected, limit))
 
     return Case(title, arms, compare, timer.case)
 
