@@ -40,7 +40,7 @@ from blr.compressor.bench.models import (
     weight_bytes,
 )
 from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import DecodeRow, Report, statuses
+from blr.compressor.bench.results import BenchReport, DecodeRow, statuses
 from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.runtime.modes import FORMER, MODES, OPS
 
@@ -212,7 +212,7 @@ def step_ms(arm: HfArm | OursArm, steps: int) -> float:
     return wall_ms(run, arm.ids.device) / steps
 
 
-def run_decode(options: DecodeOptions, progress: Progress) -> tuple[Report, int]:
+def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
     """Time everything that `options` name; the report, and the exit code.
 
     Raises UsageError or CapabilityError before anything is timed.
@@ -224,7 +224,7 @@ def run_decode(options: DecodeOptions, progress: Progress) -> tuple[Report, int]
     widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
     refuse_large(device, widths, "time --models pico or a checkpoint folder")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = Report("bench decode", settings, DecodeRow)
+    report = BenchReport("bench decode", settings, DecodeRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     if device.type == "cuda":
         progress.stage("measuring copy bandwidth")

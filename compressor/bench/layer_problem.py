@@ -28,7 +28,7 @@ from blr.compressor.bench.checks import (
 )
 from blr.compressor.bench.harness import Arm, Checked
 from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import Layer
+from blr.compressor.bench.shapes import LayerShape
 from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.quantized import quantized_layer
@@ -158,7 +158,9 @@ class LayerProblem:
         return Arm(row, lambda: self.timer.checked(make, self.expected, limit))
 
 
-def problem_of(timer: KernelTimer, layer: Layer, spec: Spec | None, n: int, title: str) -> LayerProblem:
+def problem_of(
+    timer: KernelTimer, layer: LayerShape, spec: Spec | None, n: int, title: str
+) -> LayerProblem:
     """A layer in a structure, dense for None, with random numbers for n tokens."""
     i, o, device, precision = layer.in_features, layer.out_features, timer.device, timer.precision
     name, said, cf = "dense", "", 1.0

@@ -79,7 +79,7 @@ def tune(
     from blr.compressor.bench import tuning as library
     from blr.compressor.bench.harness import Harness, Stopped
     from blr.compressor.bench.layer_problem import KernelTimer
-    from blr.compressor.bench.results import Report
+    from blr.compressor.bench.results import BenchReport
     from blr.compressor.bench.timing import ARM_SECONDS
     from blr.compressor.bench.tuning_rules import winners_table
     from blr.kernels.common.available import gpu_key
@@ -89,7 +89,7 @@ def tune(
     path = output or user_table(gpu)
     check_table(path)
     rounds, tokens = (5, library.QUICK) if quick else (10, library.FULL)
-    harness = Harness(Report("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
+    harness = Harness(BenchReport("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
     timers = [KernelTimer(target, find_precision(name)) for name in dtypes]
     tuning = library.Tuning(harness, timers, wanted, tokens)
     try:

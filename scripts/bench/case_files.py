@@ -24,8 +24,8 @@ from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.memory import transient_bytes
 from blr.compressor.bench.results import (
     OK,
+    BenchReport,
     Column,
-    Report,
     Timed,
     or_status,
     shown,
@@ -139,7 +139,7 @@ def run(
 ) -> int:
     """Time all cases, print them, and write them; 1 if an arm is not right. `tell`: a last line."""
     settings = {name: str(value) for name, value in vars(given).items()}
-    report = Report(Path(sys.argv[0]).name, settings, ScriptRow)
+    report = BenchReport(Path(sys.argv[0]).name, settings, ScriptRow)
     device = pick_device(given.device)
     harness = Harness(report, Progress(), device, given.rounds, given.seconds, ARM_SECONDS)
     code = harness.run(cases)
