@@ -1,8 +1,12 @@
-"""`blr bench`: how fast layers and models are here, beside what they could be replaced by.
+"""`blr bench` and `blr tune`: how fast layers and models are here, beside what could replace them.
 
 harness.py            arms × cases: each checked, then timed in turn, a row each
-timing.py checks.py   rotating copies, CUDA graphs, cold L2, quartiles; no time without the right numbers
+timing.py checks.py   rotating copies, CUDA graphs, cold L2, quartiles; no time without right numbers
 results.py options.py rows, reports, files and text; what each command is asked
-shapes.py layers.py layer_problem.py    layers of published models, in every structure
-models.py decode.py decode_arms.py prefill.py memory.py    whole models
+shapes.py layers.py layer_problem.py
+                      layers of published models, in every structure, on random numbers
+models.py decode.py decode_arms.py prefill.py memory.py
+                      whole models: tokens a second, time to the first token, memory of a pass
+tuning.py tuning_float8.py tuning_rules.py
+                      every variant of a kernel, and the rules that layers choose by
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from blr.compressor.bench.models import (
     weight_bytes,
 )
 from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import DecodeRow, Report, statuses
+from blr.compressor.bench.results import BenchReport, DecodeRow, statuses
 from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.runtime.modes import FORMER, MODES, OPS
 
@@ -92,13 +92,6 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
 
 
 @dataclass
-class DecodeArm(Arm):
-    """An arm with what is known of the model that it runs."""
-
-    name: ArmName = field(kw_only=True)
-
-
-@dataclass
 class DecodeCases:
     """The cases of one run. copy_tbps: of the GPU, for floors."""
 
@@ -125,14 +118,11 @@ class DecodeCases:
             for batch in o.batches
         ]
 
-    def _arms(
-        self, models: Models, names: Sequence[ArmName], context: int, batch: int
-    ) -> Sequence[DecodeArm]:
-        made = []
+    def _arms(self, models: Models, names: Sequence[ArmName], context: int, batch: int) -> Sequence[Arm]:
+        made, o = [], self.options
         for name in names:
-            row = DecodeRow(models.model.name, str(name), context, batch, self.options.dtype)
-            row.steps = self.options.steps
-            made.append(DecodeArm(row, partial(self._check, models, name, row), name=name))
+            row = DecodeRow(models.model.name, str(name), context, batch, o.dtype, o.steps)
+            made.append(Arm(row, partial(self._check, models, name, row)))
         return made
 
     def _fitting(self, models: Models, context: int, batch: int, arms: Sequence[Any]) -> int:
@@ -141,7 +131,7 @@ class DecodeCases:
             return len(arms)
         free_models(self.device)
         size, held = 0, context + self.options.steps + 1
-        for name in (arm.name for arm in arms):
+        for name in (parse_arm(arm.row.arm) for arm in arms):
             with suppress(torch.OutOfMemoryError):  # said again, and recorded, when its turn comes
                 size = cache_bytes(_model(models, name), held, batch, name.cache == INT8)
         torch.cuda.empty_cache()
@@ -222,7 +212,7 @@ def step_ms(arm: HfArm | OursArm, steps: int) -> float:
     return wall_ms(run, arm.ids.device) / steps
 
 
-def run_decode(options: DecodeOptions, progress: Progress) -> tuple[Report, int]:
+def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
     """Time everything that `options` name; the report, and the exit code.
 
     Raises UsageError or CapabilityError before anything is timed.
@@ -234,7 +224,7 @@ def run_decode(options: DecodeOptions, progress: Progress) -> tuple[Report, int]
     widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
     refuse_large(device, widths, "time --models pico or a checkpoint folder")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = Report("bench decode", settings, DecodeRow)
+    report = BenchReport("bench decode", settings, DecodeRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     if device.type == "cuda":
         progress.stage("measuring copy bandwidth")

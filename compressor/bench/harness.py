@@ -23,7 +23,7 @@ import torch
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import within
-from blr.compressor.bench.results import Report, Timed
+from blr.compressor.bench.results import BenchReport, Timed
 from blr.compressor.bench.timing import Sampler, interleave, spread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,7 +83,7 @@ class Harness:
             is started. arm_seconds: after which an arm gets no more than `timing.MIN_ROUNDS` samples.
     """
 
-    report: Report
+    report: BenchReport
     progress: Progress
     device: torch.device
     rounds: int

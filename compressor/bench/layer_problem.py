@@ -28,7 +28,7 @@ from blr.compressor.bench.checks import (
 )
 from blr.compressor.bench.harness import Arm, Checked
 from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import Layer
+from blr.compressor.bench.shapes import LayerShape
 from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.quantized import quantized_layer
@@ -49,6 +49,8 @@ from blr.kernels.layers.kronecker.choose import choose as choose_for_factor
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
+FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
+SEEDS = {"x": 0, "dense": 1, "structured": 2}
 Maker = Callable[[], tuple[Call, Rotation]]  # gives f(*arguments) and its arguments
 
 
@@ -119,9 +121,6 @@ class KernelTimer:
         return begin.elapsed_time(end)
 
 
-SEEDS = {"x": 0, "dense": 1, "structured": 2}
-
-
 @dataclass
 class LayerProblem:
     """One layer on one input. Nothing is allocated before it is asked for, so that a layer which does
@@ -159,7 +158,9 @@ class LayerProblem:
         return Arm(row, lambda: self.timer.checked(make, self.expected, limit))
 
 
-def problem_of(timer: KernelTimer, layer: Layer, spec: Spec | None, n: int, title: str) -> LayerProblem:
+def problem_of(
+    timer: KernelTimer, layer: LayerShape, spec: Spec | None, n: int, title: str
+) -> LayerProblem:
     """A layer in a structure, dense for None, with random numbers for n tokens."""
     i, o, device, precision = layer.in_features, layer.out_features, timer.device, timer.precision
     name, said, cf = "dense", "", 1.0
@@ -247,9 +248,6 @@ def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
     kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
     variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
     return f"{variant}:{config['path']}" if "path" in config else variant
-
-
-FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 
 
 def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:

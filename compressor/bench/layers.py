@@ -25,8 +25,8 @@ from blr.compressor.bench.layer_problem import (
     problem_of,
 )
 from blr.compressor.bench.options import LayerOptions
-from blr.compressor.bench.results import LayerRow, Report, statuses
-from blr.compressor.bench.shapes import Layer, layer_work
+from blr.compressor.bench.results import BenchReport, LayerRow, statuses
+from blr.compressor.bench.shapes import LayerShape, layer_work
 from blr.compressor.bench.timing import ARM_SECONDS, Call
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
@@ -45,13 +45,13 @@ class LayerCases:
     timer: KernelTimer
     compiled: Collection[int] = ()
 
-    def case(self, layer: Layer, specs: Sequence[Spec], n: int) -> Case:
+    def case(self, layer: LayerShape, specs: Sequence[Spec], n: int) -> Case:
         """The dense arms of a layer for n tokens and those of every spec, timed together."""
         title = f"{layer.title} n={n}"
         arms = partial(self._arms, title, layer, specs, n)
         return Case(title, lambda: list(arms()), compare, self.timer.case)
 
-    def _arms(self, title: str, layer: Layer, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
+    def _arms(self, title: str, layer: LayerShape, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
         x: Any = None
         for spec in (None, *specs):
             made = problem_of(self.timer, layer, spec, n, title)
@@ -116,7 +116,7 @@ def _medians(nested: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
     return {k: {name: round(median(v), 4) for name, v in found.items()} for k, found in nested.items()}
 
 
-def run_layers(options: LayerOptions, progress: Progress) -> tuple[Report, int]:
+def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, int]:
     """Time everything that `options` name; the report, and the exit code.
 
     Raises UsageError or CapabilityError before anything is timed.
@@ -128,7 +128,7 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[Report, int]:
     compiling = cuda if options.compiling is None else options.compiling
     work = layer_work(options, not cuda)
     cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]
-    report = Report("bench layers", {**asdict(options), "models": work.models, "n": work.tokens})
+    report = BenchReport("bench layers", {**asdict(options), "models": work.models, "n": work.tokens})
     harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
     timer = KernelTimer(device, precision, compiling=compiling)
     if not cuda:
@@ -138,7 +138,7 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[Report, int]:
 
 
 def announce(
-    work: Sequence[tuple[Layer, Sequence[Spec], int]], precision: Precision, seconds: float | None
+    work: Sequence[tuple[LayerShape, Sequence[Spec], int]], precision: Precision, seconds: float | None
 ) -> str:
     """How many cases a CPU is going to run and how long it takes, in words: a 7B's layers take an hour,
     which nobody expects who types the command as the README has it for a GPU.

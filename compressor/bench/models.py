@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.bench.layer_problem import random_order
-from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.corrected import CorrectedLinear
@@ -166,7 +166,7 @@ class Models:
         table = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and module is not model.lm_head:
-                layer = Layer("", name, module.in_features, module.out_features, self.cf, {})
+                layer = LayerShape("", name, module.in_features, module.out_features, self.cf, {})
                 if found := specs_for(layer, [structure], [self.blocks]):
                     table[name] = found[0].to_dict()
         return table

@@ -53,7 +53,7 @@ def pairs(text: str, option: str) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Told:
+class OptionText:
     """What the command line says of a field. `shown`: the default in words; limits are of integers."""
 
     help: str
@@ -64,7 +64,7 @@ class Told:
 
 def option(default: Any, help: str, shown: str | None = None, **limits: int) -> Any:
     """A field with its option."""
-    return field(default=default, metadata={"told": Told(help, shown, **limits)})
+    return field(default=default, metadata={"told": OptionText(help, shown, **limits)})
 
 
 def of_text(options: type, given: Mapping[str, Any]) -> Any:

@@ -178,7 +178,7 @@ class PrefillRow(Timed):
 
 
 @dataclass
-class Report:
+class BenchReport:
     """Everything a run found out so far. `stopped`: why it ended early, if it did; `kind`: of `rows`."""
 
     command: str
@@ -236,7 +236,7 @@ def check_output(folder: Path) -> None:
             raise OutputError(f"output {folder}: already holds {name}; give another folder or remove it")
 
 
-def save(report: Report, summary: Mapping[str, Any], folder: Path) -> None:
+def save(report: BenchReport, summary: Mapping[str, Any], folder: Path) -> None:
     """Write results.json and results.csv. Raises OutputError or StorageError."""
     contents = {
         JSON_NAME: json.dumps(report.to_dict(summary), indent=1) + "\n",
@@ -248,7 +248,7 @@ def save(report: Report, summary: Mapping[str, Any], folder: Path) -> None:
         fsync_folder(folder)
 
 
-def _csv(report: Report) -> str:
+def _csv(report: BenchReport) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(report.kind)], lineterminator="\n")
     writer.writeheader()
@@ -269,9 +269,9 @@ def shown(heading: str, name: str, form: str = "", scale: float = 1) -> Column:
     return heading, cell
 
 
-def or_status(heading: str, name: str, form: str) -> Column:
+def or_status(heading: str, name: str, form: str, scale: float = 1) -> Column:
     """The same, with the status of an arm that is not right."""
-    _, cell = shown(heading, name, form)
+    _, cell = shown(heading, name, form, scale)
     return heading, lambda row: cell(row) if row.status == OK else row.status
 
 
@@ -312,14 +312,14 @@ def titled(
 
 
 def text_of(
-    report: Report, head: str, columns: Sequence[Column], title: Callable[[Any], str], right: range
+    report: BenchReport, head: str, columns: Sequence[Column], title: Callable[[Any], str], right: range
 ) -> str:
     """A table. `right`: columns of numbers."""
     lines = titled(report.rows, title, lambda row: [cell(row) for _, cell in columns])
     return aligned([head, [heading for heading, _ in columns], *lines], numbers=right)
 
 
-def layers_text(report: Report) -> str:
+def layers_text(report: BenchReport) -> str:
     """Of `blr bench layers`."""
     name = report.machine["name"]
     clock = "by the host's clock" if name == "cpu" else "without the host"
@@ -327,7 +327,7 @@ def layers_text(report: Report) -> str:
     return text_of(report, head, LAYERS, lambda row: str(row.case), range(0))
 
 
-def decode_text(report: Report) -> str:
+def decode_text(report: BenchReport) -> str:
     """Of `blr bench decode`."""
     copied = report.machine.get("copy_tbps")
     head = f"{report.machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
@@ -335,7 +335,7 @@ def decode_text(report: Report) -> str:
     return text_of(report, head, DECODE, title, range(1, 8))
 
 
-def prefill_text(report: Report) -> str:
+def prefill_text(report: BenchReport) -> str:
     """Of `blr bench prefill`."""
     head = f"{report.machine.get('name')}: milliseconds to the first token"
     return text_of(report, head, PREFILL, "{0.model}, {0.batch} x {0.tokens} tokens".format, range(2, 7))
@@ -346,6 +346,6 @@ def memory_title(row: MemoryRow) -> str:
     return f"{row.model} at {row.keep:.0%}, {row.batch} x {row.length}, {row.dtype}"
 
 
-def memory_text(report: Report) -> str:
+def memory_text(report: BenchReport) -> str:
     """Of `blr bench memory`."""
     return text_of(report, str(report.machine.get("name")), MEMORY, memory_title, range(1, 6))

@@ -29,7 +29,7 @@ LEFT = 0.05  # of a budget
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """One layer shape: `published` maps a structure to a rank (svd) or to (rank, blocks)."""
 
     model: str
@@ -53,7 +53,7 @@ class Layer:
 
 
 @cache
-def known_models() -> dict[str, tuple[Layer, ...]]:
+def known_models() -> dict[str, tuple[LayerShape, ...]]:
     """All models of configs/bench-shapes.yaml by name."""
     from ruamel.yaml import YAML
 
@@ -61,7 +61,7 @@ def known_models() -> dict[str, tuple[Layer, ...]]:
     return {model: _layers(model, table) for model, table in YAML(typ="safe").load(text).items()}
 
 
-def find_layers(models: Sequence[str]) -> list[Layer]:
+def find_layers(models: Sequence[str]) -> list[LayerShape]:
     """The layers of `models`. Raises UsageError listing the known ones."""
     known = known_models()
     for model in models:
@@ -78,7 +78,7 @@ def check_structures(structures: Sequence[str], known: Sequence[str] = TUNED) ->
 
 
 def specs_for(
-    layer: Layer, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
+    layer: LayerShape, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
 ) -> list[Spec]:
     """The specs to time for one layer, structures in the given order.
 
@@ -103,7 +103,7 @@ class LayerWork:
 
     models: tuple[str, ...]
     tokens: tuple[int, ...]
-    specs: tuple[tuple[Layer, list[Spec]], ...]
+    specs: tuple[tuple[LayerShape, list[Spec]], ...]
 
 
 def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
@@ -119,22 +119,22 @@ def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
     return LayerWork(tuple(models), tuple(tokens), tuple(each))
 
 
-def _layers(model: str, table: dict[str, Any]) -> tuple[Layer, ...]:
+def _layers(model: str, table: dict[str, Any]) -> tuple[LayerShape, ...]:
     found = []
     for name, fields in table["layers"].items():
         published = {key: fields[key] for key in STRUCTURES if key in fields}
-        found.append(Layer(model, name, fields["in"], fields["out"], table["cf"], published))
+        found.append(LayerShape(model, name, fields["in"], fields["out"], table["cf"], published))
     return tuple(found)
 
 
-def _blocks(layer: Layer, structure: str, asked: Sequence[int]) -> list[int]:
+def _blocks(layer: LayerShape, structure: str, asked: Sequence[int]) -> list[int]:
     published = [layer.published[structure][1]] if structure in layer.published else []
     usual = [*published, *SWEEP] if structure == "blast" else published or [MONARCH_BLOCKS]
     wanted = dict.fromkeys(asked or sorted(usual))
     return [b for b in wanted if layer.in_features % b == layer.out_features % b == 0]
 
 
-def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
+def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
     if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
@@ -145,7 +145,7 @@ def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
     return entry.of_rank(form, published or _rank(layer, cf, item))
 
 
-def _rank(layer: Layer, cf: float, item: Item) -> int:
+def _rank(layer: LayerShape, cf: float, item: Item) -> int:
     """The largest rank within the budget that is a multiple of 16 and its step, below 16 of its step; of
     16 or 8 steps where those leave at most `LEFT` of it, as plans of models do."""
     exact, step = item.rank_of(item.size / cf), item.step

@@ -17,7 +17,7 @@ import typer
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.bench import options as settings
-from blr.compressor.bench.results import Report, check_output, save
+from blr.compressor.bench.results import BenchReport, check_output, save
 from blr.compressor.bench.shapes import layer_work
 from blr.compressor.cli import values
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
@@ -25,7 +25,7 @@ from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 if TYPE_CHECKING:
     from blr.compressor.base.progress import Progress
 
-Run = Callable[[Any, "Progress"], tuple[Report, int]]
+Run = Callable[[Any, "Progress"], tuple[BenchReport, int]]
 
 bench_app = typer.Typer(
     help="Time layers and models against dense and other implementations.",
@@ -56,13 +56,15 @@ class Bench:
 
     options: type
     help: str
-    load: Callable[[], tuple[Run, Callable[[Sequence[Any]], dict[str, Any]], Callable[[Report], str]]]
+    load: Callable[
+        [], tuple[Run, Callable[[Sequence[Any]], dict[str, Any]], Callable[[BenchReport], str]]
+    ]
     check: Callable[[Any], object] = lambda options: None
 
 
 def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
     """The option of a field: lists as text, numbers within their limits."""
-    told: settings.Told = each.metadata["told"]
+    told: settings.OptionText = each.metadata["told"]
     given: dict[str, Any] = {"help": told.help}
     default: Any = each.default
     if isinstance(default, tuple):
@@ -113,10 +115,10 @@ def command(bench: Bench) -> Callable[..., None]:
 
 
 def finish(
-    report: Report,
+    report: BenchReport,
     code: int,
     summary: dict[str, Any],
-    text: Callable[[Report], str],
+    text: Callable[[BenchReport], str],
     output: Path | None,
     format: Format,
 ) -> None:

@@ -18,7 +18,7 @@ from blr.compressor.cli.failure import report_now
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
-    from blr.compressor.tune.run import Tuning
+    from blr.compressor.bench.tuning import Tuning
 
 
 def tune(
@@ -76,12 +76,12 @@ def tune(
 
     progress = Progress(quiet)
     progress.loading()
+    from blr.compressor.bench import tuning as library
     from blr.compressor.bench.harness import Harness, Stopped
     from blr.compressor.bench.layer_problem import KernelTimer
-    from blr.compressor.bench.results import Report
+    from blr.compressor.bench.results import BenchReport
     from blr.compressor.bench.timing import ARM_SECONDS
-    from blr.compressor.tune import run as library
-    from blr.compressor.tune.rules import winners_table
+    from blr.compressor.bench.tuning_rules import winners_table
     from blr.kernels.common.available import gpu_key
 
     target = library.tuning_device(device)
@@ -89,7 +89,7 @@ def tune(
     path = output or user_table(gpu)
     check_table(path)
     rounds, tokens = (5, library.QUICK) if quick else (10, library.FULL)
-    harness = Harness(Report("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
+    harness = Harness(BenchReport("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
     timers = [KernelTimer(target, find_precision(name)) for name in dtypes]
     tuning = library.Tuning(harness, timers, wanted, tokens)
     try:
@@ -111,7 +111,7 @@ HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 
 
 def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
-    from blr.compressor.tune.rules import winners_table
+    from blr.compressor.bench.tuning_rules import winners_table
 
     progress.notes(tuning.refused)
     if result["stopped"]:

@@ -1,4 +1,4 @@
-"""A low-rank feed-forward layer: plain torch beside FlashSVD's V1 and V2, microseconds and MiB.
+"""A low-rank feed-forward layer: whole, in slices of tokens, and by FlashSVD's V1 and V2; us and MiB.
 
     python scripts/bench/ffn.py [--cases gelu:32768:768:3072:192,silu:8192:4096:11008:1488]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 from case_files import Way, kernel_case, options, run, timer_of
@@ -25,6 +26,12 @@ CASES = (
     "silu:8192:4096:11008:512,silu:8192:4096:11008:1488"
 )
 LIMIT = 3e-2  # relative error in bf16
+BOUNDS = (32, 64, 128)  # MiB of the middle of a slice
+
+
+def sliced(rows: int, x: Tensor, *rest: Any) -> Tensor:
+    """The layer on so many tokens at a time, as bounded passes of models run it."""
+    return torch.cat([reference(part, *rest) for part in x.split(max(rows, 1))])
 
 
 def layers(tensors: tuple[Tensor, ...]) -> tuple[Factors, Factors, Factors | None]:
@@ -42,11 +49,14 @@ def case(timer: KernelTimer, activation: str, n: int, width: int, middle: int, r
         sizes = [(width, middle), (middle, width), (width, middle)][: 3 if activation == "silu" else 2]
         pairs = ((make(o, rank) / rank**0.5, make(i, rank) / i**0.5) for i, o in sizes)
         arguments = (make(n, width), *(tensor for pair in pairs for tensor in pair))
-        runs = {"plain": reference, **FORMS}
+        widest = middle * arguments[0].element_size() * (len(sizes) - 1)  # bytes of a token
+        cuts = {f"slices of {mib} MiB": partial(sliced, (mib << 20) // widest) for mib in BOUNDS}
+        runs = {"whole": reference, **cuts, **FORMS}
         expected = expect(form(reference), arguments[0], arguments[1:])
         return expected, {name: (form(run), arguments) for name, run in runs.items()}
 
-    return kernel_case(timer, f"{activation}, {n} x {width}, {middle}, rank {rank}", made, LIMIT)
+    title = f"{activation}, {n} x {width}, {middle}, rank {rank}"
+    return kernel_case(timer, title, made, LIMIT, memory=True)
 
 
 def main() -> int:

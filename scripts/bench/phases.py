@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from case_files import numbers, options, run, step_arm
+from case_files import numbers, options, run, step_case
 
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.bench.decode import LIMITS, logits_error
@@ -72,10 +72,10 @@ def main() -> int:
 
     def case(batch: int, context: int) -> Case:
         title = f"{given.model}, batch {batch}, context {context}"
-        check = lambda arm: profiled(models, arm, batch, context, given.steps, cuda)  # noqa: E731
-        limit = lambda arm: max(LIMITS[dtype], LIMITS[torch.bfloat16] * ("kv8" in arm))  # noqa: E731
         arms = given.arms.split(",")
-        return Case(title, lambda: [step_arm(title, arm, check(arm), limit(arm)) for arm in arms])
+        checks = {arm: profiled(models, arm, batch, context, given.steps, cuda) for arm in arms}
+        limits = {arm: LIMITS[torch.bfloat16 if "kv8" in arm else dtype] for arm in arms}
+        return step_case(title, checks, limits)
 
     return run(given, [case(*each) for each in product(numbers(given.batches), contexts)])
 

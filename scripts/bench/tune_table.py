@@ -23,13 +23,13 @@ from typing import Any
 from case_files import numbers, options, timer_of
 
 from blr.compressor.base.progress import Progress
+from blr.compressor.bench import tuning as tune
 from blr.compressor.bench.harness import Harness
-from blr.compressor.bench.results import Report
-from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.results import BenchReport
+from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.bench.timing import ARM_SECONDS
+from blr.compressor.bench.tuning_rules import OURS, Candidate
 from blr.compressor.recipe.tuned_table import read_table, table_text
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import OURS, Candidate
 from blr.kernels.common.tables import BUCKETS, PLAIN
 
 SIZES = ((1, 4096), (1, 1 << 20))  # of layers that share rules, both sizes
@@ -77,9 +77,9 @@ def variants(given: argparse.Namespace) -> int:
     """Time all candidates, and write what came out."""
     tune.candidates = candidates
     timer = timer_of(given)
-    report = Report("tune_table variants", {})
+    report = BenchReport("tune_table variants", {})
     harness = Harness(report, Progress(), timer.device, given.rounds, given.seconds, ARM_SECONDS)
-    layers = [Layer("", f"{i}x{o}", i, o, 2.0, {}) for i, o in LAYERS]
+    layers = [LayerShape("", f"{i}x{o}", i, o, 2.0, {}) for i, o in LAYERS]
     tuning = tune.Tuning(harness, [timer])
     for n, layer, (name, blocks) in product(numbers(given.tokens), layers, STRUCTURES):
         if harness.is_over():

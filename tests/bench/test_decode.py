@@ -21,7 +21,7 @@ from blr.compressor.bench.decode import chosen_arms, current, decode_summary, ru
 from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
 from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
 from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report, decode_text, save
+from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
 from blr.compressor.cli.bench import COMMANDS, command
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
@@ -235,7 +235,7 @@ def test_what_cannot_be_timed_is_refused_before_anything(options: dict[str, Any]
 
 
 def test_files_hold_every_row(tmp_path: Path) -> None:
-    report = Report("bench decode", {}, kind=DecodeRow)
+    report = BenchReport("bench decode", {}, kind=DecodeRow)
     report.machine = {"name": "cpu"}
     report.rows = [DecodeRow("pico", "hf-dense", 6, 1, "float32", tokens_per_second=10.0, ms=100.0)]
     report.rows.append(DecodeRow("pico", "ours-dense", 6, 1, "float32", status=WRONG, note="x"))

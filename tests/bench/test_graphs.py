@@ -14,7 +14,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import PRECISIONS, expect
 from blr.compressor.bench.harness import Arm, Case, Harness
 from blr.compressor.bench.layer_problem import KernelTimer
-from blr.compressor.bench.results import LayerRow, Report
+from blr.compressor.bench.results import BenchReport, LayerRow
 from blr.compressor.bench.timing import Rotation
 
 pytestmark = pytest.mark.fast
@@ -92,7 +92,7 @@ def run(call: Callable[[Tensor, Tensor], Tensor]) -> LayerRow:
     expected = expect(linear, x, (w,))
     make = lambda: (call, Rotation((x, w), l2=128))  # noqa: E731
     arm = Arm(row, lambda: timer.checked(make, expected))
-    harness = Harness(Report("", {}), Progress(True), torch.device("cpu"), rounds=4)
+    harness = Harness(BenchReport("", {}), Progress(True), torch.device("cpu"), rounds=4)
     harness.run_case(Case("", lambda: [arm], around=timer.case))
     return row
 

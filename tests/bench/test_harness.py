@@ -14,7 +14,7 @@ from blr.compressor.bench.checks import PRECISIONS, Precision
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness
 from blr.compressor.bench.layer_problem import KernelTimer, our_variant, problem_of
 from blr.compressor.bench.layers import LayerCases, compare, layers_summary
-from blr.compressor.bench.results import LayerRow, Report
+from blr.compressor.bench.results import BenchReport, LayerRow
 from blr.compressor.bench.shapes import find_layers, specs_for
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def harness() -> Harness:
-    return Harness(Report("bench layers", {}), Progress(True), CPU, rounds=3)
+    return Harness(BenchReport("bench layers", {}), Progress(True), CPU, rounds=3)
 
 
 def timer(precision: Precision = FLOAT32) -> KernelTimer:
@@ -136,7 +136,9 @@ def test_arms_that_do_not_fit_together_come_in_groups() -> None:
 
 def test_no_case_starts_after_the_deadline() -> None:
     ticks = iter((0.0, 2.0, 3.0))
-    late = Harness(Report("bench layers", {}), Progress(True), CPU, 3, 1.0, clock=lambda: next(ticks))
+    late = Harness(
+        BenchReport("bench layers", {}), Progress(True), CPU, 3, 1.0, clock=lambda: next(ticks)
+    )
     case = Case("late", lambda: pytest.fail("must not start"))
     assert late.run([case]) == 0
     assert late.report.stopped == "the seconds were spent before late"

@@ -11,7 +11,7 @@ import pytest
 from producing import snapshot
 
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
-from blr.compressor.bench.results import CSV_NAME, JSON_NAME, Report, check_output, save
+from blr.compressor.bench.results import CSV_NAME, JSON_NAME, BenchReport, check_output, save
 from blr.compressor.cli.bench import finish
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
@@ -36,7 +36,7 @@ def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path: Path) -> None
         (tmp_path / name).write_text(MINE)
     before = snapshot(tmp_path)
     check_output(tmp_path)
-    save(Report("bench layers", {}), {}, tmp_path)
+    save(BenchReport("bench layers", {}), {}, tmp_path)
     after = snapshot(tmp_path)
     assert after.keys() - before.keys() == {JSON_NAME, CSV_NAME}
     assert {name: after[name] for name in before} == before
@@ -51,7 +51,7 @@ def test_the_current_folder_is_refused(output: str) -> None:
 def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
     (tmp_path / CSV_NAME).write_text(MINE)
     with pytest.raises(OutputError):
-        save(Report("bench layers", {}), {}, tmp_path)
+        save(BenchReport("bench layers", {}), {}, tmp_path)
     assert (tmp_path / CSV_NAME).read_text() == MINE
 
 
@@ -68,7 +68,7 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(number, os.strerror(number), str(paths[-1]))
 
     monkeypatch.setattr(os, "link", fails)
-    arguments = (Report("bench layers", {"n": 7}), 0, {"wins": 3}, lambda report: "the table")
+    arguments = (BenchReport("bench layers", {"n": 7}), 0, {"wins": 3}, lambda report: "the table")
     with pytest.raises((OutputError, StorageError)):
         finish(*arguments, tmp_path, format)
     printed = capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Every variant of every structure timed on this GPU, and the table written that says which to take.
 
 Arms are timed as benchmarks are (interleaved, cold L2, gated by a float64 reference), the dense
-layer among them; `rules.py` chooses among what came out.
+layer among them; `tuning_rules.py` chooses among what came out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
 from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
 from blr.compressor.bench.results import WRONG, versions
-from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.shapes import LayerShape, specs_for
+from blr.compressor.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
+from blr.compressor.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
-from blr.compressor.tune.float8 import float8_candidates, layer_cases, product_cases
-from blr.compressor.tune.rules import Candidate, Measured, Point, merged, rules_of
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
 from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
@@ -75,10 +75,10 @@ class Tuning:
     timers: Sequence[KernelTimer]
     structures: Sequence[str] = TUNED
     tokens: Sequence[int] = FULL
-    points: list[Point] = field(default_factory=list)
+    points: list[TunedPoint] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def cases(self, layers: Sequence[Layer]) -> Iterator[tuple[Case, Measured]]:
+    def cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
         """Each layer in each structure, dtype and number of tokens, timed beside the dense layer, and
         what tables call it."""
         plain = [name for name in self.structures if name != FLOAT8]
@@ -91,7 +91,7 @@ class Tuning:
                 yield from product_cases(layers, self.tokens, timer)
                 yield from layer_cases(layers, self.tokens, timer)
 
-    def case(self, timer: KernelTimer, layer: Layer, spec: Spec, n: int) -> tuple[Case, Measured]:
+    def case(self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int) -> tuple[Case, Measured]:
         """Every candidate for one layer in one structure, and what tables call it."""
         title = f"{layer.title} {spec.structure} {spec.describe()} {timer.precision.name} n={n}"
         arms = partial(self._arms, timer, layer, spec, n, title)
@@ -105,9 +105,9 @@ class Tuning:
         times = {row.arm: row.ms for row in rows if row.ms is not None}
         wrong = (row for row in rows if row.status == WRONG)
         self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
-        self.points.append(Point(*measured, times))
+        self.points.append(TunedPoint(*measured, times))
 
-    def measure(self, layers: Sequence[Layer]) -> str | None:
+    def measure(self, layers: Sequence[LayerShape]) -> str | None:
         """Run all cases, none of them started after the harness's seconds.
 
         Returns:
@@ -122,7 +122,9 @@ class Tuning:
                 self.run(case, measured)
         return None
 
-    def _arms(self, timer: KernelTimer, layer: Layer, spec: Spec, n: int, title: str) -> Iterator[Arm]:
+    def _arms(
+        self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int, title: str
+    ) -> Iterator[Arm]:
         dense = problem_of(timer, layer, None, n, title)
         yield dense.arm(DENSE, lambda: (dense.reference, dense.rotation))
         made = problem_of(timer, layer, spec, n, title)

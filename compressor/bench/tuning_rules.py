@@ -38,7 +38,7 @@ Measured = tuple[str, Shape, str, int]  # structure, shape, dtype and tokens, as
 
 
 @dataclass(frozen=True)
-class Point:
+class TunedPoint:
     """What was measured of one layer, or product, at one number of tokens: label to milliseconds."""
 
     structure: str
@@ -48,14 +48,14 @@ class Point:
     times: Mapping[str, float]
 
 
-def rules_of(points: Sequence[Point], known: Mapping[str, Candidate]) -> list[dict[str, Any]]:
+def rules_of(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> list[dict[str, Any]]:
     """Rules that choose what was fastest.
 
     Args:
         points: everything measured. known: candidates by label.
     """
     rules: list[dict[str, Any]] = []
-    groups: dict[tuple[str, Shape, str], list[Point]] = {}
+    groups: dict[tuple[str, Shape, str], list[TunedPoint]] = {}
     for point in points:
         groups.setdefault((point.structure, point.shape, point.dtype), []).append(point)
     for (structure, shape, dtype), measured in groups.items():
@@ -69,7 +69,7 @@ def rules_of(points: Sequence[Point], known: Mapping[str, Candidate]) -> list[di
     return rules
 
 
-def fastest(point: Point) -> tuple[str, float] | None:
+def fastest(point: TunedPoint) -> tuple[str, float] | None:
     """Label and time of the fastest structured candidate; None if none came out right."""
     times = {label: ms for label, ms in point.times.items() if label != DENSE}
     return min(times.items(), key=lambda item: item[1]) if times else None
@@ -79,7 +79,7 @@ def _exactly(shape: Shape) -> dict[str, list[int]]:
     return {name: [size, size] for name, size in shape._asdict().items()}
 
 
-def _dense_rules(measured: Sequence[Point], where: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _dense_rules(measured: Sequence[TunedPoint], where: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Where the dense layer beats every structured candidate."""
     winners = []
     for point in measured:
@@ -92,7 +92,7 @@ def _dense_rules(measured: Sequence[Point], where: dict[str, Any]) -> Iterator[d
 
 
 def _variant_rules(
-    measured: Sequence[Point], where: dict[str, Any], known: Mapping[str, Candidate]
+    measured: Sequence[TunedPoint], where: dict[str, Any], known: Mapping[str, Candidate]
 ) -> Iterator[dict[str, Any]]:
     winners: list[str | None] = []
     for point in measured:
@@ -103,7 +103,7 @@ def _variant_rules(
             yield _rule(where, low, high, known[label])
 
 
-def _winner(point: Point, before: str | None) -> str | None:
+def _winner(point: TunedPoint, before: str | None) -> str | None:
     """The fastest candidate; in its place one that is as good: a plain form above all, so that noise
     never chooses ours, then what won at fewer tokens, so that there are fewer rules, or the rule of
     thumb."""
@@ -118,7 +118,7 @@ def _winner(point: Point, before: str | None) -> str | None:
     return good[0] if good else best[0]
 
 
-def _as_good(point: Point, labels: Sequence[str], limit: float) -> str | None:
+def _as_good(point: TunedPoint, labels: Sequence[str], limit: float) -> str | None:
     """The fastest of `labels`, if it takes at most `limit` milliseconds."""
     times = {label: point.times[label] for label in labels if label in point.times}
     found = min(times, key=times.__getitem__) if times else None
@@ -126,7 +126,7 @@ def _as_good(point: Point, labels: Sequence[str], limit: float) -> str | None:
 
 
 def _general_rules(
-    points: Sequence[Point], where: dict[str, Any], known: Mapping[str, Candidate]
+    points: Sequence[TunedPoint], where: dict[str, Any], known: Mapping[str, Candidate]
 ) -> Iterator[dict[str, Any]]:
     """For shapes that were not measured: no arguments, which belong to a shape."""
     tokens = sorted({point.n for point in points})
@@ -136,7 +136,7 @@ def _general_rules(
             yield _rule(where, low, high, known[label])
 
 
-def _least_loss(points: Sequence[Point], known: Mapping[str, Candidate]) -> str | None:
+def _least_loss(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> str | None:
     """The candidate without arguments that loses least, by the geometric mean over the shapes that
     any candidate ran; it must have run all of those. A plain form where ours is no better."""
     free = [label for label, c in known.items() if not c.config and label != DENSE]
@@ -172,7 +172,7 @@ def _ranges(tokens: Sequence[int], winners: Sequence[Any]) -> Iterator[tuple[int
             low = 2 * n
 
 
-def winners_table(points: Sequence[Point]) -> list[dict[str, Any]]:
+def winners_table(points: Sequence[TunedPoint]) -> list[dict[str, Any]]:
     """One entry a point, for people: the winner, its time, and the dense layer's."""
     rows = []
     for point in points:

@@ -24,11 +24,11 @@ from blr.compressor.bench.layer_problem import (
     rounding_call,
 )
 from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import Layer, specs_for
+from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.bench.timing import Call, Rotation
+from blr.compressor.bench.tuning_rules import Measured
 from blr.compressor.modeling.float8 import known_by
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
-from blr.compressor.tune.rules import Measured
 from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape
 from blr.kernels.fp8.launch import Tile, product
 from blr.kernels.fp8.op import fp8_device
@@ -74,7 +74,7 @@ def products_of(spec: Spec) -> list[Shape]:
 
 
 def product_cases(
-    layers: Sequence[Layer], tokens: Sequence[int], timer: KernelTimer
+    layers: Sequence[LayerShape], tokens: Sequence[int], timer: KernelTimer
 ) -> Iterator[tuple[Case, Measured]]:
     """Every product of every structure of the layers, once; nothing where the device has no float8."""
     if not fp8_device(timer.device):
@@ -89,7 +89,7 @@ def product_cases(
 
 
 def layer_cases(
-    layers: Sequence[Layer], tokens: Sequence[int], timer: KernelTimer
+    layers: Sequence[LayerShape], tokens: Sequence[int], timer: KernelTimer
 ) -> Iterator[tuple[Case, Measured]]:
     """Every layer with float8 weights, dense and of every structure; nothing where the device has no
     float8."""
@@ -106,7 +106,7 @@ def layer_cases(
 
 def _layer_arms(title: str, spec: Spec, n: int, timer: KernelTimer) -> list[Arm]:
     structured = None if isinstance(spec, DenseSpec) else spec
-    layer = Layer("", title, spec.in_features, spec.out_features, 1.0, {})
+    layer = LayerShape("", title, spec.in_features, spec.out_features, 1.0, {})
     made = problem_of(timer, layer, structured, n, title)
     calls = {"float8": rounding_call, DEQUANTIZED: dequantizing_call}
     return [made.arm(name, partial(c, made, structured), limit=ROUGH) for name, c in calls.items()]
