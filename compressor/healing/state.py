@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
 from blr.compressor.healing.student_and_teacher import Pair
@@ -17,19 +18,15 @@ OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
 Moments = dict[str, Tensor]
 
 
-class _OfText(Kept):
-    """`objective.Merit`."""
-
+class _OfText(TypedDict):
     kl: float
     student: float
-    teacher: float
+    teacher: float  # `objective.Merit`
 
 
-class _OfSentences(Kept):
-    """`embedding.Nearness`."""
-
+class _OfSentences(TypedDict):
     distance: float
-    states: float
+    states: float  # `embedding.Nearness`
 
 
 Merits = dict[str, _OfText | _OfSentences]
