@@ -21,7 +21,7 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.resolve import REPOSITORY, Found, resolve_model
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.workspace.manifest import read_manifest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.additions import is_addition
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.loading.experts import merged_names, renamed
