@@ -204,7 +204,7 @@ class Trainer(TrainingLoop):
     def _log(self, found: dict[str, Any], **speed: float) -> None:
         """Keep what was `found` at this step. Of times those who watch are told alone: what is written
         is the same whenever the steps are."""
-        line = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
+        line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
         self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
 
@@ -259,7 +259,7 @@ class Meter:
         return loss, speed
 
 
-def _plain(merits: dict[str, Merit | Nearness]) -> dict[str, dict[str, float]]:
+def _plain(merits: dict[str, Merit | Nearness]) -> Any:
     return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}
 
 
