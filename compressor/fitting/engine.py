@@ -88,16 +88,18 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         seed=recipe.seed,
         blocks=[model.path, len(model)],
     )
-    sensitivity = None
+    sensitivity, curves = None, dict[str, list[float]]()
     if recipe.allocation != "uniform":
         with timed("sensitivity"):
             sensitivity = _measure(work, model, batches, key, replan)
-    curves = _curves(sensitivity)
-    plan = replan(curves)
+        curves = {module: curve.tolist() for module, curve in sensitivity.curves.items()}
+    plan = replan(None if sensitivity is None else curves)
     if sensitivity is not None:
-        plan.notes += cache_notes(plan, curves or {}, sensitivity.tokens)
+        plan.notes += cache_notes(plan, curves, sensitivity.tokens)
     work.progress.notes([*plan.notes, *_short(calibration, plan)])
-    epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
+    packed = any(planned.spec.quantized for planned in plan.layers)
+    usual = (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
+    epochs = usual if recipe.refit is None else recipe.refit
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
     finish = finish or finish_epochs(recipe.finish, usual, model, batches)
@@ -114,7 +116,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     facts = {"tokens": calibration.tokens, "digest": calibration.digest}
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
-    return Outcome(ordered, plan, facts, curves or {}, run.norms)
+    return Outcome(ordered, plan, facts, curves, run.norms)
 
 
 def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
@@ -137,12 +139,6 @@ def _short(calibration: Calibration, plan: Plan) -> list[str]:
         f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer: the "
         "loss on other text may be far larger than without a calibration; give more text"
     ]
-
-
-def _epochs(plan: Plan, target: torch.device) -> int:
-    """Of the refit where the recipe does not say: on a CPU there is none."""
-    packed = any(planned.spec.quantized for planned in plan.layers)
-    return (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
 
 
 def read_text(
@@ -203,12 +199,6 @@ def _rows(recipe: Recipe, replan: Replan) -> set[str]:
     if recipe.bpw is not None:
         return set()
     return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
-
-
-def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:
-    if sensitivity is None:
-        return None
-    return {module: curve.tolist() for module, curve in sensitivity.curves.items()}
 
 
 def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Result]:

@@ -51,19 +51,10 @@ class Moments:
         return cholesky(self.gram + ridge * identity)
 
 
-@dataclass(frozen=True)
-class BatchInputs:
-    """Of one batch: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
-
-    student: Tensor
-    dense: Tensor | None = None
-    drift: Tensor | None = None
-
-    def products(self) -> dict[str, Tensor]:
-        """What the batch adds to the moments, by their names."""
-        left = {"gram": self.student}
-        if self.dense is not None:
-            left["cross"] = self.dense - self.student
-        if self.drift is not None:
-            left["drift"] = self.drift
-        return {name: rows.mT @ self.student for name, rows in left.items()}
+def products(
+    student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What one batch adds to the moments, by their names: of its inputs `student` x̂ [n, i] and `dense`
+    x [n, i], and its `drift` h − ĥ [n, d], in float32."""
+    left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
+    return {name: rows.mT @ student for name, rows in left.items() if rows is not None}

@@ -13,7 +13,7 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
-from blr.compressor.fitting.moments import BatchInputs, Moments
+from blr.compressor.fitting.moments import Moments, products
 from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
@@ -125,30 +125,25 @@ class BlockFit:
     @torch.no_grad()
     def _moments(self, group: Group) -> Moments:
         sequential = self.run.work.recipe.sequential
-        kinds = (
-            "gram",
-            *["cross"] * sequential,
-            *["drift"] * (sequential and group.residual is not None),
-        )
+        drifts = sequential and group.residual is not None
+        kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
 
-        def parts(n: int) -> dict[str, Tensor]:
-            return self._batch_inputs(n, group, sequential).products()
-
-        asked = self.run.work.processes, len(self.run.batches), parts, kinds, torch.float64
+        asked = self.run.work.processes, len(self.run.batches)
+        parts = partial(self._products, group=group, sequential=sequential)
         with tensor_cores(self.run.model.device):
-            return Moments(**sum_in_order(*asked))
+            return Moments(**sum_in_order(*asked, parts, kinds, torch.float64))
 
-    def _batch_inputs(self, n: int, group: Group, sequential: bool) -> BatchInputs:
+    def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:
         batch = self.run.batches[n]
         dense = self._dense_inputs(n, group)
         x = batch.rows(dense[group.modules[0]])
         if not sequential:
-            return BatchInputs(x)
+            return products(x)
         student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None
         if group.residual is not None:
             drift = batch.rows(dense[group.residual] - student[group.residual]) / group.scale
-        return BatchInputs(batch.rows(student[group.modules[0]]), x, drift)
+        return products(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
         """Input of the group's layers and of its residual module."""

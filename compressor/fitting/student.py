@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.source import TORCH_NAMES
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import LayerJob, Result, check_range, keep_factors, layer_errors
-from blr.compressor.fitting.moments import BatchInputs, Moments
+from blr.compressor.fitting.moments import Moments, products
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
@@ -183,7 +183,7 @@ def read_by(
         with captured_inputs(student.block, heads) as kept:
             out = run_block(student.block, states[n].to(run.model.device), batch)
         behind[n] = out.to(states[n].device)
-        return {name: BatchInputs(batch.rows(kept[name])).products()["gram"] for name in heads}
+        return {name: products(batch.rows(kept[name]))["gram"] for name in heads}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
     found = {name: Moments(gram).metric for name, gram in sums.items()}

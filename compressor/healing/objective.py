@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.healing.blocks import blocks_of
 from blr.compressor.healing.settings import HIDDEN, HealOptions
+from blr.compressor.healing.sharding import blocks_of
 from blr.compressor.healing.student_and_teacher import Pair
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight

@@ -12,7 +12,6 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
 from blr.compressor import register
 from blr.compressor.fitting.trainable_layers import make_twin
 from blr.compressor.modeling.layers import StructuredLinear

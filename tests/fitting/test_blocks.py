@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.moments import RIDGE, BatchInputs, Moments
+from blr.compressor.fitting.moments import RIDGE, Moments, products
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
@@ -222,10 +222,9 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def summed(batches: list[BatchInputs]) -> Moments:
-    names = batches[0].products()
-    parts = Processes("cpu"), len(batches), lambda n: batches[n].products()
-    return Moments(**sum_in_order(*parts, names, torch.float64))
+def summed(*batches: dict[str, torch.Tensor]) -> Moments:
+    asked = Processes("cpu"), len(batches), batches.__getitem__, batches[0], torch.float64
+    return Moments(**sum_in_order(*asked))
 
 
 def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() -> None:
@@ -233,7 +232,7 @@ def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() 
     weight = torch.randn(4, 6, dtype=torch.float64)
     dense, student, drift = torch.randn(50, 6), torch.randn(50, 6), torch.randn(50, 4)
     starts = [slice(n, n + 10) for n in range(0, 50, 10)]
-    moments = summed([BatchInputs(student[rows], dense[rows], drift[rows]) for rows in starts])
+    moments = summed(*(products(student[rows], dense[rows], drift[rows]) for rows in starts))
     wanted = dense.double() @ weight.T + drift.double()
     ridge = (RIDGE * student.double().square().sum() / 6) ** 0.5 * torch.eye(6, dtype=torch.float64)
     inputs, outputs = torch.cat([student.double(), ridge]), torch.cat([wanted, ridge @ weight.T])
@@ -250,7 +249,7 @@ def test_target_does_not_explode_where_inputs_are_nearly_dependent() -> None:
     student = dense.clone()
     student[:, 5] = student[:, 4] + 1e-3 * torch.randn(500)
     weight = torch.randn(4, 6, dtype=torch.float64)
-    moments = summed([BatchInputs(student, dense)])
+    moments = summed(products(student, dense))
     assert float((moments.target(weight, correct_drift=True) - weight).norm()) < float(weight.norm())
 
 
@@ -258,5 +257,5 @@ def test_target_keeps_the_weight_where_no_token_went() -> None:
     weight = torch.randn(3, 6, dtype=torch.float64)
     student = torch.zeros(4, 6)
     student[:, 0] = 1
-    moments = summed([BatchInputs(student, student.clone())])
+    moments = summed(products(student, student.clone()))
     assert moments.target(weight, correct_drift=True).equal(weight)
