@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling.facts import FACTS, writes
-
+# Functions of torch that ask what is known before there are values.
+FACTS = {
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
+} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+}
 HARMLESS = {Tensor.requires_grad_}  # of functions that end as those do which write
 
 
@@ -59,7 +69,9 @@ class DenseWeight(Tensor):
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of torch would write into a weight."""
-    sets = func == vars(torch._C.TensorBase)["data"].__set__ or (
-        func not in HARMLESS and writes(func, kwargs)
-    )
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and func not in HARMLESS
+    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    named = operator or name == "__setitem__" or "out" in kwargs or bool(kwargs.get("inplace"))
+    sets = in_place or named or func == vars(torch._C.TensorBase)["data"].__set__
     return sets and isinstance(kwargs.get("out", args[0]), DenseWeight)
