@@ -6,9 +6,11 @@
 set -euo pipefail
 [ $# = 0 ] || set -- "$(realpath -m "$1")/"
 cd "$(dirname "$0")/.."
-[ -d .venv ] || python3 -m venv .venv
-echo "Installing blr and its packages into .venv: about 2 GB for a CPU, 7 GB with CUDA; some minutes the first time."
-.venv/bin/python -m pip install --disable-pip-version-check --constraint tests/constraints.txt . | grep -v '^Requirement already'
+if ! [ -x .venv/bin/blr ] || [ -n "$(find compressor kernels configs recipes pyproject.toml -newer .venv/bin/blr)" ]; then
+  echo "Installing blr and its packages into .venv: about 2 GB for a CPU, 7 GB with CUDA; some minutes the first time."
+  [ -d .venv ] || python3 -m venv .venv
+  .venv/bin/python -m pip install --disable-pip-version-check --constraint tests/constraints.txt . | grep -v '^Requirement already'
+fi
 blr=.venv/bin/blr model=tests/data/tiny-llama text=tests/data/calibration.txt judged=tests/data/sample.txt
 out=${1:-}tiny-llama
 export HF_HUB_OFFLINE=1

@@ -54,4 +54,5 @@ def _config(signer: Signer) -> Any:
     config = verifying.Config()
     if signer.key is not None:
         return config.use_elliptic_key_verifier(public_key=signer.key)
+    assert signer.identity and signer.issuer  # as it makes sure without a key
     return config.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.dense_weight import DenseWeight
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.modeling.random_init import drawn
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Corrections, Stage
@@ -76,6 +76,11 @@ class StructuredLinear(nn.Module):
     def described(self) -> Spec:
         """What a file holds of it."""
         return self.spec
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The same in the table of layers in that file."""
+        return self.described.to_dict()
 
     @property
     def weight(self) -> Tensor:
