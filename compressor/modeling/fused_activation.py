@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend, with_children
 from blr.compressor.modeling.probes import SMALL, activation_of, computes, numbers
-from blr.compressor.modeling.ranks import RankRequest
+from blr.compressor.modeling.ranks import RankRequest, have_ranks
 from blr.compressor.modeling.slices import is_hooked, limit_of
 from blr.kernels.common.transient import tokens_within
 from blr.kernels.fused.activated.launch import activated
@@ -29,15 +29,17 @@ class FusedActivation(Extension):
     fused_activation: str
     fused_kind: str
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As of the module."""
         compute: Any = super().forward  # type: ignore[misc]
-        few = limit_of(x) is None or x.shape[:-1].numel() < tokens_within(0, 1)  # less than a slice
-        if few or is_hooked(self):
-            return compute(x, *args, **kwargs)
+        bounded = len(args) == 1 and limit_of(args[0]) is not None
+        if not bounded or args[0].shape[:-1].numel() < tokens_within(0, 1):  # less than a slice
+            return compute(*args, **kwargs)
+        if is_hooked(self) or not have_ranks(self, self.fused_layer):
+            return compute(*args, **kwargs)
         fused = partial(_fused, getattr(self, self.fused_layer), self.fused_kind)
         layers = {self.fused_layer: fused, self.fused_activation: _same}
-        return compute.__func__(with_children(self, layers), x, *args, **kwargs)
+        return compute.__func__(with_children(self, layers), *args, **kwargs)
 
 
 def fuse_activations(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend, with_children
-from blr.compressor.modeling.ranks import OfRanks, RankRequest
+from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.modeling.slices import is_hooked, limit_of
 from blr.kernels.common.transient import chunks
@@ -48,7 +48,8 @@ class HeadSlices(Extension):
         if limit is None or self.apart is False:
             return compute(*args, **kwargs)
         given = _named(self, args, kwargs)
-        taken = given["hidden_states"].nbytes * self.widening if _is_plain(given) else 0
+        plain = _is_plain(given) and have_ranks(self, *self.projections)
+        taken = given["hidden_states"].nbytes * self.widening if plain else 0
         if taken <= limit or is_hooked(self) or not self._can_part(compute, given):
             return compute(*args, **kwargs)
         heads = _attended(self, compute, given, max(int(limit * self.key_heads / taken), 1))
@@ -69,17 +70,16 @@ class HeadSlices(Extension):
 def part_heads(model: nn.Module) -> None:
     """Let the attention of `model` compute some heads at a time where its projections have ranks."""
     for module in model.modules():
-        children = dict(module.named_children())
+        found: Any = module
         width = next((getattr(module, name) for name in WIDTHS if hasattr(module, name)), None)
         for names in TOGETHER:
-            layers: Any = [children.get(name) for name in names]
-            if width and all(getattr(layer, "has_ranks", False) for layer in layers):
+            if width and have_ranks(module, *names):
+                query, key, value = [getattr(found, name) for name in names]
                 extend(module, HeadSlices)
-                found: Any = module
-                found.projections, found.key_heads = names, layers[1].out_features // width
-                found.last = next((name for name in LAST if name in children), None)
-                made = sum(layer.out_features for layer in (*layers, layers[0]))
-                found.widening = made / layers[0].in_features
+                found.projections, found.key_heads = names, key.out_features // width
+                found.last = next((name for name in LAST if hasattr(module, name)), None)
+                made = 2 * query.out_features + key.out_features + value.out_features
+                found.widening = made / query.in_features
 
 
 def _attended(attention: Any, compute: Any, given: dict[str, Any], at_once: int) -> Tensor:

@@ -17,7 +17,7 @@ from blr.compressor.modeling.extended import Extension, extend, with_children
 from blr.compressor.modeling.fused_rotary import ROTATION, behind_renaming
 from blr.compressor.modeling.rank_cache import Angles, RankCache, RankLayer
 from blr.compressor.modeling.rank_formats import FORMATS, Format, Parts
-from blr.compressor.modeling.ranks import OfRanks, RankRequest
+from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
 
 APART = ("k_proj", "v_proj")
 JOINT = "c_attn"  # GPT-2's: queries, keys and values, as wide as each other
@@ -65,15 +65,8 @@ class Step:
 
     def layers(self) -> dict[str, Any]:
         """Functions in the place of the attention's layers, which keep ranks of what they are asked."""
-        if JOINT in self.attention._modules:
-            return {JOINT: self._joint}
-        return {name: partial(self._apart, name) for name in APART}
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether somebody looks at what the layers are given and make."""
-        layers = [self.attention._modules[name] for name in self.layers()]
-        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        names = projections(self.attention)
+        return {n: self._joint if n == JOINT else partial(self._apart, n) for n in names}
 
     def _apart(self, name: str, x: Tensor) -> Tensor:
         layer = getattr(self.attention, name)
@@ -148,7 +141,7 @@ class RankAttention(Extension):
         x = args[0] if args else kwargs["hidden_states"]
         angles = kwargs.get("position_embeddings")
         step = Step(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
-        if _is_watched(x) or step.is_hooked:
+        if _is_watched(self, x):
             _make_whole(step, held, x)
             return compute(*args, **kwargs)
         held.step = step
@@ -158,13 +151,16 @@ class RankAttention(Extension):
 def keep_ranks(model: nn.Module) -> None:
     """Let the attention of `model` give ranks to caches, where its keys and values have some."""
     for module in model.modules():
-        children = dict(module.named_children())
-        names = (JOINT,) if JOINT in children else APART
-        layers: Any = [children.get(name) for name in names]
-        if all(getattr(layer, "has_ranks", False) for layer in layers) and hasattr(module, "head_dim"):
+        names = projections(module)
+        if have_ranks(module, *names) and hasattr(module, "head_dim"):
             extend(module, RankAttention)
-            for layer in layers:
-                layer.cached = True
+            for name in names:
+                getattr(module, name).cached = True
+
+
+def projections(attention: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that make keys and values."""
+    return (JOINT,) if JOINT in attention._modules else APART
 
 
 def ordered(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any) -> Tensor:
@@ -214,16 +210,22 @@ def _heads(flat: Tensor, width: int) -> Tensor:
     return flat.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
-def _is_watched(x: Tensor) -> bool:
-    """Whether what is made of `x` must be whole: for gradients, in a trace, under autocast."""
+def _is_watched(attention: nn.Module, x: Tensor) -> bool:
+    """Whether keys and values must be whole: for gradients, in a trace, under autocast, for hooks of
+    their layers or adapters around them."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return torch.is_grad_enabled() or traced or torch.is_autocast_enabled(x.device.type)
+    if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(x.device.type):
+        return True
+    names = projections(attention)
+    layers = [attention._modules[name] for name in names]
+    hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers if layer)
+    return hooked or not have_ranks(attention, *names)
 
 
 @torch.no_grad()
 def _make_whole(step: Step, held: RankLayer, x: Tensor) -> None:
     """Let a cache that holds ranks hold whole keys and values of the same tokens from here on."""
-    if held.length:
+    if held.length and have_ranks(step.attention, *projections(step.attention)):
         for layer in step.layers().values():
             layer(x[:, :0])  # for the products alone
         held.hold_whole(*step.all_of(held))

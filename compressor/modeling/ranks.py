@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
@@ -50,3 +50,8 @@ def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tens
     if U.dim() == 2:
         return x @ V, OfRanks(U, bias)
     return linear(x, V.mT.flatten(0, 1)).unflatten(-1, (U.shape[0], U.shape[2])), OfRanks(U, bias)
+
+
+def have_ranks(module: nn.Module, *names: str) -> bool:
+    """Whether the children of these names answer a `RankRequest`; those inside an adapter do not."""
+    return all(getattr(module._modules.get(name), "has_ranks", False) for name in names)

@@ -31,13 +31,14 @@ class TokenSlices(Extension):
     token_features: int
     token_itemsize: int
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As of the module, [..., d]."""
         compute: Any = super().forward  # type: ignore[misc]
-        if args or kwargs or (limit := limit_of(hidden_states)) is None:
-            return compute(hidden_states, *args, **kwargs)
-        width = self.token_features * (self.token_itemsize or hidden_states.element_size())
-        return by_tokens(self, compute, hidden_states, width, limit)
+        limit = None if kwargs or len(args) != 1 else limit_of(args[0])
+        if limit is None:
+            return compute(*args, **kwargs)
+        width = self.token_features * (self.token_itemsize or args[0].element_size())
+        return by_tokens(self, compute, args[0], width, limit)
 
 
 class RowSlices(Extension):
@@ -54,10 +55,16 @@ class RowSlices(Extension):
         compute: Any = super().forward  # type: ignore[misc]
         x: Any = args[0] if args else kwargs.get("hidden_states")
         limit = limit_of(x) if self.block_features else None
-        if limit is None or x.dim() != 3 or not _has_rows((args, *kwargs.values()), len(x)):
+        if (
+            limit is None
+            or x.dim() != 3
+            or len(x) < 2
+            or not _has_rows((args, *kwargs.values()), len(x))
+        ):
             return compute(*args, **kwargs)
         at_once = max(limit // max(x[0].nbytes // x.shape[-1] * self.block_features, 1), 1)
-        if at_once >= len(x) or is_hooked(self):
+        known = at_once < len(x) and _has_rows((*args, *kwargs.values()), len(x))
+        if not known or is_hooked(self):
             return compute(*args, **kwargs)
         made = _by_rows(compute, args, kwargs, x, at_once)
         if made is None:  # its result is not one tensor: no use to try again
