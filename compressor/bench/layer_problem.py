@@ -224,7 +224,7 @@ def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
     but for zeros behind ranks; indices as they are."""
     named = dict(zip((*spec.shapes(), *spec.indices()), factors, strict=True))
-    orders = [(named[name], order_of(spec.structure, name, len(s))) for name, s in spec.shapes().items()]
+    orders = [(named[name], order_of(name, len(s))) for name, s in spec.shapes().items()]
     indices, width = [named[name] for name in spec.indices()], laid_rank(spec)
     if width == getattr(spec, "rank", 0):
         return (*(relaid(f, order) for f, order in orders), *indices)

@@ -201,7 +201,7 @@ def _allocate(module: nn.Module, name: str, tensor: Tensor, device: torch.device
     """Memory for a parameter, in kernel layout if it is a structured factor."""
     if not isinstance(module, StructuredLinear) or name == "bias":
         return torch.empty_like(tensor, device=device)
-    order = order_of(module.spec.structure, name, tensor.dim())
+    order = order_of(name, tensor.dim())
     physical = torch.empty([tensor.shape[a] for a in order], dtype=tensor.dtype, device=device)
     return physical.permute(tuple(order.index(axis) for axis in range(len(order))))
 
@@ -220,7 +220,7 @@ def _contracted(spec: Spec, name: str) -> int:
     shape = spec.shapes()[name]
     if name == "S":
         return shape[1]
-    return max(prod(shape[axis] for axis in order_of(spec.structure, name, len(shape))[-1:]), 1)
+    return max(prod(shape[axis] for axis in order_of(name, len(shape))[-1:]), 1)
 
 
 def two_linears(model: Any, empty: Any) -> Any:

@@ -27,7 +27,7 @@ from peft.tuners.tuners_utils import (
 from peft.utils import constants
 from torch import Tensor, nn
 
-from blr.compressor.modeling.layers import KERNELS, Replaced, StructuredLinear, prepare_layers
+from blr.compressor.modeling.layers import Replaced, StructuredLinear, prepare_layers
 from blr.compressor.modeling.modeling_blr import PREFIX
 
 ALL = "all-linear"
@@ -171,7 +171,7 @@ def stand_in(layer: Any) -> nn.Linear:
 
 def takes_products(layer: Any) -> bool:
     """Whether a layer holds the sum of itself and a product of low rank."""
-    sums = isinstance(layer, StructuredLinear) and KERNELS[layer.spec.structure].takes_sums
+    sums = isinstance(layer, StructuredLinear) and layer.kernels.takes_sums
     return sums and layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
 
 

@@ -16,4 +16,4 @@ def stored_name(factor: str) -> str:
 
 def orders(spec: Spec) -> dict[str, Order]:
     """Factor to the order of its axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
-    return {name: order_of(spec.structure, name, len(shape)) for name, shape in spec.shapes().items()}
+    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}

@@ -31,7 +31,6 @@ from blr.kernels.layers.kronecker.op import kronecker_linear
 from blr.kernels.layers.lowrank.op import lowrank_linear
 from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.layers.monarch.op import monarch_linear
-from blr.kernels.layers.pivoted.reference import pivoted_linear
 
 WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
 
@@ -40,12 +39,12 @@ WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 
 class Kernels:
     """How kernels compute with a structure.
 
-    product: ``x Wᵀ + bias`` of a layer's spec, x, the bias and the factors in order.
+    product: ``x Wᵀ + bias`` of a layer's spec, x, the bias and the factors in order; None: by formula.
     widens: whether the last axis of every factor is the rank. takes_sums: whether a product of low rank
     can be added to its weight by columns of the factors.
     """
 
-    product: Callable[..., Tensor]
+    product: Callable[..., Tensor] | None = None
     widens: bool = False
     takes_sums: bool = False
 
@@ -56,16 +55,16 @@ def _low_rank(spec: Any, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -
     return lowrank_linear(x, U, V, bias)
 
 
+# Structure -> its kernels; others compute by the formula of `modeling_blr.STRUCTURES`
 KERNELS = {
     "svd": Kernels(_low_rank, widens=True, takes_sums=True),
-    "pivoted": Kernels(lambda _, x, bias, U, V, places: pivoted_linear(x, U, V, places, bias)),
     "monarch": Kernels(lambda _, x, bias, U, V: monarch_linear(x, U, V, bias)),
     "blast": Kernels(
         lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True, takes_sums=True
     ),
     "ks": Kernels(lambda _, x, bias, *factors: kronecker_linear(x, list(factors), bias)),
-    "dense": Kernels(lambda _, x, bias, weight: linear(x, weight, bias)),
 }
+FORMULA = Kernels()
 
 
 class KernelLinear(modeling_blr.StructuredLinear):
@@ -81,7 +80,7 @@ class KernelLinear(modeling_blr.StructuredLinear):
 
     def _describe(self, spec: Spec) -> None:
         self.spec, self.packing = spec.plain, spec if isinstance(spec, QuantizedSpec) else None
-        self.kernels = KERNELS[spec.structure]
+        self.kernels = KERNELS.get(spec.structure, FORMULA)
 
     def respecify(self, spec: Spec) -> None:
         """Let it be one of `spec`, whose factors it has been given."""
@@ -131,6 +130,8 @@ class KernelLinear(modeling_blr.StructuredLinear):
         fp8 = self.packing is not None and self.packing.fp8
         if fp8 and (y := float8_product(self, x, bias)) is not None:
             return y
+        if self.kernels.product is None:
+            return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
@@ -200,7 +201,7 @@ class StructuredLinear(KernelLinear):
             return self
         for name in self.spec.shapes():
             factor = self.get_parameter(name)
-            factor.data = relaid(factor.data, order_of(self.spec.structure, name, factor.dim()))
+            factor.data = relaid(factor.data, order_of(name, factor.dim()))
         return self
 
     def widen_(self) -> Self:
@@ -211,7 +212,7 @@ class StructuredLinear(KernelLinear):
             return self
         width = wide_rank(rank)
         for name, factor in zip(self.spec.shapes(), self.ordered(), strict=True):
-            order = order_of(self.spec.structure, name, factor.dim())
+            order = order_of(name, factor.dim())
             self.keep(name, spaced(factor.detach(), order, width))
         self.wide = width, self._places()
         return self

@@ -189,7 +189,7 @@ class Factor:
     @property
     def unit(self) -> float:
         """The standard deviation of unit gain: one over the root of how many numbers a product sums."""
-        summed = self.shape[{"U": -1, "weight": -1, "S": 0}.get(self.name, -2)]
+        summed = (1, *self.shape)[{"U": -1, "weight": -1, "S": -3}.get(self.name, -2)]
         return max(summed, 1) ** -0.5
 
     def dense(self, *stored: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) 
     if name == "S":
         bits, group = bits and entry.get("kept_bits"), KEPT_GROUP
     if index or not (bits or exported):
-        return Factor(name, shape, "index" if index else "float")
+        return Factor(name, shape, "index" if index else entry.get("storage", "float"))
     axes = stored_axes(name, len(shape), bool(bits), side)
     if not bits:
         return Factor(name, shape, "kernel", axes)

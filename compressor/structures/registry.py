@@ -94,7 +94,7 @@ class Structure:
     @property
     def folder(self) -> str:
         """The folder of its kernels, the module of its factorizers, its name in kernel tables."""
-        return FOLDERS[self.name]
+        return FOLDERS.get(self.name, self.name)
 
     def factorizer(self) -> ModuleType:
         """The module with ``fit`` and ``reconstruct`` (imports torch)."""

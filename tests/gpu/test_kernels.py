@@ -281,7 +281,7 @@ def test_layouts(structure: str, index: int, on_cuda: str, judge: Judge) -> None
         for name in spec.shapes():
             factor, state = layer.get_parameter(name), layer.state_dict()[name]
             whole = with_zeros(factor, layer.wide[0]) if layer.wide else factor
-            laid = in_order(whole, order_of(spec.structure, name, factor.dim()))
+            laid = in_order(whole, order_of(name, factor.dim()))
             case, strides = f"{spec.describe()} {name}", f"strides {factor.stride()}, {state.stride()}"
             yield row(laid and state.is_contiguous(), f"{structure} layout", case, strides)
             error = relative(state.cpu(), before.get_parameter(name).detach())

@@ -20,6 +20,7 @@ from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import models
+from blr.compressor.modeling.kernel_layout import orders
 from blr.compressor.modeling.layers import (
     StructuredLinear,
     make_layer,
@@ -35,7 +36,7 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
-from blr.kernels.common.orders import LAYOUTS, order_of
+from blr.kernels.common.orders import order_of
 
 register()
 
@@ -77,8 +78,8 @@ def test_views_undo_the_physical_order(case: tuple[list[int], list[int]]) -> Non
 
 
 def test_layouts_are_orders_of_axes() -> None:
-    for factors in LAYOUTS.values():
-        for order in factors.values():
+    for spec in SPECS.values():
+        for order in orders(spec).values():
             assert order in permutations(range(len(order)))
 
 
@@ -90,7 +91,7 @@ def test_relayout_changes_strides_only(spec: Spec) -> None:
     pointers = {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()}
     for name in spec.shapes():
         factor = layer.get_parameter(name)
-        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+        assert in_order(factor, order_of(name, factor.dim()))
         assert torch.equal(factor, before[name])
     torch.testing.assert_close(layer(x), expected)
     assert {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()} == pointers
@@ -150,7 +151,7 @@ def test_a_cast_keeps_the_layout(spec: Spec) -> None:
     layer = layer_of(spec).relayout_().to(torch.bfloat16)
     for name in spec.shapes():
         factor = layer.get_parameter(name)
-        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+        assert in_order(factor, order_of(name, factor.dim()))
 
 
 def test_only_layers_on_a_gpu_are_relaid(monkeypatch: pytest.MonkeyPatch) -> None:
