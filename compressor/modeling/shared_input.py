@@ -1,4 +1,4 @@
-"""Low-rank layers that read the same input, computed together. Shipped inside every checkpoint.
+"""Low-rank layers that read the same input, computed together.
 
 q, k and v of an attention, gate and up of an MLP: their V factors are stored as one tensor [Σ r, i],
 so that one product takes the input through all ranks. The first of the layers that is called with

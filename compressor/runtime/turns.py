@@ -1,4 +1,4 @@
-"""One thread at a time, where caches and buffers are one's own. Shipped in every export."""
+"""One thread at a time, where caches and buffers are one's own."""
 
 from __future__ import annotations
 

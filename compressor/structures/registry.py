@@ -1,8 +1,8 @@
 """The registry of structured families: one entry each, asked by whatever must know them all.
 
-A new structure is its two folders' worth of code (`structures/<folder>.py` with ``fit`` and
-``reconstruct``, `kernels/<folder>/` with ``reference.py``, ``op.py`` and ``variants.py``), its spec, its
-layer in `modeling/layers.py` and an entry here. Importing this loads no torch.
+A new structure is its spec, its module here (``fit`` and ``reconstruct``) and an entry below, and its
+formula in `modeling/modeling_blr.py`; kernels of its own are in `kernels/layers/<folder>`
+(``reference.py``, ``op.py``, ``variants.py``). Importing this loads no torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A spec says what one structured linear layer is: its tensors, their shapes and how many
 parameters they hold. The planner uses specs before a single weight is read, the factorizers
-fill them, and the modeling files build modules from them (this file travels inside every
-checkpoint, so it imports the standard library and what travels with it).
+fill them, and `modeling` builds modules from them; the file that travels has the same shapes.
 
 Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
