@@ -62,9 +62,11 @@ def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
         given |= {"callback": values.factor}
     elif hint == float | None:
         given |= {"min": 0.0, "callback": values.number}
+    elif each.name == "gpu_name":
+        given["callback"] = values.gpu_name
     if told.shown is not None:
         given["show_default"] = told.shown
-    names = [FLAGS.get(each.name, f"--{each.name}")]
+    names = [FLAGS.get(each.name, f"--{each.name.replace('_', '-')}")]
     return keyword(each.name, Annotated[hint, typer.Option(*names, **given)], default)
 
 
@@ -74,30 +76,41 @@ def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def command(options: type, measure: Measure) -> Callable[..., None]:
-    """The function that Typer makes a command of."""
+def with_options(
+    options: type, common: dict[str, tuple[Any, Any]], body: Callable[..., None], about: str | None
+) -> Callable[..., None]:
+    """The function that Typer makes a command of: it calls `body` with the options and with the rest of
+    `common`, annotation and default by name."""
 
     def run(**given: Any) -> None:
-        kept = {name: given.pop(name) for name in COMMON if name != "device"}
+        kept = {name: given.pop(name) for name in common if name != "device"}
         typed = {name: value for name, value in given.items() if value is not None}
-        asked = settings.of_text(options, typed)
-        if options is settings.LayerOptions:
-            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
-        if kept["output"] is not None:
-            check_output(kept["output"])
-        from blr.compressor.base.progress import Progress
-
-        progress = Progress(kept["quiet"])
-        progress.loading()
-        finish(*measure(asked, progress), kept["output"], kept["format"])
+        body(settings.of_text(options, typed), **kept)
 
     hints = get_type_hints(options)
     found = [parameter(f, hints[f.name]) for f in fields(options) if f.metadata]
-    found += [keyword(name, *said) for name, said in COMMON.items()]
+    found += [keyword(name, *said) for name, said in common.items()]
     run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in found}
-    run.__doc__ = measure.__doc__
+    run.__doc__ = about
     return run
+
+
+def command(options: type, measure: Measure) -> Callable[..., None]:
+    """A command of `blr bench`."""
+
+    def body(asked: Any, output: Path | None, quiet: bool, format: Format) -> None:
+        if options is settings.LayerOptions:
+            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
+        if output is not None:
+            check_output(output)
+        from blr.compressor.base.progress import Progress
+
+        progress = Progress(quiet)
+        progress.loading()
+        finish(*measure(asked, progress), output, format)
+
+    return with_options(options, COMMON, body, measure.__doc__)
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
