@@ -210,6 +210,7 @@ class PrefillCases:
         ]
 
     def _arms(self, models: PrefillModels, arms: Sequence[str], tokens: int) -> list[Arm]:
+        free_models(self.device)  # those of the case before
         made = []
         for arm in arms:
             for way in self.ways:
@@ -240,7 +241,6 @@ class PrefillCases:
         compare(rows)
         models.forget()
         torch.compiler.reset()
-        free_models(self.device)
 
 
 def compare(rows: Sequence[PrefillRow]) -> None:

@@ -133,7 +133,7 @@ def step_case(
 
 def run(
     given: argparse.Namespace,
-    cases: Sequence[Case],
+    cases: list[Case],
     tell: Callable[[Sequence[ScriptRow]], str] | None = None,
 ) -> int:
     """Time all cases, print them, and write them; 1 if an arm is not right. `tell`: a last line."""
