@@ -9,8 +9,9 @@ algorithms 2 and 3. With ``h = x V₁`` of rank r₁ and the middle ``y = φ(h U
     V2    nothing is in memory but x and the output: a program owns few tokens, all ranks of h and s
           stay on the chip, so nothing is made twice; all factors are read once for so few tokens.
 
-Gated layers have two first factors, ``y = φ(gate) ⊙ up``. No table picks them: slices of tokens over
-the vendor's products bound the same memory and make nothing twice. `scripts/bench/ffn.py` times them.
+Gated layers have two first factors, ``y = φ(gate) ⊙ up``. No table picks them: chunks of tokens over
+the vendor's products (`modeling/slices.py`) bound the same memory and make nothing twice.
+`scripts/bench/ffn.py` says when each wins.
 """
 
 from __future__ import annotations

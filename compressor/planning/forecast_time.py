@@ -1,8 +1,8 @@
-"""What the parts of a compression take on a GPU, predicted from headers alone, in seconds.
+"""How long the parts of a compression take on a GPU, in seconds, predicted from headers alone.
 
 Constants are fitted to runs alone on an H200 (`scripts/LOG.md`, 2026-11-26: "an 8B calibrated whole …",
 "eight blocks of an 8B …", "calibrated fits in half their time …"); other GPUs are taken to be as much
-faster as their matrix products and their memory are. Names are those of a run's `spent`.
+faster as their matrix products and their memory are. Names of parts are those of a run's `spent`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.cost import ROUNDS, predicted_cost
-from blr.compressor.fitting.sizes import (
+from blr.compressor.planning.dimensions import Dimensions, dimensions_of
+from blr.compressor.planning.plan import Plan, PlannedLayer
+from blr.compressor.planning.roofline import Gpu
+from blr.compressor.planning.training_sizes import (
+    BATCH,
     FINISH_EPOCHS,
     GPU_EPOCHS,
     HELD_BACK,
     LAST_SHARE,
-    LOGITS,
     PACKED_EPOCHS,
-    PART_WORK,
     SENSITIVITY_TOKENS,
     WIDEST,
     last_pass_bytes,
+    logit_parts,
+    refit_parts,
 )
-from blr.compressor.planning.dimensions import Dimensions, dimensions_of
-from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.planning.roofline import Gpu
 from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.specs import (
@@ -37,7 +37,6 @@ from blr.compressor.structures.specs import (
     Spec,
     families,
 )
-from blr.compressor.text.reading import BATCH
 
 # Shares of the ceiling of bf16 products that are reached: by BLAST's descent, alone and with moments, by
 # decompositions, by what is left of a calibrated layer in float64 (its share of those operations), by
@@ -58,10 +57,16 @@ BETWEEN = 6e-9  # seconds a byte of the layers: loaded, hashed, put into the jou
 START = 16.0  # of libraries
 FILES, STREAMED = 4.5, 0.75e-9  # seconds of reading, writing and the check, and a byte of what is
 OWN, STEPPED = 1.5, 0.33e-3  # of loading a model that writes text, and of a layer and token there
+DECOMPOSED = 20.0  # operations of a decomposition for each one of a product of the same matrix
+# Of BLAST's descent, for each operation of a product with the inputs' moments: its other products, and
+# batched factorizations with the solves behind them; without moments, and with them, where a GPU solves
+# tile by tile (LOG, 2026-11-26: 33.5 ms an evaluation of an 8B's gate, down 73, q 13.9, k 2.5)
+PRODUCTS, FACTORED = {False: 3.0, True: 0.7}, {False: 18.0, True: 3.9}
+ROUNDS = 100.0  # of BLAST's descent
 
 
 @dataclass(frozen=True)
-class Work:
+class Compression:
     """What is to be compressed, how, and on what."""
 
     source: Source
@@ -166,7 +171,7 @@ class Work:
         return rounds * (products / (share * self.rate) + ROUND * ROUNDS) + least + rounded
 
 
-def phases(work: Work) -> dict[str, float]:
+def phases(work: Compression) -> dict[str, float]:
     """Of one GPU, by what they go into, in their order."""
     found = {"libraries and the rest": START + BETWEEN * work.bytes * work.calibrated}
     found["reading, writing and the check"] = FILES + STREAMED * _streamed(work)
@@ -179,7 +184,7 @@ def phases(work: Work) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def _streamed(work: Work) -> float:
+def _streamed(work: Compression) -> float:
     """Bytes that are read and written."""
     after = sum(layer.bits for layer in work.plan.layers) // 8
     stored = sum(entry.nbytes for entry in work.source.entries.values())
@@ -187,7 +192,7 @@ def _streamed(work: Work) -> float:
     return known + known - work.bytes + after
 
 
-def _own_text(work: Work) -> float:
+def _own_text(work: Compression) -> float:
     recipe, sizes = work.recipe, work.sizes
     if not recipe.mix:
         return 0.0
@@ -195,7 +200,7 @@ def _own_text(work: Work) -> float:
     return OWN + recipe.seq_len * (STEPPED * sizes.blocks + weights)
 
 
-def _sensitivity(work: Work) -> float:
+def _sensitivity(work: Compression) -> float:
     """Of a pass there and back through a part of the calibration, and of eigenvalues."""
     if work.recipe.allocation == "uniform":
         return 0.0
@@ -207,38 +212,35 @@ def _sensitivity(work: Work) -> float:
     return SENSED * len(work.specs) + passes + eigenvalues + 2 * work.bytes / 3e9
 
 
-def _inputs(work: Work) -> float:
+def _inputs(work: Compression) -> float:
     """Of dense and compressed passes, and of the moments of what enters every group."""
     sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
     flops = 2.0 * work.tokens * (2 * work.dense + sums)
     return READ * work.batches * len(work.groups) + flops / (PASSES * work.rate)
 
 
-def _refits(work: Work) -> float:
+def _refits(work: Compression) -> float:
     if not work.epochs:
         return 0.0
     trained = sum(spec.parameters for spec in work.specs) / work.sizes.blocks
-    most = min(BATCH, max(int(6 * work.batch_tokens * trained) // PART_WORK, 1))
-    parts = 1 << (most.bit_length() - 1)
+    parts = refit_parts(work.batch_tokens, trained, BATCH)
     steps = work.epochs * work.steps * _step(work, parts) * (PACKED if work.packed else 1.0)
     return steps + KEPT * work.bytes
 
 
-def _last_pass(work: Work) -> float:
+def _last_pass(work: Compression) -> float:
     sizes = work.sizes
     if not work.last_epochs:
         return 0.0
     logits = 4.0 * work.batch_tokens * sizes.vocabulary
-    parts = 1
-    while logits > parts * LOGITS and 2 * parts <= BATCH:
-        parts *= 2
+    parts = logit_parts(logits, BATCH)
     head = 8.0 * work.batch_tokens * sizes.vocabulary * sizes.width / (0.4 * work.rate)
     moved = 12 * logits / (work.gpu.copy_tbps * 1e12)
     step = (_step(work, parts) + head + moved) * (PACKED if work.packed else 1.0)
     return work.last_epochs * work.steps * step
 
 
-def _step(work: Work, parts: int) -> float:
+def _step(work: Compression, parts: int) -> float:
     """Of all blocks, a batch there and back in so many parts."""
     flops = spread = 0.0
     for spec in work.specs:
@@ -251,3 +253,18 @@ def _step(work: Work, parts: int) -> float:
             spread += wide * 4.0 * work.batch_tokens * plain.blocks * plain.rank
     moved = SPREAD * spread / (work.gpu.copy_tbps * 1e12)
     return STEP * parts * work.sizes.blocks + flops / (TRAINING * work.rate) + moved
+
+
+def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
+    """Floating-point operations of one layer's fit, up to a factor that all layers share.
+
+    Args:
+        calibrated: in the norm of activations, which BLAST multiplies V with.
+    """
+    spec = spec.plain
+    o, i = spec.out_features, spec.in_features
+    if not isinstance(spec, BlastSpec):
+        return DECOMPOSED * o * i * min(o, i)
+    weighted = i * (i + o + spec.blocks * spec.rank) * spec.rank if calibrated else 0
+    products = PRODUCTS[calibrated] * o * i * spec.rank
+    return ROUNDS * (weighted + products + FACTORED[calibrated] * spec.blocks * spec.rank**3)

@@ -1,4 +1,10 @@
-"""Layers in full numbers that are trained in the place of those that are stored in few bits."""
+"""Layers as they are trained: those in few bits as full numbers, others by their dense weight.
+
+Thousands of tokens share the factors: composing the weight anew for every pass costs as much as r
+tokens, and one product with it is faster than a chain of small ones and keeps nothing but its input for
+the backward pass. Low-rank layers stay as they are, with pivots or without: their two products are as
+large as they are few.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
-from blr.compressor.modeling.layers import LAYERS
-from blr.compressor.structures.latent import Latent, Place, Plain, Trained
+from blr.compressor.modeling.layers import LAYERS, LowRankLinear, PivotedLinear, StructuredLinear
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
@@ -113,7 +121,45 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
     if not isinstance(spec, QuantizedSpec) or spec.fp8 or (form := spec.format_of(name)) is None:
         return Plain(parameter)
-    place = Place(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
+    place = GroupPlace(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
     return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
+
+
+PLAIN = (LowRankLinear, PivotedLinear)
+
+
+def compose_layers(model: nn.Module, widest: int | None = None) -> None:
+    """Make the structured layers of `model` compute by their dense weights; of those whose inputs and
+    outputs together are more than `widest` none."""
+    for module in model.modules():
+        if widest is not None and _width(module) > widest:
+            continue
+        if isinstance(module, Sum):
+            module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
+        elif isinstance(module, StructuredLinear) and not isinstance(module, PLAIN):
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _width(module: nn.Module) -> int:
+    """Inputs and outputs of a structured layer, alone or as a correction."""
+    layer = module.correction if isinstance(module, Sum) else module
+    return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
+
+
+def dense_weight(layer: StructuredLinear) -> Tensor:
+    """The weight [o, i], differentiable."""
+    names = (*layer.spec.shapes(), *layer.spec.indices())
+    held = dict(zip(names, layer.ordered(), strict=True))
+    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
+
+
+def _forward_sum(layer: Sum, x: Tensor) -> Tensor:
+    base, correction = layer.base, layer.correction
+    assert isinstance(base, nn.Linear) and isinstance(correction, StructuredLinear)
+    return linear(x, base.weight + dense_weight(correction), layer.bias)
+
+
+def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:
+    return linear(x, dense_weight(layer), layer.bias)

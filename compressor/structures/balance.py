@@ -12,7 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, MonarchSpec, PivotedSpec, Spec
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    KroneckerSpec,
+    LowRankSpec,
+    MonarchSpec,
+    PivotedSpec,
+    Spec,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -81,3 +88,20 @@ def _chain(tensors: Tensors) -> Tensors:
         found[outer] = left / scale.view(columns.shape).unsqueeze(1)
         found[inner] = right * scale.view(rows.shape).unsqueeze(2)
     return found
+
+
+def even_columns(spec: Spec, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same product with columns of U of one size, V taking the rest, for rows that share a scale."""
+    if not isinstance(spec, LowRankSpec | MonarchSpec | BlastSpec):
+        return factors
+    U, V = factors["U"], factors["V"]
+    if isinstance(spec, MonarchSpec):  # U [k, q, l·s] belongs to V [l, p, k·s]
+        shape = spec.blocks, spec.blocks, spec.block_rank
+        size = _size(U, 1).unflatten(-1, shape[1:]).squeeze(1)  # [k, l, s]
+        other = size.transpose(0, 1).flatten(1)[:, None]
+        return {**factors, "U": U / size.flatten(1)[:, None], "V": V * other}
+    if isinstance(spec, BlastSpec):
+        size = _size(U.flatten(0, 1), 0)  # [1, r], of all blocks
+        return {**factors, "U": U / size, "V": V * size}
+    size = _size(U, -2)
+    return {**factors, "U": U / size, "V": V * size}

@@ -1,15 +1,18 @@
-"""Hidden states on their way through the blocks, a batch of windows at a time."""
+"""Hidden states on their way through the blocks, a batch of windows at a time; blocks are run."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from blr.compressor.planning.training_sizes import KEPT_SHARE
 
 NUMBER = "_number"  # attribute of a loaded block: its place in the model
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
@@ -121,3 +124,125 @@ def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
         return value
     each = value.unflatten(0, (count, len(alone)))
     return each[windows.to(value.device)].flatten(0, 1)
+
+
+def alike(batches: Sequence[Batch]) -> list[bool]:
+    """Which batches differ from the first in their hidden states alone: all of their tokens are real,
+    as many, and the blocks' other arguments are the same."""
+    first = batches[0]
+    return [
+        bool(batch.mask.all())
+        and batch.mask.shape == first.mask.shape
+        and same(batch.arguments, first.arguments)
+        and batch.kinds == first.kinds
+        for batch in batches
+    ]
+
+
+Watch = Callable[[str, Any], None]
+StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Reached(Exception):
+    """Thrown to stop a forward pass once a module's input is known."""
+
+
+class Blocks(nn.Module):
+    """All blocks in turn, run as one by `run_block`."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
+def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
+    if isinstance(block, Blocks):
+        for part in block.blocks:
+            hidden = run_block(part, hidden, batch)
+        return hidden
+    positional, named = batch.given(block)
+    out = block(hidden, *positional, **named)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    """A block's hidden states, and what it is given beside them."""
+    if positional:
+        return positional[0], (positional[1:], named)
+    named = dict(named)
+    return named.pop("hidden_states"), ((), named)
+
+
+@contextmanager
+def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
+    """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
+
+    def stand_in(number: int) -> Callable[..., Any]:
+        def forward(*positional: Any, **named: Any) -> Any:
+            return run(number, parted(positional, named)[0], positional, named)
+
+        return forward
+
+    for number, block in enumerate(blocks):
+        block.forward = stand_in(number)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module], enter: Watch | None = None, leave: Watch | None = None
+) -> Iterator[None]:
+    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and its first input, unless
+    that has a name, and `leave` what it gives."""
+
+    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if enter is not None and inputs:
+            enter(name, inputs[0])
+
+    def behind(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if leave is not None:
+            leave(name, output)
+
+    handles = [m.register_forward_pre_hook(partial(before, n)) for n, m in modules.items()]
+    handles += [m.register_forward_hook(partial(behind, n)) for n, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def captured_inputs(block: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """While active, the input of every named submodule is kept under its name when it runs."""
+    kept: dict[str, Tensor] = {}
+    with watched({name: block.get_submodule(name) for name in names}, kept.__setitem__):
+        yield kept
+
+
+def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
+    """Run the block until its submodule `last` has received its input."""
+
+    def stop(name: str, given: Tensor) -> None:
+        raise Reached
+
+    with suppress(Reached), watched({last: block.get_submodule(last)}, stop):
+        run_block(block, hidden, batch)
+
+
+def home(size: int, device: torch.device) -> torch.device:
+    """`device` if `size` bytes are a small part of its free memory, else the CPU."""
+    return device if size <= KEPT_SHARE * free_bytes(device) else torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory what nothing holds, torch's own cache included; 0 of other devices."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

@@ -1,5 +1,6 @@
-"""How much of everything a calibrated fit takes: what fits and their forecast share, without torch."""
+"""How much of everything fits and healing take: what they share with their forecasts, without torch."""
 
+BATCH = 8  # windows or sentences run through a block at once
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
 GPU_EPOCHS = 2  # of the refit on a GPU when the recipe does not say
 PACKED_EPOCHS = 4  # where weights are packed, which has more to make good
@@ -12,9 +13,12 @@ WIDEST = 8192
 STATES = 3  # kinds of states of all batches that are kept: dense, student, what a block should give
 KEPT_SHARE = 0.3  # of a GPU's free memory, for each kind of tensors of all batches
 LOGITS = 1 << 30  # bytes of logits of one kind that the last pass holds
-KINDS = 6  # tensors of the logits' size there, at the most
-TRAINED = 48  # bytes there of a trained number with its gradients, moments and copies, at the most
+CHUNK = 1 << 26  # logits that healing makes at once
 LAST_SHARE = 0.8  # of a GPU's memory that the last pass may take
+HALF, SINGLE, DOUBLE = 2, 4, 8  # bytes of a number
+HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
+KINDS = 6  # tensors of the logits' size in the last pass, at the most
+TRAINED = 48  # bytes there of a trained number with its gradients, moments and copies, at the most
 
 
 def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) -> float:
@@ -26,4 +30,20 @@ def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) ->
         tokens: of a batch. logit_bytes: of one token.
     """
     logits = KINDS * min(tokens * logit_bytes, 2 * LOGITS)
-    return TRAINED * weights + 4 * 2 * tokens * widths + logits
+    return TRAINED * weights + SINGLE * 2 * tokens * widths + logits
+
+
+def logit_parts(logit_bytes: float, most: int) -> int:
+    """Into how many parts, a power of two of at most `most`, the last pass splits a batch with so many
+    bytes of logits."""
+    parts = 1
+    while logit_bytes > parts * LOGITS and parts * 2 <= most:
+        parts *= 2
+    return parts
+
+
+def refit_parts(tokens: int, trained: float, most: int) -> int:
+    """Into how many parts a refit of so many `trained` numbers splits a batch: a power of two, by the
+    work alone."""
+    parts = min(most, max(int(6 * tokens * trained) // PART_WORK, 1))
+    return 1 << (parts.bit_length() - 1)

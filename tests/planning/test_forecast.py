@@ -12,9 +12,8 @@ from running import Invoke
 
 from blr.compressor.base.disk import folder_bytes
 from blr.compressor.commands import compress
-from blr.compressor.fitting.forecast import Fits, forecast, words
-from blr.compressor.fitting.memory_forecast import SMALL, room
-from blr.compressor.fitting.time_forecast import Work
+from blr.compressor.planning.forecast import SMALL, Fits, forecast, room, words
+from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
@@ -71,12 +70,12 @@ RUNS = {  # of entries of 2026-11-26, and of 2026-11-24 and -23 what no later on
 }
 
 
-def work_of(folder: Path, run: Measured, calibrated: bool = True) -> Work:
+def work_of(folder: Path, run: Measured, calibrated: bool = True) -> Compression:
     config = run.config | ({"num_hidden_layers": run.blocks} if run.blocks else {})
     (folder / "config.json").write_text(json.dumps(config))
     source, recipe = open_or_outline(folder)[0], Recipe(**run.recipe)
     plan = make_plan(source, recipe, calibrated=calibrated)
-    return Work(source, plan, recipe, find_gpu(run.card), calibrated)
+    return Compression(source, plan, recipe, find_gpu(run.card), calibrated)
 
 
 def predicted(folder: Path, run: Measured, gpus: int = 1, calibrated: bool = True) -> Fits:

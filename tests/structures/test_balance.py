@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.compressor.healing.factor_balance import balanced
+from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
 

@@ -19,10 +19,10 @@ from blr.compressor.base.tables import amount
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.healing.settings import CHUNK, MINUTES, HealOptions
-from blr.compressor.planning.dimensions import dimensions_of
+from blr.compressor.planning.dimensions import Dimensions, dimensions_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
+from blr.compressor.planning.training_sizes import CHUNK, HALF, HOST_BYTES, SINGLE
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -34,12 +34,10 @@ from blr.compressor.structures.specs import (
     leaves,
 )
 
-HALF, SINGLE = 2, 4  # bytes of a number
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
 LOGIT = 20  # bytes of one, of both models, with what its gradient takes
 WIDE, MIDDLE = 11, 4.5  # numbers of a token kept in a block: times its width, times the MLP's
 FASTEST = 500_000  # tokens a second that forecasts tell of
-HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
 RESERVED = 3e9  # bytes that CUDA, its libraries and fragments take
 FILLED = 0.89  # of the room at the most: pools of graphs break it up
 # Of the products' ceiling, and times that a kept number is moved: what runs alone on an H200 took (LOG)
@@ -55,18 +53,15 @@ FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model: blocks, their width and MLP's, tokens known, and parameters in all, trained, and
-    outside of the blocks."""
+Settings = Any  # `HealOptions`, of a room above this one
 
-    blocks: int
-    width: int
-    middle: int
-    vocabulary: int
+
+@dataclass(frozen=True)
+class Sizes(Dimensions):
+    """Of a model, with its parameters in all, and those trained."""
+
     parameters: int
     trained: int
-    tables: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,11 +106,10 @@ def sizes_of(
     dense = sum(spec.dense_parameters for spec in specs.values())
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in train else 0
     trained += table * (("embeddings" in train) + ("head" in train and not found.tied))
-    known = found.vocabulary, max(stored, dense + found.tables)
-    return Sizes(found.blocks, found.width, found.middle, *known, trained, found.tables)
+    return Sizes(**vars(found), parameters=max(stored, dense + found.tables), trained=trained)
 
 
-def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
+def disk_bytes(source: Source, specs: Mapping[str, Spec], options: Settings, own: int) -> int:
     """Upper estimate of the bytes on disk of a run on the compressed checkpoint `source`: its output,
     `own` tokens of own text, and the state of the training."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
@@ -124,9 +118,7 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, 
     return files + OWN * own + kept_bytes(specs, source.entries, options)
 
 
-def kept_bytes(
-    specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
-) -> int:
+def kept_bytes(specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: Settings) -> int:
     """Most bytes on disk of a training's state and of the tensors that it gives.
 
     Args:
@@ -170,7 +162,7 @@ ALONE = Crew()
 
 
 def forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    sizes: Sizes, specs: Mapping[str, Spec], options: Settings, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
     """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
     where it is asked for, or where otherwise fewer than `FEW` would fit."""
@@ -278,11 +270,10 @@ def is_told(source: Source) -> bool:
     return bool(reads) and named.endswith(("ForCausalLM", "LMHeadModel", "Model"))
 
 
-def planned(source: Source, plan: Plan, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing by default the output of `plan` would take, JSON-ready; `said` is one line. `least`
+def planned(source: Source, plan: Plan, options: Settings, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
+    """What healing the output of `plan` by `options` would take, JSON-ready; `said` is one line. `least`
     are bytes of a GPU that it cannot do without, `host` and `disk` those of the host and on disk."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
-    options = HealOptions("", minutes=MINUTES)
     found = predicted(source, specs, options, gpu, Crew(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)
     least = min(predicted(source, specs, window, gpu, Crew(gpus)).total, found.total)
@@ -301,7 +292,7 @@ def _beside(sizes: Mapping[str, float]) -> str:
 
 
 def predicted(
-    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    source: Source, specs: Mapping[str, Spec], options: Settings, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
     """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
     GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""
