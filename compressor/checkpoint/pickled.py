@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.disk import check_space, folder_bytes
+from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import TRANSFORMERS, Library
 from blr.compressor.checkpoint.header import check_name
-from blr.compressor.checkpoint.library import TRANSFORMERS, Library
 from blr.compressor.checkpoint.regular import inside, open_regular, refuse
-from blr.compressor.checkpoint.remedies import storage_errors
 from blr.compressor.checkpoint.source import TORCH_NAMES, find_shards
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from blr.compressor.base.errors import InputError
+from blr.compressor.base.exhaustion import shortage
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.remedies import shortage
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write

@@ -173,12 +173,12 @@ def compress(
 
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.base.progress import Progress
-        from blr.compressor.checkpoint.sizes import parse_size
         from blr.compressor.commands.compress import Settings
         from blr.compressor.commands.compress import compress as run
         from blr.compressor.loading.resolve import default_output, resolve_model
         from blr.compressor.text.reading import check_text
-        from blr.compressor.workspace.destination import check_output
+        from blr.compressor.workspace.ownership import check_output
+        from blr.compressor.workspace.shards import parse_size
 
         resolved = asked_recipe(options, calibration is not None)
         if calibration is not None:

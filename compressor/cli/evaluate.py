@@ -121,7 +121,7 @@ def evaluate(
     from blr.compressor.commands import evaluate as library
     from blr.compressor.loading.load import load_model, load_tokenizer
     from blr.compressor.loading.sentences import read_sentences
-    from blr.compressor.text.beginning import beginning_of
+    from blr.compressor.text.reading import beginning_of
 
     pairs = library.read_pairs(sts) if sts else []
     if sts:

@@ -119,11 +119,11 @@ def export(
     with stop_on_signals() as running:
         from blr.compressor.base.progress import Progress
         from blr.compressor.base.threads import use_threads
-        from blr.compressor.checkpoint.sizes import parse_size
         from blr.compressor.export.job import export as run
         from blr.compressor.export.options import ExportOptions, check_options
         from blr.compressor.loading.resolve import resolve_model
-        from blr.compressor.workspace.destination import check_output
+        from blr.compressor.workspace.ownership import check_output
+        from blr.compressor.workspace.shards import parse_size
 
         use_threads(threads)
         options = ExportOptions(

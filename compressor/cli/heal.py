@@ -192,12 +192,12 @@ def heal(
     with stop_on_signals() as running, started(gpus, running):
         from blr.compressor.base.progress import Progress
         from blr.compressor.base.threads import use_threads
-        from blr.compressor.checkpoint.sizes import parse_size
         from blr.compressor.healing.teacher import named_teacher
         from blr.compressor.healing.tracking import check_installed
         from blr.compressor.loading.resolve import resolve_model
         from blr.compressor.text.reading import check_text
-        from blr.compressor.workspace.destination import check_output
+        from blr.compressor.workspace.ownership import check_output
+        from blr.compressor.workspace.shards import parse_size
 
         use_threads(threads, environment.local_count())
         options = HealOptions(

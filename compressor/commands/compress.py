@@ -22,16 +22,15 @@ from blr.compressor.fitting.memory_forecast import disk_bytes
 from blr.compressor.fitting.time_forecast import Work as Sized
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
-from blr.compressor.output.next_command import advice, better_fit
+from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
-from blr.compressor.planning.storage_choice import what_became
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.workspace.destination import check_apart
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
+from blr.compressor.workspace.ownership import check_apart
 from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES, assign_shards
 from blr.compressor.workspace.workspace import Workspace
 
@@ -248,7 +247,7 @@ class Job:
     def _check(self, healing: Healing | None) -> Check:
         """Compares the output with the source, which runs now."""
         from blr.compressor.output.check import Bar, Check
-        from blr.compressor.output.sample import calibration_text
+        from blr.compressor.output.loss import calibration_text
 
         settings, text = self.settings, self.settings.calibration is not None
         remedy = better_fit(self.recipe, text, bool(settings.heal))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.time_forecast import Work
     from blr.compressor.output.check import Check
-    from blr.compressor.output.sample import Text
+    from blr.compressor.output.loss import Text
     from blr.compressor.recipe.schema import Recipe
 
 

@@ -22,8 +22,7 @@ from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
-from blr.compressor.text.beginning import Beginning, begun, room_in
-from blr.compressor.text.reading import read_whole_text
+from blr.compressor.text.reading import Beginning, begun, read_whole_text, room_in
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens

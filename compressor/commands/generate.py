@@ -199,7 +199,7 @@ def profile_text(found: Profile) -> str:
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
     """Bytes read and written a second by copies of `size` bytes on a GPU."""
-    from blr.compressor.runtime.profile import average
+    from blr.compressor.runtime.decoder import average
 
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -28,10 +28,9 @@ from blr.compressor.healing.settings import (
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import recorded_digest
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.workspace.destination import check_apart
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json, layer_key
+from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.manifest import read_manifest
+from blr.compressor.workspace.ownership import check_apart
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.base.tables import aligned
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
-from blr.compressor.checkpoint.mistaken import check_is_output
 from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.structures.entries import packed_entries
 from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
-from blr.compressor.workspace.manifest import MANIFEST, saved_by
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
 
 PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
 MAX_BYTES = 64 * 2**20

@@ -26,7 +26,7 @@ from blr.compressor.checkpoint.regular import (
     refuse,
 )
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
-from blr.compressor.output.front import read_front, write_front
+from blr.compressor.output.card import read_front, write_front
 from blr.compressor.workspace.manifest import (
     MANIFEST,
     computing_digest,

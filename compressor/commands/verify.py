@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import InputError, VerifyError
-from blr.compressor.checkpoint.mistaken import check_is_output
 from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
 
 

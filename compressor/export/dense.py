@@ -18,8 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import InputError, OutputError
-from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.extras import CARD, inert
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.export.job import Job
 from blr.compressor.export.options import ExportOptions
@@ -31,8 +30,8 @@ from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.registry import declared_keys, register
+from blr.compressor.output.card import TAGS, card_front
 from blr.compressor.output.files import carried_files, misfits
-from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.output.loss_messages import MARK
 
 TEMPLATE = """# {name}, made dense by blr

@@ -15,8 +15,8 @@ from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
+from blr.compressor.output.card import card_front
 from blr.compressor.output.files import carried_files, structured_config
-from blr.compressor.output.front import card_front
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 

@@ -22,10 +22,9 @@ from blr.compressor.export.options import (
 )
 from blr.compressor.export.origin import Checkpoint, open_checkpoint
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.workspace.destination import check_apart
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.manifest import read_manifest
+from blr.compressor.workspace.ownership import check_apart
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class Job:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
         from blr.compressor.output.check import Bar, Check
-        from blr.compressor.output.sample import file_text
+        from blr.compressor.output.loss import file_text
 
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
@@ -203,7 +202,7 @@ class Job:
 
     def _remedy(self) -> str:
         """What loses less than this export."""
-        from blr.compressor.output.next_command import better_export
+        from blr.compressor.output.loss_messages import better_export
 
         told: dict[str, Any] = {}
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest

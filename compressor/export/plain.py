@@ -24,8 +24,8 @@ from blr.compressor.export.reload import check_fits
 from blr.compressor.export.tensors import plan_tensors, whole_factors
 from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
 from blr.compressor.modeling.registry import auto_name
+from blr.compressor.output.card import TAGS, card_front
 from blr.compressor.output.files import carried_files, structured_config
-from blr.compressor.output.front import TAGS, card_front
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec

@@ -16,7 +16,7 @@ from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_qua
 from blr.compressor.export.reload import check_fits, export_context
 from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-from blr.compressor.runtime.modes import CACHES
+from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
 
 WHOLE, INT8 = CACHES

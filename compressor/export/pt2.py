@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.base.disk import flush, sha256_file
+from blr.compressor.base.disk import flush, scratch_folder, sha256_file
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.scratch import scratch_folder
 from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
 from blr.compressor.export.options import COMPILED
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from blr.compressor.base.ordered_sums import rounds
+from blr.compressor.base.processes import rounds
 from blr.compressor.fitting.moments import Inputs, MomentSums
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.running import captured_inputs, run_block

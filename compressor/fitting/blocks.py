@@ -34,7 +34,7 @@ from blr.compressor.fitting.block_discovery import (
 from blr.compressor.fitting.running import Reached, in_place_of, parted
 from blr.compressor.fitting.sizes import STATES
 from blr.compressor.loading.discover import meta_model
-from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.classes import module_name, module_names

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from blr.compressor.base.processes import share_out
 from blr.compressor.base.progress import duration
 from blr.compressor.base.tables import amount
-from blr.compressor.base.work_shares import share_out
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.memory_forecast import disk_bytes, room
 from blr.compressor.fitting.time_forecast import Work, phases

@@ -8,8 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from blr.compressor.base.ordered_sums import OrderedSum
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import OrderedSum, Processes
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.structures.linalg import cholesky, solve_factored
 

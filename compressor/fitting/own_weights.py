@@ -13,9 +13,15 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.compute_dtype import load_computing
-from blr.compressor.text.beginning import Beginning, beginning_of, begun
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
-from blr.compressor.text.reading import OWN, Calibration, packed_calibration
+from blr.compressor.text.reading import (
+    OWN,
+    Beginning,
+    Calibration,
+    beginning_of,
+    begun,
+    packed_calibration,
+)
 from blr.compressor.text.windows import interleaved
 from blr.compressor.workspace.journal import canonical_json
 

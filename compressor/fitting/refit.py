@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
 from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows
 from blr.compressor.fitting.capture import Captured, alike

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
 from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.processes import OrderedSum, rounds, share_out
 from blr.compressor.base.progress import MEASURING
-from blr.compressor.base.work_shares import share_out
 from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.blocks import BlockModel

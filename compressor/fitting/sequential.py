@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import rounds
 from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, rounds
 from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch
 from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8

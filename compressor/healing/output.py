@@ -15,9 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.config import read_config
-from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT
+from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT, inert
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.export.origin import Checkpoint
@@ -35,7 +34,7 @@ from blr.compressor.modeling.native_classes import GUARD, guard
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.check import Bar, Check
 from blr.compressor.output.files import carried_files, check_reload
-from blr.compressor.output.next_command import better_healing
+from blr.compressor.output.loss_messages import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored

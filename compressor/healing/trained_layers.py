@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.modeling.classes import module_names
 
 

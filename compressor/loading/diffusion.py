@@ -15,14 +15,13 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
-from blr.compressor.checkpoint.config import REMEDY
-from blr.compressor.checkpoint.library import DIFFUSERS
+from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
 from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial, trial_of
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.workspace.manifest import check_listed
 
 PREFIX = "Blr"
 LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tried on

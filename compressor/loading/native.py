@@ -19,7 +19,7 @@ from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.checkpoint.hints import is_number
+from blr.compressor.checkpoint.extras import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.modeling.configuration_blr import PREFIX

@@ -19,9 +19,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.loading.loader_names import Keys, load_empty, meta_tensors
 from blr.compressor.loading.native import decoded, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
-from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors
 from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.exported import model_class
 from blr.compressor.modeling.registry import auto_classes

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from blr.compressor.base.errors import InputError, OutputError
-from blr.compressor.checkpoint.extras import CARD, LAYERS
-from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.extras import CARD, LAYERS, carried, inert
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.loading.tensor_names import load_empty, misfit
 from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
 from blr.compressor.modeling.modeling_blr import model_class
 from blr.compressor.modeling.native_classes import GUARD, guard

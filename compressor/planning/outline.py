@@ -9,9 +9,8 @@ from pathlib import Path
 from blr.compressor.base.dtypes import BYTES, CODES, DTYPES
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.globs import matches
-from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.config import DIFFUSERS, TRANSFORMERS, read_config
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.checked import check_dense, check_unquantized, open_checked

@@ -11,10 +11,9 @@ from blr.compressor.base.dtypes import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
-from blr.compressor.planning.layers import Layer, find_layers, select
+from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
-from blr.compressor.planning.storage_choice import stored_spec
 from blr.compressor.recipe.schema import DENSE, FORMER, NONE, PIVOTED, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 

@@ -15,8 +15,8 @@ from functools import cache
 from importlib.resources import files
 from math import prod
 
+from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
-from blr.compressor.base.gpu_names import Card, installed_card
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,

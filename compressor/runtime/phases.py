@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling.corrected import CorrectedLinear
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.quantized import QuantizedLinear
 from blr.compressor.modeling.stages import Stage
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Heads, Part, Phase, Plan, Slot
-from blr.compressor.runtime.stages import kind_of, stages_of
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.layers.pivoted.places import Places
@@ -281,3 +283,15 @@ def _modules(
         source = normed
     for key, (module, slot) in targets.items():
         plan.add(Phase(prefix + key, "module", source=source, target=slot, module=module, add=add))
+
+
+def kind_of(w: Any) -> tuple[int, int]:
+    """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
+    return getattr(w, "bits", 0), getattr(w, "group", 0)
+
+
+def stages_of(module: nn.Module) -> tuple[Stage, ...] | None:
+    """The stages of a dense or structured layer; None for one that only its own forward computes."""
+    if isinstance(module, StructuredLinear | QuantizedLinear | CorrectedLinear):
+        return module.stages()
+    return (Stage(module.weight[None], module.bias),) if type(module) is nn.Linear else None

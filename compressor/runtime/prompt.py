@@ -14,8 +14,8 @@ from torch import Tensor
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
 from blr.compressor.modeling.masks import unmasked, unpacked
-from blr.compressor.runtime.cache import StaticKV
 from blr.compressor.runtime.failures import BatchError
+from blr.compressor.runtime.memory import StaticKV
 
 CHUNK = 512  # tokens of a row that pass through the layers together where memory is short
 WHOLE = 8192  # tokens of all rows that do on a GPU; of longer prompts half as many at a time

@@ -23,7 +23,7 @@ from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import OWN, Progress
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.modeling.cache_names import NAMES, cache_name
-from blr.compressor.text.beginning import beginning_of
+from blr.compressor.text.reading import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
 from blr.compressor.workspace.journal import Journal, layer_key

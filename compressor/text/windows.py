@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import InputError
-from blr.compressor.text.beginning import Beginning, begun, idle_predictions, room_in
+from blr.compressor.text.reading import Beginning, begun, idle_predictions, room_in
 
 HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows

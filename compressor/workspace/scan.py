@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.numerics import count_bad, norm
 from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.trust import ShardDigests
+from blr.compressor.workspace.manifest import ShardDigests
 
 THREADS = 8  # shards read at once
 Place = tuple[Path, int, int]  # of the bytes of a tensor, which may have several names

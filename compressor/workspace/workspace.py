@@ -16,14 +16,13 @@ from typing import Any
 
 from blr.compressor.base.disk import check_space, folder_bytes, fsync_folder
 from blr.compressor.base.errors import OutputError
-from blr.compressor.checkpoint.mistaken import JOURNAL
-from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.base.exhaustion import storage_errors
+from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace import ownership
-from blr.compressor.workspace.destination import absolute, check_output, sibling
-from blr.compressor.workspace.fingerprint import changes
-from blr.compressor.workspace.journal import Journal
+from blr.compressor.workspace.journal import Journal, changes
 from blr.compressor.workspace.lock import Lock
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files, verify_listed
+from blr.compressor.workspace.ownership import absolute, check_output, sibling
 
 Verify = Callable[[Path, dict[str, Any]], list[str]]
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.extras import inert
 
 TEXT = "the protocol is " * 200
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blr.compressor.commands.sweep.frontier import Found, over_seeds
+from blr.compressor.commands.sweep.page import Found, over_seeds
 
 
 def test_one_seed_of_several_has_no_spread() -> None:

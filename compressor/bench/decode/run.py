@@ -38,7 +38,7 @@ from blr.compressor.bench.decode.models import (
 from blr.compressor.bench.results import FAILED, OK, WRONG, DecodeRow, Report
 from blr.compressor.bench.timing import spread
 from blr.compressor.bench.whole import WholeModels, recorded
-from blr.compressor.runtime.modes import FORMER, MODES, OPS
+from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.

@@ -14,21 +14,18 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.regular import read_pieces
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.sweep.chain import PointChain, command_line
-from blr.compressor.commands.sweep.folder import PAGE, Folder
-from blr.compressor.commands.sweep.frontier import Found, frontier, over_seeds, share_of_plain
+from blr.compressor.commands.sweep.chain import PointChain, Pool, command_line, slots
+from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
 from blr.compressor.commands.sweep.grid import Point, common_options
-from blr.compressor.commands.sweep.launch import Pool, slots
-from blr.compressor.commands.sweep.notes import point_digest
-from blr.compressor.commands.sweep.page import page
+from blr.compressor.commands.sweep.page import Found, frontier, over_seeds, page, share_of_plain
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.output.loss_messages import MOST
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import calibration_digest
-from blr.compressor.workspace.destination import check_apart, check_outside
-from blr.compressor.workspace.fingerprint import headers_digest
+from blr.compressor.workspace.journal import headers_digest
+from blr.compressor.workspace.ownership import check_apart, check_outside
 
 SWEEPING = "sweeping"  # the step behind the reading
 DENSE = "dense"  # the record of the model itself
@@ -122,7 +119,7 @@ def _common(source: Source, settings: Settings, progress: Progress) -> dict[str,
 def _begun(source: Source) -> dict[str, Any]:
     """What the tokenizer puts before every text, if anything: losses without it are others."""
     from blr.compressor.loading.load import load_tokenizer
-    from blr.compressor.text.beginning import beginning_of
+    from blr.compressor.text.reading import beginning_of
 
     beginning = beginning_of(load_tokenizer(source.folder))
     return {"beginning": list(beginning)} if beginning else {}
