@@ -80,8 +80,7 @@ def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tupl
 
     With `new` it must not exist: FileExistsError, and what is there stays.
 
-    Returns:
-        Its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
+    Returns its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
     """
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Tells what the machine lacks from what a checkpoint has wrong, whatever a library calls it."""
+"""Errors of the machine and its file systems as errors of ours: what it lacks, whatever a library calls
+that, whose fault it is and what to do about it."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that
 
 
 def raise_exhausted(error: BaseException) -> None:
-    """Raise CapabilityError if `error`, or what caused it, is want of memory or threads."""
+    """Raise an `error` of ours again, CapabilityError for one that is, or comes from, want of memory or
+    threads."""
     if isinstance(error, BlrError):
-        return
-    said = exhausted(error)
-    if said:
+        raise error
+    if said := exhausted(error):
         raise CapabilityError(_told(said)) from error
 
 

@@ -32,9 +32,8 @@ class Processes:
         device: as on the command line; a GPU's number is this process's on its host.
         alone: for work that this process does by itself, whatever others there are.
 
-    Raises:
-        UsageError: a GPU of a number for several processes. CapabilityError: no such device, or devices
-            of several kinds, whose results would differ.
+    Raises UsageError: a GPU of a number for several processes. CapabilityError: no such device, or
+    devices of several kinds, whose results would differ.
     """
 
     def __init__(self, device: str, alone: bool = False) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
+from blr.compressor.checkpoint.regular import inside, read_json, refuse
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises InputError: unreadable, hostile, no model type, counts that no model has.
     """
     path = inside(folder, "config.json")
-    config = parse_json(read_whole(path, MAX_BYTES), path, constants=True)
+    config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
@@ -131,7 +131,8 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
         found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
         refuse(path, found, "a short name of a-z 0-9 _ . - (blr_ once at most)", REMEDY)
     names = config.get("architectures")
-    if names is not None and not _are_identifiers(names):
+    are_names = type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
+    if names is not None and not are_names:
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
 
 
@@ -152,10 +153,6 @@ def _check_implementations(config: dict[str, Any], path: Path) -> None:
         elif isinstance(value, str) and "implementation" in key and not value.isidentifier():
             found = f"{quote(key, 40)[1:-1]} {quote(value, 60)}, code of another repository"
             refuse(path, found, "a name like 'sdpa', or none", "remove the key")
-
-
-def _are_identifiers(names: Any) -> bool:
-    return type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -53,10 +53,8 @@ def generate(
 ) -> Generation:
     """Generate and, if `stream` is given, write the text there as it is produced.
 
-    Raises:
-        UsageError: a prompt without tokens.
-        CapabilityError: one that leaves no room in the model's context.
-        NumericsError: logits that choose no token.
+    Raises UsageError: a prompt without tokens; CapabilityError: one that leaves no room in the model's
+    context; NumericsError: logits that choose no token.
     """
     inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]

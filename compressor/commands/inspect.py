@@ -15,7 +15,7 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.base.tables import aligned
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.structures.entries import packed_entries
 from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
@@ -35,11 +35,11 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
-        config = _read(folder / "config.json")
+        config = read_json(folder / "config.json", MAX_BYTES)
         if "blr" not in config:
             raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
-        records = {} if saved or PAIRS in config["blr"] else _read(folder / LAYERS)
+        records = {} if saved or PAIRS in config["blr"] else read_json(folder / LAYERS, MAX_BYTES)
         records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
         width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
         layers = [_row(name, record, width) for name, record in records.items()]
@@ -79,10 +79,6 @@ def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
 
 def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return parse_json(read_whole(path, MAX_BYTES), path)
 
 
 def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:

@@ -17,14 +17,7 @@ from pydantic import Field
 from blr.compressor.base.errors import HubError, InputError, UsageError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.checkpoint.regular import (
-    check_is_folder,
-    inside,
-    parse_json,
-    read_text,
-    read_whole,
-    refuse,
-)
+from blr.compressor.checkpoint.regular import check_is_folder, inside, read_json, read_text, refuse
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.card import read_front, write_front
 from blr.compressor.workspace.manifest import (
@@ -68,10 +61,8 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     Args:
         repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
 
-    Raises:
-        UsageError: no name of a repository.
-        OutputError, VerifyError: no output of blr, or one that has changed.
-        InputError: metrics that cannot be read.
+    Raises UsageError: no name of a repository; OutputError, VerifyError: no output of blr, or one that
+    has changed; InputError: metrics that cannot be read.
     """
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
@@ -152,7 +143,7 @@ def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[
     if MANIFEST in there:
         with _hub_errors(push.repository):
             path = Path(api.hf_hub_download(push.repository, MANIFEST, revision=revision))
-        files = parse_json(read_whole(path, MAX_BYTES), path).get("files")
+        files = read_json(path, MAX_BYTES).get("files")
         listed = set(files) if isinstance(files, dict) else set()
     others = there - push.files.keys()
     if foreign := sorted(name for name in others - listed if WEIGHTS.fullmatch(name)):
@@ -220,7 +211,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    found = fitted(parse_json(read_whole(path, MAX_BYTES), path), Metrics, path, MEASURE, MEASURED)
+    found = fitted(read_json(path, MAX_BYTES), Metrics, path, MEASURE, MEASURED)
     _check_judged(found, path, folder)
     rows = list(_measured(found))
     if not rows:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blr.compressor.checkpoint.source import TORCH_NAMES
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.restore import restored

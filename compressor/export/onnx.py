@@ -32,11 +32,9 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
 
     Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
 
-    Returns:
-        File name to size and SHA-256.
+    Returns file name to size and SHA-256.
 
-    Raises:
-        CapabilityError: the exporter does not take the model, or the graph gives other results.
+    Raises CapabilityError: the exporter does not take the model, or the graph gives other results.
     """
     if model.dtype == torch.bfloat16:
         model = model.float()

@@ -65,8 +65,7 @@ def quantize_model(
     Args:
         dense: dense weights as well as structured layers. skip: modules to leave, by name.
 
-    Returns:
-        Errors of every quantized module, as `Quantized.errors`.
+    Returns errors of every quantized module, as `Quantized.errors`.
     """
     return {name: _replace(model, name, bits) for name in quantizable(model, dense=dense, skip=skip)}
 
@@ -77,8 +76,7 @@ def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
     A head that is the input embedding gets weights of its own; the embedding stays as it is, and the
     model's configuration ties them no more.
 
-    Returns:
-        As `quantize_model`. Raises UsageError for a model without a linear head to quantize.
+    Returns as `quantize_model`. Raises UsageError for a model without a linear head to quantize.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = StructuredLinear, nn.Linear

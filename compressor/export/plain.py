@@ -70,9 +70,7 @@ def _card(plan: ExportPlan, name: str) -> str:
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Every low-rank layer as a pair, all others dense.
 
-    Raises:
-        UsageError: no layer is low-rank.
-        InputError: tensors that would not load.
+    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
     """
     source, specs = checkpoint.source, checkpoint.specs
     pairs = {module: spec for module, spec in specs.items() if is_pair(spec)}

@@ -52,12 +52,10 @@ def check_pt2(name: str, generates: bool) -> None:
 def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     """Compile the forward pass of `model` into `folder`, load it again and compare.
 
-    Returns:
-        The file's name to size and SHA-256.
+    Returns the file's name to size and SHA-256.
 
-    Raises:
-        CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
-            not run here or gives other results.
+    Raises CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
+    not run here or gives other results.
     """
     path = folder / COMPILED
     inputs, free = example_inputs(model, "pt2")

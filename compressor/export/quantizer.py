@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
-from blr.compressor.checkpoint.header import BITS, TensorEntry
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.export.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
 from blr.compressor.recipe.architectures import Family, find_family
@@ -205,9 +205,8 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
     Args:
         specs: the structured modules, which the head may be one of.
 
-    Raises:
-        UsageError: no such model, or none whose head is a linear layer.
-        InputError: no weight of floating-point numbers to make it from.
+    Raises UsageError: no such model, or none whose head is a linear layer; InputError: no weight of
+    floating-point numbers to make it from.
     """
     from blr.compressor.loading.discover import meta_model
     from blr.compressor.modeling.classes import module_names

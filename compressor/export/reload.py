@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, InputError, OutputError, UsageError
-from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.export.origin import Checkpoint
-from blr.compressor.loading.native import decoded, native_class, native_errors
+from blr.compressor.loading.native import decoded, native_class, native_errors, read_context
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.exported import model_class
@@ -26,10 +24,8 @@ from blr.compressor.output.files import misfits
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
     """Tokens of context to prepare generation for; None for a model that does not generate.
 
-    Raises:
-        UsageError: a context for an encoder.
-        CapabilityError: more than the model has positions.
-        InputError: a model type or architecture that transformers does not have.
+    Raises UsageError: a context for an encoder; CapabilityError: more than the model has positions;
+    InputError: a model type or architecture that transformers does not have.
     """
     source = checkpoint.source
     native = native_class(source)
@@ -38,9 +34,7 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
             kind = native.__name__
             raise UsageError(f"--context {asked}: {kind} generates no text, leave the option out")
         return None
-    with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
-        limit = context_of(config.to_dict())
+    limit = read_context(source)
     if asked is not None and asked > limit:
         raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
     return asked or min(limit, default)
@@ -65,12 +59,10 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
 def check_reload(source: Source, folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     """Check that transformers loads `folder` whole, tokenizer included.
 
-    Returns:
-        Files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type
-        of our own would otherwise select another tokenizer class.
+    Returns files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type of
+    our own would otherwise select another tokenizer class.
 
-    Raises:
-        OutputError: it would not load as it should.
+    Raises OutputError: it would not load as it should.
     """
     if found := misfits(model_class(config["architectures"][0]), folder):
         raise OutputError(f"{folder}: {found} when reloaded; this is a bug in blr, keep the checkpoint")

@@ -14,10 +14,10 @@ import torch
 from blr.compressor.base.disk import Bytes
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.export.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.structures.pivoted import to_low_rank
@@ -135,8 +135,7 @@ def plan_tensors(
         densified: structured modules of which the dense weight is written. transposed: those of
             them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
 
-    Raises:
-        InputError: a factor that is missing or of another shape than its spec says.
+    Raises InputError: a factor that is missing or of another shape than its spec says.
     """
     densified, paired = densified or {}, paired or {}
     factors, merged = _factors(source, specs), _factors(source, densified)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.checkpoint.source import TORCH_NAMES
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.equal_weights import Twin, make_twin
 from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors

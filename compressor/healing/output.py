@@ -16,9 +16,9 @@ from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT, inert
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.export.origin import Checkpoint
 from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised

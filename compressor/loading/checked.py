@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from blr.compressor.checkpoint.config import TRANSFORMERS
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.recipe.architectures import find_family
+from blr.compressor.recipe.architectures import find_family, read_config_table
 
 OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
 
@@ -39,7 +38,7 @@ def read_as_loaded(source: Source) -> Source:
     Raises InputError for tensors that are not those of config.json.
     """
     if source.library is TRANSFORMERS and not is_usual(source):
-        from blr.compressor.loading.loader_names import taken
+        from blr.compressor.loading.loader_names import taken  # imports torch
 
         source = taken(source)
     family = find_family(source.model_type)
@@ -126,7 +125,5 @@ def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
 @cache
 def layouts() -> dict[str, dict[str, Any]]:
     """What `configs/usual.yaml` says, by class."""
-    from ruamel.yaml import YAML
-
-    table = YAML(typ="safe").load(files("blr.configs").joinpath("usual.yaml").read_text("utf-8"))
+    table = read_config_table("usual.yaml")
     return {name: layout for layout in table for name in layout["classes"]}

@@ -18,14 +18,13 @@ import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.loading.native import check_type, decoded, native_class, native_errors
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.loading.native import check_type, made_config, native_class, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.modeling.registry import auto_classes
 
@@ -51,8 +50,8 @@ def taken(source: Source) -> Source:
 
 
 def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
+    config = made_config(source)
     with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
 
 
@@ -78,8 +77,7 @@ def _named(source: Source) -> Source:
 def _candidates(source: Source) -> list[str]:
     """The classes of a model type, those that say most plainly what they are for first: what is no
     decoder by its configuration fills masks."""
-    with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
+    config = made_config(source)
     tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
     if getattr(config, "is_decoder", None) is False:
         tasks = [*tasks[1:3], tasks[0], ""]
@@ -178,9 +176,7 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
     )
     source = replace(source, said=(*source.said, said))
     config = {**_without_ties(source.config), TIES[0]: False}  # which it may be silent of
-    with native_errors(source):
-        made = CONFIG_MAPPING[source.model_type].from_dict(decoded(config))
-    if made.is_encoder_decoder:
+    if made_config(replace(source, config=config)).is_encoder_decoder:
         return source
     stored = {keys.key(name): entry for name, entry in source.entries.items()}
     copies = {k: stored[g] for k, g in tied.items() if k not in stored and g in stored}

@@ -1,4 +1,5 @@
-"""Finds a checkpoint: a local folder, a short name, or a hub repository."""
+"""Finds a checkpoint: a local folder, a short name, or a hub repository, whose weights are downloaded or
+stay there: then a folder stands in for it, and they are fetched as they are read."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 from textwrap import shorten
+from typing import Any
 
 from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import (
@@ -24,10 +26,9 @@ from blr.compressor.base.errors import (
 from blr.compressor.base.exhaustion import FULL, storage_errors
 from blr.compressor.base.quoting import first_line, is_text, printable, quote
 from blr.compressor.checkpoint.extras import MODULES
-from blr.compressor.checkpoint.header import MAX_HEADER_BYTES
+from blr.compressor.checkpoint.header import MAX_HEADER_BYTES, read_index
 from blr.compressor.checkpoint.regular import absence, is_barred, read_whole
 from blr.compressor.checkpoint.remote import STANDING_IN, RemoteShard
-from blr.compressor.checkpoint.source import read_index
 from blr.compressor.recipe.architectures import short_names
 from blr.compressor.recipe.schema import DENSE, Recipe
 
@@ -64,11 +65,9 @@ def resolve_model(
     Without `weights` no more than its config.json is downloaded. With `stream`, or where it is None and
     the disk has no room, weights are fetched as they are read (`checkpoint/remote.py`).
 
-    Raises:
-        UsageError: a revision of a local folder.
-        InputError: neither an existing folder nor the form of a hub id.
-        HubError: the hub cannot be reached, refuses, or has no such repository.
-        StorageError: the hub's cache is full.
+    Raises UsageError: a revision of a local folder; InputError: neither an existing folder nor the form
+    of a hub id; HubError: the hub cannot be reached, refuses, or has no such repository; StorageError:
+    the hub's cache is full.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for every library that is imported from here on
@@ -135,11 +134,7 @@ def is_offline() -> bool:
 
 
 def _download(
-    repository: str,
-    revision: str | None,
-    offline: bool,
-    patterns: list[str],
-    stream: bool | None = False,
+    repository: str, revision: str | None, offline: bool, patterns: list[str], stream: bool | None
 ) -> Found:
     """What `repository` has on the hub; where it cannot be asked, what the cache has whole of it."""
     try:
@@ -156,36 +151,38 @@ def _download(
             found = _cached(repository, revision, patterns)
             if is_whole(found.folder, patterns):
                 reason = str(told).partition("; ")[0]
-                print(
-                    f"blr: {reason}: goes on with commit {found.revision} in the cache", file=sys.stderr
-                )
+                _say(f"{reason}: goes on with commit {found.revision} in the cache")
                 return found
         raise told from error
 
 
+def _say(line: str) -> None:
+    print(f"blr: {line}", file=sys.stderr)
+
+
 def _asked(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> Found:
-    from huggingface_hub import snapshot_download
-
     wanted = _of_pipeline(repository, revision, False, patterns)
-    if wanted != patterns:
-        patterns, stream = wanted, _none_streamed(repository, stream)
-    if _stays(repository, revision, patterns, stream):
-        from blr.compressor.loading.hub_proxy import stand_in
-
-        standing, commit = stand_in(repository, revision, patterns)
+    if wanted != patterns and stream:
+        raise UsageError(f"--stream: {repository} is a pipeline of diffusers; leave it out")
+    stream = stream if wanted == patterns else False
+    if _stays(repository, revision, wanted, stream):
+        standing, commit = stand_in(repository, revision, wanted)
         return Found(standing, repository, commit)
-    folder = snapshot_download(repository, revision=revision, allow_patterns=patterns)
-    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+    folder = Path(_snapshot(repository, revision, wanted))
+    return Found(_model_in(folder), repository, folder.name)
 
 
 def _cached(repository: str, revision: str | None, patterns: list[str]) -> Found:
-    from huggingface_hub import snapshot_download
-
     wanted = _of_pipeline(repository, revision, True, patterns)
-    folder = snapshot_download(
-        repository, revision=revision, allow_patterns=wanted, local_files_only=True
-    )
-    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+    folder = Path(_snapshot(repository, revision, wanted, local_files_only=True))
+    return Found(_model_in(folder), repository, folder.name)
+
+
+def _snapshot(repository: str, revision: str | None, patterns: list[str], **how: Any) -> Any:
+    """The folder of a commit in the hub's cache, or with `dry_run` what a download would take."""
+    from huggingface_hub import snapshot_download  # reads the environment: not before it is set
+
+    return snapshot_download(repository, revision=revision, allow_patterns=patterns, **how)
 
 
 def _may_be_cached(error: Exception) -> bool:
@@ -193,9 +190,7 @@ def _may_be_cached(error: Exception) -> bool:
     that it does not have is an error, and so is a disk without room."""
     from huggingface_hub.errors import RevisionNotFoundError
 
-    missing = isinstance(error, RevisionNotFoundError) or isinstance(
-        error.__cause__, RevisionNotFoundError
-    )
+    missing = any(isinstance(each, RevisionNotFoundError) for each in (error, error.__cause__))
     return not missing and getattr(error, "errno", None) not in FULL
 
 
@@ -232,25 +227,18 @@ def _hub_error(error: Exception, repository: str) -> BlrError:
 
 def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> list[str]:
     """`patterns`, of a pipeline's repository those of its transformer alone."""
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     tops = ["config.json", PIPELINE]
     if offline:
         cached = {name: try_to_load_from_cache(repository, name, revision=revision) for name in tops}
         found = {name for name, path in cached.items() if isinstance(path, str)}
     else:
-        listed = snapshot_download(repository, revision=revision, allow_patterns=tops, dry_run=True)
+        listed = _snapshot(repository, revision, tops, dry_run=True)
         found = {file.filename for file in listed}
     if found != {PIPELINE}:
         return patterns
     return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
-
-
-def _none_streamed(repository: str, stream: bool | None) -> bool:
-    """False: a pipeline's transformer is downloaded. Raises UsageError where that must not be."""
-    if stream:
-        raise UsageError(f"--stream: {repository} is a pipeline of diffusers; leave it out")
-    return False
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
@@ -258,13 +246,12 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
 
     Raises StorageError where the hub's cache has no room and they must not.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    files = snapshot_download(repository, revision=revision, allow_patterns=patterns, dry_run=True)
+    files = _snapshot(repository, revision, patterns, dry_run=True)
     needed = sum(file.file_size or 0 for file in files if file.will_download)
     if stream:
-        print(f"blr: {repository}: {STREAMED}", file=sys.stderr)
+        _say(f"{repository}: {STREAMED}")
         return True
     if needed <= SILENT:
         return False
@@ -272,16 +259,15 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
     while not place.exists():
         place = place.parent
     free = disk_usage(place).free
-    found = (
-        f"{repository}: {needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}, {free / 1e9:.1f} GB free"
-    )
+    asked = f"{needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}"
+    found = f"{repository}: {asked}, {free / 1e9:.1f} GB free"
     if needed > free and stream is None:
-        print(f"blr: {found}: {STREAMED}", file=sys.stderr)
+        _say(f"{found}: {STREAMED}")
         return True
     if needed > free:
         remedy = "free that disk or set HF_HOME to another (nothing is deleted for you)"
         raise StorageError(f"{found}; {remedy}")
-    print(f"blr: {found}", file=sys.stderr)
+    _say(found)
     return False
 
 
@@ -294,17 +280,15 @@ REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
 def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
     """The folder, with all but the weights of the model, and the commit.
 
-    Raises:
-        HubError: a repository without safetensors. InputError: an index of other than plain names.
-        What the hub's client raises.
+    Raises HubError for a repository without safetensors, InputError for an index of other than plain
+    names, and what the hub's client raises.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HOME
 
     small = [pattern for pattern in patterns if not pattern.endswith(WEIGHTS)]
-    snapshot = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+    snapshot = Path(_snapshot(repository, revision, small))
     if (snapshot / MODULES).is_file():
-        snapshot_download(repository, revision=snapshot.name, allow_patterns=WHOLE)
+        _snapshot(repository, snapshot.name, WHOLE)
     folder = Path(HF_HOME) / "blr-standing-in" / repository.replace("/", "--") / snapshot.name
     shards = _shards(repository, snapshot)
     for path in (path for path in snapshot.rglob("*") if path.is_file()):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from blr.compressor.base.errors import BlrError, InputError, NumericsError
+from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
@@ -56,14 +56,17 @@ def first_trial(model: Any, where: object) -> Trial:
     for inputs in candidates(model):
         try:
             expected = run(model, inputs)
-        except (BlrError, MemoryError):
-            raise
         except Exception as error:  # whatever a model raises at what it does not take
             raise_exhausted(error)
             reason = reason or first_line(error)  # of the plainest
             continue
-        return _checked(Trial(inputs, expected, _words(inputs)), where)
-    reason = reason or f"no input named {model.main_input_name!r} is known"
+        words = (_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
+        return _checked(Trial(inputs, expected, " and ".join(words)), where)
+    refuse_model(model, where, reason or f"no input named {model.main_input_name!r} is known")
+
+
+def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
+    """Raise InputError for a model that runs on no small input."""
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
         f"expected results to compare with; {NO_CHECK}"
@@ -166,10 +169,6 @@ _MAKERS = {
 }
 _WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
 _WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
-
-
-def _words(inputs: dict[str, Tensor]) -> str:
-    return " and ".join(_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
 
 
 def _cast(value: Any, model: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.disk import write_stream
-from blr.compressor.base.errors import BlrError, NumericsError, OutputError
+from blr.compressor.base.errors import NumericsError, OutputError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.extras import CARD, REPORT
@@ -57,8 +57,7 @@ class Check:
         runs: whether to run them; otherwise `reload` is all.
         text: gives what the loss of a decoder is measured on, None for text of the model's own.
 
-    Raises:
-        InputError, NumericsError: nothing can be said of what this model computes.
+    Raises InputError, NumericsError: nothing can be said of what this model computes.
     """
 
     def __init__(
@@ -116,8 +115,6 @@ class Check:
             distance = trial.distance(self.door.written(folder), folder)
             known = self.measure
             return distance, measured(known, folder) if isinstance(known, Measure) else known
-        except (BlrError, MemoryError):
-            raise
         except Exception as error:  # a model may raise anything
             raise_exhausted(error)
             reason = first_line(error)
@@ -133,8 +130,7 @@ def write_loss(folder: Path, facts: dict[str, Any] | None) -> Written:
     Args:
         facts: of `loss.Loss` or `loss.Unmeasured`; None for a model that continues no text.
 
-    Returns:
-        What was rewritten: size and SHA-256 by file.
+    Returns what was rewritten: size and SHA-256 by file.
     """
     files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
     return {name: write_stream(folder / name, [data]) for name, data in files.items()}

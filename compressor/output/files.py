@@ -126,12 +126,10 @@ def _planned_tensors(source: Source, plan: Plan) -> dict[str, Any]:
 def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
     """Check that transformers loads `folder` with no key missing or left over, tokenizer included.
 
-    Returns:
-        Files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type
-        of our own would otherwise select another tokenizer class.
+    Returns files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type of
+    our own would otherwise select another tokenizer class.
 
-    Raises:
-        OutputError: the output would not load as it should (a bug, or a family we misread).
+    Raises OutputError: the output would not load as it should (a bug, or a family we misread).
     """
     config = json.loads((folder / "config.json").read_bytes())
     register(source.config["model_type"])

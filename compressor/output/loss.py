@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.base.errors import BlrError, InputError, NumericsError
+from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, printable
 from blr.compressor.checkpoint.context import context_of, of_text
@@ -254,8 +254,6 @@ def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None
     try:
         model = computing(source)
         return Measure(model, text or own_text(model, source), source.folder)
-    except (BlrError, MemoryError):
-        raise
     except Exception as error:  # whatever a model raises that takes no plain text
         raise_exhausted(error)
         return Unmeasured(f"the model does not read plain text ({first_line(error, 120)})")

@@ -65,8 +65,7 @@ def write_whole(
         facts: gives the manifest's account of the run once all is written, with `input_sha256` of
             all that was read.
 
-    Raises:
-        BlrError: as `check`; there is no manifest then.
+    Raises BlrError: as `check`; there is no manifest then.
     """
     names = {
         *contents.shards,

@@ -21,8 +21,7 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
     """The checkpoint in `folder` from its headers, or its outline if it has no weights that
     can be looked into without loading them (pickled ones cannot).
 
-    Returns:
-        The source, and whether it is only an outline (its entries point at no bytes).
+    Returns the source, and whether it is only an outline (its entries point at no bytes).
 
     Raises:
         InputError: no checkpoint and no config.json of a known family, or one that `compress` refuses.

@@ -124,9 +124,8 @@ def make_plan(
             without them ranks are uniform.
         calibrated: the fits will be weighted by activations.
 
-    Raises:
-        UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
-            reach.
+    Raises UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
+    reach.
     """
     notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
     layers = select(find_layers(source, recipe, notes), recipe, source)

@@ -78,9 +78,8 @@ class Decoder:
     Attributes:
         pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
 
-    Raises:
-        UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not.
-        BatchError, ContextError: a size out of range.
+    Raises UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not;
+    BatchError, ContextError: a size out of range.
     """
 
     def __init__(
@@ -117,11 +116,9 @@ class Decoder:
             input_ids: [B, T] int64, padded on the left. lengths: [B], tokens of each row at its end
                 (default: T).
 
-        Returns:
-            [B, vocab] in float32, the logits of the first new token.
+        Returns [B, vocab] in float32, the logits of the first new token.
 
-        Raises:
-            BatchError, ContextError: more rows or tokens than the decoder was made for.
+        Raises BatchError, ContextError: more rows or tokens than the decoder was made for.
         """
         rows, length = input_ids.shape
         if not 1 <= rows <= self.batch or length == 0:
@@ -180,14 +177,11 @@ class Decoder:
             temperature, top_k, top_p: of `Sampler`. seed: of the draws.
             stop_ids: tokens that end a row. on_token: called with (row, token) as tokens arrive.
 
-        Returns:
-            The new tokens of each row, its stop token last if it met one.
+        Returns the new tokens of each row, its stop token last if it met one.
 
-        Raises:
-            BatchError, ContextError: more rows or tokens than the decoder was made for.
-            ValueError: sampling parameters out of range.
-            NumericsError: logits that choose no token.
-            BusyError: a call by `on_token` of this decoder's own.
+        Raises BatchError, ContextError: more rows or tokens than the decoder was made for; ValueError:
+        sampling parameters out of range; NumericsError: logits that choose no token; BusyError: a call
+        by `on_token` of this decoder's own.
         """
         sampler = Sampler(temperature, top_k, top_p)
         if max_new_tokens < 1:

@@ -58,8 +58,7 @@ def supports(model: Any) -> str | None:
 def make_plan(model: Any) -> Plan:
     """The phases of `model`, which may mix dense and structured layers.
 
-    Raises:
-        UnsupportedError: with the reason that `supports` gives.
+    Raises UnsupportedError: with the reason that `supports` gives.
     """
     reason = supports(model)
     if reason is not None:

@@ -66,8 +66,7 @@ class Prompts:
         Args:
             start: [B] on the CPU, the first slot of each row that is not padding.
 
-        Returns:
-            [B, H], the normalized hidden states of the last slot.
+        Returns [B, H], the normalized hidden states of the last slot.
         """
         padding = start.to(input_ids.device) if int(start.max()) > 0 else None
         found = None

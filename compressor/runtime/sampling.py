@@ -29,8 +29,7 @@ class Sampler:
     top_k: only among the k most likely. top_p: only among the most likely that together reach this
     probability. The order is that of transformers: temperature, top-k, top-p.
 
-    Raises:
-        ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
+    Raises ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
     """
 
     temperature: float = 0.0

@@ -16,8 +16,8 @@ from blr.compressor.base.packages import check_packages, is_missing
 from blr.compressor.base.quoting import first_line, is_text, quote
 from blr.compressor.checkpoint.regular import (
     absence,
+    digest_of,
     read_lines,
-    read_pieces,
     read_start,
     read_text,
     refuse,
@@ -115,9 +115,8 @@ def read_calibration(
             a text, the last twentieth of what it holds at most held back; encoders one line at a time,
             with all that the tokenizer puts around it.
 
-    Raises:
-        InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
-        HubError: a data set that cannot be had.
+    Raises InputError: missing, empty, not UTF-8, malformed, or shorter than one window; HubError: a data
+    set that cannot be had.
     """
     documents = read_documents(name, offline)
     if not packed:
@@ -154,10 +153,7 @@ def calibration_digest(name: str) -> str:
     path = _known(name)
     if not os.path.exists(path):
         return name
-    digest = hashlib.sha256()
-    for piece in read_pieces(path, MAX_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
+    return digest_of(path, MAX_BYTES)
 
 
 def check_text(name: str, offline: bool = False) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, settle
 from blr.compressor.base.errors import InputError, OutputError
-from blr.compressor.checkpoint.header import TensorEntry, read_header
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
+from blr.compressor.checkpoint.source import Source
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order

@@ -33,13 +33,7 @@ WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of hea
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32
-TABLES = (
-    "run",
-    "source",
-    "healed_from",
-    "teacher",
-    "compressed_from",
-)  # facts that are tables
+TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
 _HUBS_OWN = re.compile(
@@ -53,7 +47,11 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any
     Args:
         folder: where the files lie. files: their names to (bytes, SHA-256).
     """
-    listed = {name: _listing(folder / name, *found) for name, found in sorted(files.items())}
+    listed: dict[str, dict[str, Any]] = {}
+    for name, (size, sha256) in sorted(files.items()):
+        listed[name] = {"size": size, "sha256": sha256}
+        if name.endswith(SHARD):
+            listed[name][HEADER] = header_digest(folder / name)
     table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
     text = json.dumps(table, indent=2).encode() + b"\n"
     return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
@@ -69,11 +67,6 @@ def with_file(folder: Path, name: str, data: bytes) -> bytes:
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
     facts = {key: manifest[key] for key in manifest if key not in ("format", "files", DIGEST)}
     return build_manifest(folder, files, **facts)
-
-
-def _listing(path: Path, size: int, sha256: str) -> dict[str, Any]:
-    found = {"size": size, "sha256": sha256}
-    return {**found, HEADER: header_digest(path)} if path.suffix == ".safetensors" else found
 
 
 def header_digest(path: Path) -> str:
@@ -124,9 +117,8 @@ def computing_digest(folder: Path) -> str | None:
 def verify_manifest(folder: Path) -> int:
     """Check every file of an output and its manifest; how many files there are.
 
-    Raises:
-        OutputError: as `read_manifest`.
-        VerifyError: a file or the manifest itself differs, or something cannot be read.
+    Raises OutputError: as `read_manifest`; VerifyError: a file or the manifest itself differs, or
+    something cannot be read.
     """
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
@@ -296,7 +288,11 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
     listed = read_listed(folder)
     for name, expected in listed.items():
         _check_outline(folder, name, expected)
-    read = {n: e for n, e in listed.items() if hashes == "all" or (hashes == "small" and not _shard(n))}
+    read = {
+        n: e
+        for n, e in listed.items()
+        if hashes == "all" or (hashes == "small" and not n.endswith(SHARD))
+    }
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         paths = [folder / name for name in read]
         for (name, expected), found in zip(read.items(), pool.map(_sha256, paths), strict=True):
@@ -331,10 +327,6 @@ class ShardDigests:
         for path, digest in self._open.items():
             for by, expected in self._expected(path).items():
                 _compare(path, digest.hexdigest(), expected, by)
-
-
-def _shard(name: str) -> bool:
-    return name.endswith(SHARD)
 
 
 def _check_outline(folder: Path, name: str, expected: Mapping[str, Any]) -> None:

@@ -178,9 +178,8 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
         in_the_way(path, "damaged")
     files = marker.get("files")
     told = marker.get("run") is None or type(marker["run"]) is dict
-    if marker.keys() != {"about", "files", "run"} or not (told and _are_names(files)):
-        in_the_way(path, "damaged")
-    if depth(marker) > MAX_DEPTH:
+    known = marker.keys() == {"about", "files", "run"} and depth(marker) <= MAX_DEPTH
+    if not (known and told and _are_names(files)):
         in_the_way(path, "damaged")
     return marker
 

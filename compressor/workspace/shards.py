@@ -64,8 +64,7 @@ def write_shards(
 ) -> dict[str, tuple[int, str]]:
     """Write every shard, then the index if there are several.
 
-    Returns:
-        File name to (bytes, SHA-256).
+    Returns file name to (bytes, SHA-256).
     """
     written = {}
     for name, slots in shards.items():

@@ -105,8 +105,7 @@ class Workspace:
         Args:
             fingerprint: everything a resumed run must agree on, by name, JSON-ready.
 
-        Raises:
-            OutputError: left by a run with another fingerprint (the message names what changed).
+        Raises OutputError: left by a run with another fingerprint (the message names what changed).
         """
         self.fingerprint = ownership.canonical(fingerprint)
         if self._left is not None and self._holds_work():
@@ -248,7 +247,7 @@ class Workspace:
             ownership.check_listed(self.partial, self._files)
         elif (self.partial / MANIFEST).exists():
             self._take_whole(read_manifest(self.partial))
-        elif ownership.is_unborn(self.partial) or (self._after_kill and self._is_bare()):
+        elif ownership.is_unborn(self.partial) or (self._after_kill and not any(self.partial.iterdir())):
             ownership.remove(self.partial, {ownership.RUN_FILE})
         else:
             ownership.in_the_way(self.partial, "without the mark of blr")
@@ -261,9 +260,6 @@ class Workspace:
             self.claim()
         elif self.restart:
             ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
-
-    def _is_bare(self) -> bool:
-        return not any(self.partial.iterdir())
 
     def _is_marked(self) -> bool:
         return os.path.lexists(self.partial / ownership.RUN_FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import READING, Progress
-from blr.compressor.checkpoint.regular import read_pieces
+from blr.compressor.checkpoint.regular import digest_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.sweep.chain import PointChain, Pool, command_line, slots
 from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
@@ -127,20 +126,13 @@ def _begun(source: Source) -> dict[str, Any]:
 
 def _digests(texts: Sequence[Path]) -> list[str]:
     """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
-    found = [_digest(path) for path in texts]
+    found = [digest_of(path, MAX_TEXT) for path in texts]
     for number, digest in enumerate(found):
         if (first := found.index(digest)) < number:
             raise UsageError(
                 f"--eval {texts[number]}: the same text as {texts[first]}; give every text once"
             )
     return found
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in read_pieces(path, MAX_TEXT):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
