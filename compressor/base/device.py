@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 _KNOWN = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?", re.ASCII)
+LIBRARY = "libnvidia-ml.so.1"
+LONGEST = 96  # bytes of a name
 
 
 def check_device(name: str) -> str:
@@ -69,10 +71,6 @@ def working_dtype(device: torch.device) -> torch.dtype:
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-LIBRARY = "libnvidia-ml.so.1"
-LONGEST = 96  # bytes of a name
 
 
 @dataclass(frozen=True)

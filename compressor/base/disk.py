@@ -21,6 +21,7 @@ NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ... and to link
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
 SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
+_made: set[Path] = set()
 
 
 def flush(descriptor: int) -> None:
@@ -145,9 +146,6 @@ def check_space(folder: Path, needed: int) -> None:
 def pieces(data: bytes | Path) -> Iterator[bytes]:
     """Of bytes, all at once; of a file, a chunk at a time."""
     return read_chunks(data) if isinstance(data, Path) else iter([data])
-
-
-_made: set[Path] = set()
 
 
 @contextmanager

@@ -26,6 +26,31 @@ _GPU_FULL = re.compile(
 )
 OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, of a GPU's
 PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that nobody hides a bug
+AGAIN = "run the same command again"
+OTHERS = "another program changed the output or its partial folder, run the same command again"
+ROOTED = "a mount point or in use, which no finished folder can be renamed to; choose another --output"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
+TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)  # others moved or made files
+UNMOVABLE = (errno.EBUSY, errno.EXDEV, errno.ETXTBSY)
+TRANSIENT = (errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.EDEADLK, errno.ENOLCK, errno.ENOBUFS)
+SHORTAGES = {
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "close other programs, the machine has no more files to open",
+    errno.ENOMEM: "free memory or take a larger machine",
+}
+# Number -> the kind of error and what to do, for whatever is written
+_WRITING: dict[int, tuple[type[BlrError], str]] = {
+    **dict.fromkeys(FULL, (StorageError, "")),
+    **dict.fromkeys(DENIED, (OutputError, "choose an output folder you can write to")),
+    **dict.fromkeys(UNFIT, (OutputError, "choose another --output")),
+    **dict.fromkeys(TAKEN, (OutputError, OTHERS)),
+    **dict.fromkeys(UNMOVABLE, (OutputError, ROOTED)),
+    **dict.fromkeys(TRANSIENT, (StorageError, f"the file system does not keep up: {AGAIN}")),
+    **{code: (CapabilityError, f"{remedy}, then {AGAIN}") for code, remedy in SHORTAGES.items()},
+}
+_OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 def raise_exhausted(error: BaseException) -> None:
@@ -72,33 +97,6 @@ def exhausted(error: BaseException) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Whether a Rust library (tokenizers, safetensors) gave up in the middle of a call."""
     return type(error).__name__ == PANIC
-
-
-AGAIN = "run the same command again"
-OTHERS = "another program changed the output or its partial folder, run the same command again"
-ROOTED = "a mount point or in use, which no finished folder can be renamed to; choose another --output"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
-TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)  # others moved or made files
-UNMOVABLE = (errno.EBUSY, errno.EXDEV, errno.ETXTBSY)
-TRANSIENT = (errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.EDEADLK, errno.ENOLCK, errno.ENOBUFS)
-SHORTAGES = {
-    errno.EMFILE: "allow more open files (ulimit -n)",
-    errno.ENFILE: "close other programs, the machine has no more files to open",
-    errno.ENOMEM: "free memory or take a larger machine",
-}
-# Number -> the kind of error and what to do, for whatever is written
-_WRITING: dict[int, tuple[type[BlrError], str]] = {
-    **dict.fromkeys(FULL, (StorageError, "")),
-    **dict.fromkeys(DENIED, (OutputError, "choose an output folder you can write to")),
-    **dict.fromkeys(UNFIT, (OutputError, "choose another --output")),
-    **dict.fromkeys(TAKEN, (OutputError, OTHERS)),
-    **dict.fromkeys(UNMOVABLE, (OutputError, ROOTED)),
-    **dict.fromkeys(TRANSIENT, (StorageError, f"the file system does not keep up: {AGAIN}")),
-    **{code: (CapabilityError, f"{remedy}, then {AGAIN}") for code, remedy in SHORTAGES.items()},
-}
-_OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 @contextmanager

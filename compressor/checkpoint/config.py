@@ -11,6 +11,25 @@ from typing import Any
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import inside, read_json, refuse
 
+# What an older diffusers called one class, by the modulation that the configuration names
+_OLDER = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+REMEDY = "take the config.json of the model's own repository"
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+MAX_LAYERS = 4096
+# Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
+# Without these bounds building it, even without weights, takes all of the time or memory there is.
+_TYPE = re.compile(r"(blr_)?(?!blr_)[a-z0-9_.-]{1,64}")
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+MAX_LATENT = 1024  # rows and columns of what a diffusion model denoises
+_LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?)$")
+_EXPERTS = re.compile(r"(^|_)experts?$")
+_SIZES = re.compile(r"(^|_)(dim|size|width|positions|position_embeddings|ctx)$")
+LIMITS = ((_LAYERS, MAX_LAYERS), (_EXPERTS, 2**16), (_SIZES, 2**24))
+# What a checkpoint of few tensors may announce all the same: thresholds are named like counts, and
+# the defaults of a family like a model that is larger
+FEW_LAYERS, FEW_EXPERTS = 128, 1024
+
 
 @dataclass(frozen=True)
 class Library:
@@ -43,8 +62,6 @@ class Library:
         return f"{self.pickle}.index.json"
 
 
-# What an older diffusers called one class, by the modulation that the configuration names
-_OLDER = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 TRANSFORMERS = Library("transformers", "model", "pytorch_model", "model_type")
 DIFFUSERS = Library("diffusers", *("diffusion_pytorch_model",) * 2, "_class_name")
 
@@ -59,24 +76,6 @@ def kind_of(config: Mapping[str, Any]) -> str:
     """The type of model that a checked config.json names: of a model of diffusers, the class."""
     kind = str(config[library_of(config).kind])
     return _OLDER.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind
-
-
-REMEDY = "take the config.json of the model's own repository"
-MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
-MAX_LAYERS = 4096
-# Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
-# Without these bounds building it, even without weights, takes all of the time or memory there is.
-_TYPE = re.compile(r"(blr_)?(?!blr_)[a-z0-9_.-]{1,64}")
-_CLASS = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
-MAX_LATENT = 1024  # rows and columns of what a diffusion model denoises
-_LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?)$")
-_EXPERTS = re.compile(r"(^|_)experts?$")
-_SIZES = re.compile(r"(^|_)(dim|size|width|positions|position_embeddings|ctx)$")
-LIMITS = ((_LAYERS, MAX_LAYERS), (_EXPERTS, 2**16), (_SIZES, 2**24))
-# What a checkpoint of few tensors may announce all the same: thresholds are named like counts, and
-# the defaults of a family like a model that is larger
-FEW_LAYERS, FEW_EXPERTS = 128, 1024
 
 
 def read_config(folder: Path) -> dict[str, Any]:

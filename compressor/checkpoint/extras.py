@@ -53,6 +53,38 @@ _LABELS = {"id2label", "label2id"}  # their keys are names of classes
 
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")
+CARD, LAYERS, REPORT, METRICS = "README.md", "blr_layers.json", "report.json", "metrics.jsonl"
+MAX_BYTES = 64 * 2**20
+MAX_FILES, MAX_DEPTH = 1000, 4
+SHOWN = 6  # names of what is left behind
+ADAPTER = "adapter_config.json"  # by which peft takes a folder for an adapter
+UNAPPLIED = f"{ADAPTER}: the model beside it is taken as it is stored, no adapter is applied to it"
+MODULES, MODULE_WEIGHTS = "modules.json", "model.safetensors"
+PICKLED = "pytorch_model.bin"
+# What tokenizers and pipelines read: of these a damaged one is an error, not left behind.
+KNOWN = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template*", "additional_chat_templates/*"),
+    *("preprocessor_config.json", "*.model", MODULES, "sentence_bert_config.json"),
+    *("config_sentence_transformers.json", "1_Pooling/config.json"),
+)
+KNOWN_FOLDERS = {pattern.partition("/")[0] for pattern in KNOWN if "/" in pattern}
+KNOWN_SUFFIXES = re.compile(r".*\.(json|txt|jinja|model|tiktoken|bpe|model\.v\d+)")
+# Written by whoever writes an output, for what is in it.
+OURS = re.compile(
+    r"config\.json|(model|pytorch_model|diffusion_pytorch_model)\.(safetensors|bin)\.index\.json|blr_\w+\.json"
+    r"|recipe\.yaml|report\.(json|html)|metrics\.jsonl|\w+_blr\.py"
+)
+WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pte?|pt2|pth|ckpt|h5|keras|msgpack|onnx(_data|\.data)?|gguf|ggml|ot|tflite"
+    r"|ml(model|package)|pb|np[yz]|pkl|pickle|joblib|engine|param|params|nemo|distcp)|.*\.index\.json"
+)
+CODE = re.compile(
+    r".*\.(py[cdiw]?|ipynb|so(\.\d+)*|dll|dylib|exe|com|bat|cmd|ps1|(ba|z|c|fi)?sh|m?js|jar|whl|pl|rb"
+    r"|php|lua|wasm|o|a|egg|app|msi|deb|rpm|desktop|command)"
+)
+PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+MAGIC = (b"#!", b"\x7fELF", b"MZ", b"\xca\xfe\xba\xbe", *PICKLES)
 
 
 def inert(value: Any, known: Collection[str] | None = None) -> Any:
@@ -130,40 +162,6 @@ def _is_hint(key: str, value: Any, known: Collection[str] | None) -> bool:
 def _holds_text(value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, str) or any(_holds_text(item) for item in inner)
-
-
-CARD, LAYERS, REPORT, METRICS = "README.md", "blr_layers.json", "report.json", "metrics.jsonl"
-MAX_BYTES = 64 * 2**20
-MAX_FILES, MAX_DEPTH = 1000, 4
-SHOWN = 6  # names of what is left behind
-ADAPTER = "adapter_config.json"  # by which peft takes a folder for an adapter
-UNAPPLIED = f"{ADAPTER}: the model beside it is taken as it is stored, no adapter is applied to it"
-MODULES, MODULE_WEIGHTS = "modules.json", "model.safetensors"
-PICKLED = "pytorch_model.bin"
-# What tokenizers and pipelines read: of these a damaged one is an error, not left behind.
-KNOWN = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template*", "additional_chat_templates/*"),
-    *("preprocessor_config.json", "*.model", MODULES, "sentence_bert_config.json"),
-    *("config_sentence_transformers.json", "1_Pooling/config.json"),
-)
-KNOWN_FOLDERS = {pattern.partition("/")[0] for pattern in KNOWN if "/" in pattern}
-KNOWN_SUFFIXES = re.compile(r".*\.(json|txt|jinja|model|tiktoken|bpe|model\.v\d+)")
-# Written by whoever writes an output, for what is in it.
-OURS = re.compile(
-    r"config\.json|(model|pytorch_model|diffusion_pytorch_model)\.(safetensors|bin)\.index\.json|blr_\w+\.json"
-    r"|recipe\.yaml|report\.(json|html)|metrics\.jsonl|\w+_blr\.py"
-)
-WEIGHTS = re.compile(
-    r".*\.(safetensors|bin|pte?|pt2|pth|ckpt|h5|keras|msgpack|onnx(_data|\.data)?|gguf|ggml|ot|tflite"
-    r"|ml(model|package)|pb|np[yz]|pkl|pickle|joblib|engine|param|params|nemo|distcp)|.*\.index\.json"
-)
-CODE = re.compile(
-    r".*\.(py[cdiw]?|ipynb|so(\.\d+)*|dll|dylib|exe|com|bat|cmd|ps1|(ba|z|c|fi)?sh|m?js|jar|whl|pl|rb"
-    r"|php|lua|wasm|o|a|egg|app|msi|deb|rpm|desktop|command)"
-)
-PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-MAGIC = (b"#!", b"\x7fELF", b"MZ", b"\xca\xfe\xba\xbe", *PICKLES)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 8 * 2**20
+JOURNAL = "journal"  # in the partial folder of any run
+UNFINISHED = "what an interrupted run of blr has done"
+FINISH = "finish it by the command that began it"
+TENSORS = "take the model's safetensors"
+# pattern of names in the folder -> what it is, what to do
+KINDS: tuple[tuple[str, str, str], ...] = (
+    (JOURNAL, UNFINISHED, FINISH),
+    ("adapter_config.json", "an adapter of peft", "merge it into its base model and give that"),
+    ("*-of-*.safetensors", "shards without their index", "download the .safetensors.index.json, too"),
+    ("*.gguf", "weights in GGUF", f"{TENSORS}, or let transformers read it (gguf_file=) and save it"),
+    ("consolidated*", "weights in the author's own layout", "take those in that of transformers"),
+    ("*.onnx", "a model in ONNX", TENSORS),
+    ("*.h5", "weights of TensorFlow", TENSORS),
+    ("*.msgpack", "weights of Flax", TENSORS),
+    ("snapshots/*/config.json", "a model in the cache of the hub", "give {name}, or the folder {place}"),
+    ("*/config.json", "folders of checkpoints", "give {place}"),
+)
 
 
 @dataclass(frozen=True)
@@ -230,22 +247,3 @@ def check_is_output(folder: Path, expected: str) -> None:
     check_is_folder(folder, expected)
     if (folder / JOURNAL).is_dir():
         refuse(folder, UNFINISHED, expected, FINISH)
-
-
-JOURNAL = "journal"  # in the partial folder of any run
-UNFINISHED = "what an interrupted run of blr has done"
-FINISH = "finish it by the command that began it"
-TENSORS = "take the model's safetensors"
-# pattern of names in the folder -> what it is, what to do
-KINDS: tuple[tuple[str, str, str], ...] = (
-    (JOURNAL, UNFINISHED, FINISH),
-    ("adapter_config.json", "an adapter of peft", "merge it into its base model and give that"),
-    ("*-of-*.safetensors", "shards without their index", "download the .safetensors.index.json, too"),
-    ("*.gguf", "weights in GGUF", f"{TENSORS}, or let transformers read it (gguf_file=) and save it"),
-    ("consolidated*", "weights in the author's own layout", "take those in that of transformers"),
-    ("*.onnx", "a model in ONNX", TENSORS),
-    ("*.h5", "weights of TensorFlow", TENSORS),
-    ("*.msgpack", "weights of Flax", TENSORS),
-    ("snapshots/*/config.json", "a model in the cache of the hub", "give {name}, or the folder {place}"),
-    ("*/config.json", "folders of checkpoints", "give {place}"),
-)

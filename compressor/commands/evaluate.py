@@ -202,7 +202,7 @@ def read_pairs(path: Path) -> list[Pair]:
     if rows and not _is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
-        if len(row) < 3 or not _is_number(row[-1]):
+        if len(row) < 3 or not _is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
             raise InputError(
                 f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
                 "repair the row"
@@ -242,10 +242,6 @@ def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() + 1) / 2)[inverse]
-
-
-def _is_number(text: str) -> bool:
-    return _is_numeral(text) and math.isfinite(float(text))
 
 
 def _is_numeral(text: str) -> bool:

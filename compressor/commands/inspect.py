@@ -18,7 +18,7 @@ from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.structures.entries import packed_entries
-from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
+from blr.compressor.structures.specs import LowRankSpec, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
 
 PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
@@ -88,7 +88,9 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     """
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
-    _check_sizes(name, spec)
+    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
+    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
+        raise ValueError(f"layer {quote(name)} of sizes that are none")
     _check_said(name, record)
     bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
@@ -107,12 +109,6 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "error": record["error"],
         "notes": record["notes"],
     }
-
-
-def _check_sizes(name: str, spec: Spec) -> None:
-    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
-    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
-        raise ValueError(f"layer {quote(name)} of sizes that are none")
 
 
 def _check_said(name: str, record: dict[str, Any]) -> None:

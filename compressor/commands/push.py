@@ -117,12 +117,8 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
         for name, data in push.files.items()
     ]
     with _hub_errors(push.repository):
-        how: dict[str, Any] = {
-            "commit_message": message,
-            "revision": revision,
-            "parent_commit": info.sha,
-        }
-        done: Any = api.create_commit(push.repository, operations, **how)
+        how: dict[str, Any] = {"commit_message": message, "parent_commit": info.sha}
+        done: Any = api.create_commit(push.repository, operations, revision=revision, **how)
     return str(done.commit_url)
 
 
@@ -216,16 +212,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     rows = list(_measured(found))
     if not rows:
         refuse(path, "no metrics", MEASURED, MEASURE)
-    results = [
-        EvalResult(
-            task_type=kind,
-            dataset_type=data,
-            dataset_name=data,
-            metric_type=metric,
-            metric_value=value,
-        )
-        for kind, data, metric, value in rows
-    ]
+    results = [EvalResult(kind, data, data, metric, value) for kind, data, metric, value in rows]
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 

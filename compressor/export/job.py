@@ -218,12 +218,12 @@ class Job:
 
         written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
         if self.options.kind == "pt2":
-            from blr.compressor.export.pt2 import write_pt2
+            from blr.compressor.export.forward import write_pt2
 
             self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
-            from blr.compressor.export.onnx import write_onnx
+            from blr.compressor.export.forward import write_onnx
 
             self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)

@@ -81,7 +81,7 @@ class Quantizer:
     def settings(self) -> dict[str, Any]:
         """What `ExportSettings` says of packed layers."""
         dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
-        head = {self.head.module: self._entry(self.head.module)} if self.head else {}
+        head = {self.head.module: self.packing(self.head.module).to_dict()} if self.head else {}
         return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
 
     def sizes(self, module: str) -> tuple[int, int]:
@@ -105,10 +105,6 @@ class Quantizer:
 
     def _is_head(self, module: str) -> bool:
         return self.head is not None and self.head.module == module
-
-    def _entry(self, module: str) -> dict[str, Any]:
-        """What `quantized_linear` makes its layer from."""
-        return self.packing(module).to_dict()
 
     def packing(self, module: str) -> QuantizedSpec:
         """How a layer is packed."""
@@ -146,14 +142,11 @@ class Quantizer:
         spec = self.packing(module)
         if module in self.dense:
             layer = self.dense[module]
-            weight = self._load(layer.entry)
+            weight = self.source.load_tensor(layer.entry)
             return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
         names = (*spec.shapes(), *spec.indices())
-        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in names}
+        factors = {f: self.source.load_tensor(self.source.entries[f"{module}.{f}"]) for f in names}
         return quantize_factors(spec, factors, self._scales())
-
-    def _load(self, entry: TensorEntry) -> torch.Tensor:
-        return self.source.load_tensor(entry)
 
     def _scales(self) -> torch.dtype | None:
         return getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None

@@ -18,6 +18,8 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.recipe.architectures import find_family, read_config_table
 
 OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
+TIES = "tie_word_embeddings"
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
@@ -75,10 +77,6 @@ def check_unquantized(source: Source) -> None:
         found = f"quantization_config of method {quote(method, 40)}"
         remedy = "dequantize the checkpoint, or take the one it was made from"
         refuse(source.folder / "config.json", found, "a dense checkpoint", remedy)
-
-
-TIES = "tie_word_embeddings"
-_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 
 
 def is_usual(source: Source) -> bool:

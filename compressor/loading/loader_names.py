@@ -30,6 +30,7 @@ from blr.compressor.modeling.registry import auto_classes
 
 REMEDY = "take config.json and weights from the same model"
 TIES = ("tie_word_embeddings", "tie_embedding")  # what configurations call it
+MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of transformers' loader
 
 
 def taken(source: Source) -> Source:
@@ -240,9 +241,6 @@ def misfit(info: dict[str, Any], *kinds: str) -> str:
         if names := sorted(str(key) for key in info.get(f"{kind}_keys") or ()):
             return f"{kind} keys {quote(names[:3], 240)[1:-1]} of {len(names)}"
     return ""
-
-
-MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of transformers' loader
 
 
 def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:

@@ -41,6 +41,10 @@ PATTERNS = [
     *("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.bin"),
     *("*LICEN[SC]E*", "*NOTICE*", "*USE_POLICY*", "*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg"),
 ]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = ".safetensors", ".bin"
+WHOLE = [f"*/*{suffix}" for suffix in WEIGHTS]  # of modules beside the model
+REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
 
 
 @dataclass(frozen=True)
@@ -269,12 +273,6 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
         raise StorageError(f"{found}; {remedy}")
     _say(found)
     return False
-
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHTS = ".safetensors", ".bin"
-WHOLE = [f"*/*{suffix}" for suffix in WEIGHTS]  # of modules beside the model
-REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
 
 
 def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:

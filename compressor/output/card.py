@@ -32,6 +32,51 @@ KEPT = (
     *("library_name", "tags"),
 )
 TAGS = ("blr", "structured-compression")
+TEMPLATE = """# {name}, compressed by blr
+
+{what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
+{loss}{cache}
+{loading}
+
+| layer type | layers | structure | mean relative error of the {of} |
+|---|---|---|---|
+{rows}
+
+`recipe.yaml` is the recipe as resolved, `blr_layers.json` the record of every layer and
+`blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
+"""
+CACHE = "\nHeld as ranks by `generate` of transformers, not by the runtime of an export: the {note}.\n"
+LOADING = {
+    TRANSFORMERS: """Load it with `blr-compress` installed:
+
+```python
+import blr.compressor.modeling
+from transformers import {auto}
+model = {auto}.from_pretrained(folder)
+```
+
+or without it, running the modeling files in this folder (`AutoTokenizer` runs none, but asks before it
+reads the configuration unless it is told the same):
+
+```python
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
+```""",
+    DIFFUSERS: """Load it with `blr-compress` installed:
+
+```python
+from blr.compressor.loading.diffusion import load_diffusion
+model = load_diffusion(folder)
+```
+
+or without it, running the modeling files in this folder:
+
+```python
+from diffusers import AutoModel
+model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+```
+
+and give it to a pipeline as its `transformer`.""",
+}
 
 
 def card_front(
@@ -123,54 +168,6 @@ def _float_node(representer: Any, number: float) -> Any:
     return representer.represent_scalar("tag:yaml.org,2002:float", shown)
 
 
-TEMPLATE = """# {name}, compressed by blr
-
-{what}{kept}: {bits:.3f} bits a weight, {size}; every other tensor is unchanged.
-{loss}{cache}
-{loading}
-
-| layer type | layers | structure | mean relative error of the {of} |
-|---|---|---|---|
-{rows}
-
-`recipe.yaml` is the recipe as resolved, `blr_layers.json` the record of every layer and
-`blr_manifest.json` lists every file with its SHA-256. Written by blr {version}.
-"""
-
-CACHE = "\nHeld as ranks by `generate` of transformers, not by the runtime of an export: the {note}.\n"
-LOADING = {
-    TRANSFORMERS: """Load it with `blr-compress` installed:
-
-```python
-import blr.compressor.modeling
-from transformers import {auto}
-model = {auto}.from_pretrained(folder)
-```
-
-or without it, running the modeling files in this folder (`AutoTokenizer` runs none, but asks before it
-reads the configuration unless it is told the same):
-
-```python
-model = {auto}.from_pretrained(folder, trust_remote_code=True)
-```""",
-    DIFFUSERS: """Load it with `blr-compress` installed:
-
-```python
-from blr.compressor.loading.diffusion import load_diffusion
-model = load_diffusion(folder)
-```
-
-or without it, running the modeling files in this folder:
-
-```python
-from diffusers import AutoModel
-model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-```
-
-and give it to a pipeline as its `transformer`.""",
-}
-
-
 def model_card(
     source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str, auto: str
 ) -> str:
@@ -178,6 +175,7 @@ def model_card(
     checkpoint called `name`."""
     known = any(record.get("weighted_error") is not None for record in records.values())
     error = "weighted_error" if known else "error"
+    types = dict.fromkeys(record["type"] for record in records.values())
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     return front + TEMPLATE.format(
         name=name,
@@ -189,7 +187,7 @@ def model_card(
         loading=LOADING[source.library].format(auto=auto),
         loss=MARK,
         of="weights" if error == "error" else "outputs, on the calibration's text",
-        rows="\n".join(_row(kind, plan, records, error) for kind in _types(records)),
+        rows="\n".join(_row(kind, plan, records, error) for kind in types),
         version=__version__,
     )
 
@@ -199,10 +197,6 @@ def _size(plan: Plan) -> str:
     if now >= dense:
         return f"{dense:,} weights"
     return f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
-
-
-def _types(records: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(record["type"] for record in records.values()))
 
 
 def _row(kind: str, plan: Plan, records: dict[str, Any], error: str) -> str:

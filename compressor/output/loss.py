@@ -37,6 +37,7 @@ from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, continued
 from blr.compressor.text.reading import (
+    HELD_TOKENS,
     Beginning,
     beginning_of,
     begun,
@@ -44,7 +45,7 @@ from blr.compressor.text.reading import (
     read_first_text,
     room_in,
 )
-from blr.compressor.text.windows import HELD_TOKENS, check_known
+from blr.compressor.text.windows import check_known
 
 WINDOW = 512  # tokens, as of `blr eval`
 WORK = 2e12  # parameters times tokens of a pass: about a minute of a few cores
@@ -53,6 +54,8 @@ OWN = 1024  # tokens of the model's own text
 LENGTHS = {True: 64, False: 16}  # of its samples, by whether the model is small: every token is a pass
 OWN_BYTES = 1 << 32  # of weights, which every pass reads: larger models write none
 OWN_LOGITS = 1 << 26  # that are kept of own text
+LOGITS = 1 << 26  # of all windows that run at once
+MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,6 @@ def _beginning(folder: Path) -> Beginning:
         return beginning_of(load_tokenizer(folder))
     except InputError:
         return ()
-
-
-LOGITS = 1 << 26  # of all windows that run at once
-MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
 
 
 @dataclass(frozen=True)

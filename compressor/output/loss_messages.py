@@ -13,6 +13,9 @@ MARK = "<!-- loss -->\n"  # in a card: a line in whose place the sentence comes
 MOST = 1.0  # nats a token that an output may lose without --force
 LARGE = 0.25  # from which on it is warned of
 DIGITS = 5  # significant ones that files have: sums differ in more by the threads that made them
+HEALED = 8  # minutes that are advised
+RANK = 16  # of a correction that is advised
+TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
 def told(facts: Mapping[str, Any]) -> str:
@@ -39,11 +42,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: rounded(item) for name, item in value.items()}
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
-HEALED = 8  # minutes that are advised
-RANK = 16  # of a correction that is advised
-TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
 def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
@@ -81,15 +79,12 @@ def better_export(
 ) -> str:
     """Than an export whose weights, or output head, are packed; `fits_know_text`: whether the checkpoint
     has no structured layers, or they were fitted to a text; `healed`: whether it was trained."""
-    lesser = [f"--{name} int8" for name, kind in _options(quantize, head) if kind == "int4"]
+    packed = (("quantize", quantize), ("quantize-head", head))
+    lesser = [f"--{name} int8" for name, kind in packed if kind == "int4"]
     coarse = [f"take {' '.join(lesser)}"] if lesser else []
     if not fits_know_text:
         coarse.insert(0, "compress the model with --text TEXT first")
     return ", or ".join([*coarse, f"heal the checkpoint {'longer' if healed else 'first'} (blr heal)"])
-
-
-def _options(quantize: str | None, head: str | None) -> list[tuple[str, str | None]]:
-    return [("quantize", quantize), ("quantize-head", head)]
 
 
 def better_healing(texts: bool) -> str:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+MODES = ("auto", "graph", "eager")
+FORMER = {"persistent": "graph"}  # modes of earlier versions, by what does their work
+OPS = ("triton", "torch")
+CACHES = ("whole", "int8")  # what is kept of keys and values
+
 
 class DecoderError(ValueError):
     """Base of what the decoder refuses."""
@@ -52,9 +57,3 @@ class Turn:
 
     def __reduce__(self) -> Any:
         return Turn, ()
-
-
-MODES = ("auto", "graph", "eager")
-FORMER = {"persistent": "graph"}  # modes of earlier versions, by what does their work
-OPS = ("triton", "torch")
-CACHES = ("whole", "int8")  # what is kept of keys and values

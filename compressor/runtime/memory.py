@@ -16,6 +16,10 @@ from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.skinny.launch import Workspace
 
 WHOLE, INT8 = CACHES
+# Logits that one program of the choice compares.
+CHOICE_BLOCK = 4096
+# Slots of the shortest context that kernels are launched for.
+MIN_BUCKET = 128
 
 
 class PrefillLayer(CacheLayerMixin):
@@ -130,12 +134,6 @@ class StaticKV:
     def _prefill(self, index: int, rows: int) -> PrefillLayer:
         held, scales = self.layer(index, rows), self.scales(index, rows)
         return PrefillLayer(*held) if scales is None else PackedLayer(*held, scales, self.dtype)
-
-
-# Logits that one program of the choice compares.
-CHOICE_BLOCK = 4096
-# Slots of the shortest context that kernels are launched for.
-MIN_BUCKET = 128
 
 
 class State:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
 
+# Steps in flight: enough to hide the launch of a graph and the copy of its tokens.
+LAG = 3
+
 
 def check_logits(logits: Tensor) -> None:
     """Raise NumericsError for logits [B, vocab] that choose no token: NaN or +inf among them, or -inf
@@ -69,10 +72,6 @@ class Sampler:
         probabilities = self.probabilities(logits)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / noise.clamp_min_(1e-30)).argmax(-1)
-
-
-# Steps in flight: enough to hide the launch of a graph and the copy of its tokens.
-LAG = 3
 
 
 class Collector:

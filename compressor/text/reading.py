@@ -1,4 +1,9 @@
-"""Reads calibration text into batches of tokens."""
+"""Reads calibration text into batches of tokens.
+
+A tokenizer puts nothing, BOS or several tokens before every text, and a model reads none without them: a
+window that stands for a text begins with this *beginning*. It is no part of the text: no loss counts a
+prediction of it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,25 @@ from blr.compressor.checkpoint.regular import (
     read_text,
     refuse,
 )
-from blr.compressor.loading.tokenizer import PROBE
+from blr.compressor.loading.tokenizer import PROBE, encode_padded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Beginning: TypeAlias = tuple[int, ...]  # token ids
+DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
+PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
+NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
+MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
+MAX_LINE = 2**25  # characters
+MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
+HELD_SHARE = 0.05  # of a text that is not trained on but judged by
+HELD_TOKENS = 4096  # of a calibration's text that are judged by
+LEAST_WINDOWS = 3  # of a text that is trained on and judged by
+PAGES = 1 << 15  # characters of the first of a text
+OWN = "self"  # the model's own text, in place of a name (own.py)
+PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
+BATCH = 8  # windows or sentences run through a block at once
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
@@ -62,21 +80,6 @@ def idle_predictions(beginning: Beginning) -> int:
     """Positions at a window's start that predict a token of the beginning: no loss counts them. The last
     of the beginning predicts the first of the text."""
     return max(len(beginning) - 1, 0)
-
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
-PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
-NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
-MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
-MAX_LINE = 2**25  # characters
-MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
-PAGES = 1 << 15  # characters of the first of a text
-OWN = "self"  # the model's own text, in place of a name (own.py)
-PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
-BATCH = 8  # windows or sentences run through a block at once
 
 
 @dataclass(frozen=True)
@@ -301,8 +304,6 @@ def _windows(
     right behind them."""
     import torch
 
-    from blr.compressor.text.windows import HELD_TOKENS
-
     ids: list[int] = []
     piece: list[str] = []
     size = 0
@@ -327,8 +328,6 @@ def _windows(
 
 def _fitted(windows: int, room: int) -> int:
     """How many windows of a whole text, of `room` tokens, are fitted to; the rest is held back."""
-    from blr.compressor.text.windows import HELD_SHARE, HELD_TOKENS, LEAST_WINDOWS
-
     if windows < LEAST_WINDOWS:
         return windows
     return windows - max(min(round(HELD_SHARE * windows), HELD_TOKENS // room), 1)
@@ -346,8 +345,6 @@ def _sentences(
             break
     if not texts:
         raise InputError(f"{name}: no text; expected one document or sentence a line")
-    from blr.compressor.loading.tokenizer import encode_padded
-
     texts.sort(key=len)
     ids, masks = [], []
     for n in range(0, len(texts), 4 * BATCH):

@@ -27,6 +27,7 @@ from blr.compressor.checkpoint.source import Source
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
+COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by what their runs alone have
 
 
 def layer_key(**determinants: Any) -> str:
@@ -165,9 +166,6 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-
-
-COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by what their runs alone have
 
 
 def changes(left: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -39,6 +39,12 @@ _UNSET = "0" * 64
 _HUBS_OWN = re.compile(
     r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
 )
+Hashes = Literal["all", "small", "none"]  # of which files: every one, all but the shards, none
+SHARD = ".safetensors"
+# What loaders look at, and what is downloaded of a repository on the hub
+READ = frozenset({SHARD, ".json", ".txt", ".model", ".jinja", ".tiktoken"})
+THREADS = 4  # hashing more files at once waits for the disk
+REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
@@ -255,14 +261,6 @@ def _check(path: Path, expected: dict[str, Any]) -> str | None:
     except OSError as error:
         return "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
     return None if found == expected["sha256"] else f"SHA-256 {found}, expected {expected['sha256']}"
-
-
-Hashes = Literal["all", "small", "none"]  # of which files: every one, all but the shards, none
-SHARD = ".safetensors"
-# What loaders look at, and what is downloaded of a repository on the hub
-READ = frozenset({SHARD, ".json", ".txt", ".model", ".jinja", ".tiktoken"})
-THREADS = 4  # hashing more files at once waits for the disk
-REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def read_listed(folder: Path) -> dict[str, dict[str, Any]]:

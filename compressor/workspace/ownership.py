@@ -38,6 +38,8 @@ _OWN_FOLDERS = re.compile(
     rf"|{PICKLED}/(?:(?:teacher|module-\d)/)?(?:model-\d{{5,}}\.safetensors|model\.safetensors\.index\.json|\.tmp\w{{6}})"
 )
 Entries = dict[str, os.stat_result]  # by path relative to the folder
+KINDS = ("partial", "replaced", "lock")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 def entries(folder: Path) -> Entries:
@@ -215,10 +217,6 @@ def _are_names(files: Any) -> bool:
 def canonical(value: Any) -> Any:
     """`value` as it comes back from JSON."""
     return json.loads(canonical_json(value))
-
-
-KINDS = ("partial", "replaced", "lock")
-MOUNTS = Path("/proc/self/mountinfo")
 
 
 def sibling(output: Path, kind: str) -> Path:

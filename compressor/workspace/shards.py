@@ -19,6 +19,7 @@ from blr.compressor.checkpoint.config import TRANSFORMERS, Library
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,6 @@ def _index(shards: Mapping[str, list[Slot]]) -> bytes:
     return json.dumps(index, indent=2).encode() + b"\n"
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

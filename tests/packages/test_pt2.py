@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.export.pt2 import COMPILERS
+from blr.compressor.export.forward import COMPILERS
 
 # Runs a compiled forward pass with torch alone.
 WITH_TORCH = """

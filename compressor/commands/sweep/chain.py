@@ -1,4 +1,5 @@
-"""What is done for one point: compress, evaluate, keep what was found."""
+"""What is done for one point: compress, evaluate, keep what was found. Its commands are processes of
+their own, of several points at once, each on the GPU that is least busy."""
 
 from __future__ import annotations
 
@@ -11,29 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
 from blr.compressor.checkpoint.extras import REPORT
-from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_end
 from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, Report, read_judgement
+from blr.compressor.output.records import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PAUSE = 0.1  # seconds between two looks at what runs
 LAST = 10.0  # seconds that killed ones are waited for: one in the kernel's hands may not end
-
-
-class Running(Protocol):
-    """A process that was started."""
-
-    def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
-
-    def kill(self) -> None:
-        """End it."""
+SAID = "blr: error: "
+SAID_WITHIN = 1 << 16  # bytes at the end of a log
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Command:
     log: Path
 
 
-def start(command: Command, environ: dict[str, str], alive: int) -> Running:
+def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.Popen[bytes]:
     """Start a command, which ends when the other end of the pipe `alive` does."""
     with _own(command.out, os.O_TRUNC) as out, _own(command.log, os.O_APPEND) as log:
         return subprocess.Popen(
@@ -86,19 +79,23 @@ def slots(device: str, jobs: int) -> list[dict[str, str]]:
     return [{VISIBLE: name} for _ in range(jobs) for name in names] or [{} for _ in range(jobs)]
 
 
-class Pool:
-    """Runs chains of commands, one chain a slot at a time.
+class Started(NamedTuple):
+    """A chain whose command runs, and the slot that it has."""
 
-    Args:
-        places: of `slots`.
-    """
+    chain: PointChain
+    process: subprocess.Popen[bytes]
+    place: dict[str, str]
+
+
+class Pool:
+    """Runs chains of commands, one chain at a time in each of `places` (as of `slots`)."""
 
     def __init__(self, places: Sequence[dict[str, str]]) -> None:
         self.places = list(places)
 
-    def run(self, chains: Sequence[Chain]) -> None:
+    def run(self, chains: Sequence[PointChain]) -> None:
         """All chains to their ends, in their order as slots become free."""
-        waiting, running = list(chains), list[tuple[Chain, Running, dict[str, str]]]()
+        waiting, running = list(chains), list[Started]()
         with ExitStack() as stack:
             alive = stack.enter_context(lifeline())
             stack.callback(_end, running)
@@ -106,51 +103,28 @@ class Pool:
                 while waiting and self.places:
                     self._next(waiting.pop(0), self.places.pop(0), running, alive)
                 time.sleep(PAUSE)
-                for entry in [e for e in running if e[1].poll() is not None]:
+                for entry in [each for each in running if each.process.poll() is not None]:
                     running.remove(entry)
-                    chain, process, place = entry
-                    chain.ended(process.poll() or 0)
-                    self._next(chain, place, running, alive)
+                    entry.chain.ended(entry.process.poll() or 0)
+                    self._next(entry.chain, entry.place, running, alive)
 
     def _next(
-        self,
-        chain: Chain,
-        place: dict[str, str],
-        running: list[tuple[Chain, Running, dict[str, str]]],
-        alive: int,
+        self, chain: PointChain, place: dict[str, str], running: list[Started], alive: int
     ) -> None:
-        command = chain.command()
-        if command is None:
+        if (command := chain.command()) is None:
             self.places.append(place)
         else:
-            running.append((chain, start(command, place, alive), place))
+            running.append(Started(chain, start(command, place, alive), place))
 
 
-def _end(running: list[tuple[Chain, Running, dict[str, str]]]) -> None:
+def _end(running: list[Started]) -> None:
     """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
-    for chain, process, _ in running:
-        process.kill()
-        chain.stopped()
+    for entry in running:
+        entry.process.kill()
+        entry.chain.stopped()
     until = time.monotonic() + LAST
-    while any(process.poll() is None for _, process, _ in running) and time.monotonic() < until:
+    while any(each.process.poll() is None for each in running) and time.monotonic() < until:
         time.sleep(PAUSE)
-
-
-class Chain(Protocol):
-    """Commands that follow each other."""
-
-    def command(self) -> Command | None:
-        """The next one, None if there is none."""
-
-    def ended(self, code: int) -> None:
-        """What to do with the exit code of the last one."""
-
-    def stopped(self) -> None:
-        """What to do where it was killed before its end."""
-
-
-SAID = "blr: error: "
-SAID_WITHIN = 1 << 16  # bytes at the end of a log
 
 
 @dataclass
@@ -186,17 +160,8 @@ class PointChain:
             self.spent = self.folder.spent(self.name)
             output = self.folder.output(self.name)
             if self.compress is not None and not self.folder.is_written(self.name):
-                arguments = (
-                    "compress",
-                    self.model,
-                    *self.compress,
-                    "--force",  # it is judged here
-                    "-o",
-                    str(output),
-                    "--format",
-                    "json",
-                )
-                return self._command(arguments)
+                made = ("compress", self.model, *self.compress, "--force")  # it is judged here
+                return self._command((*made, "-o", str(output), "--format", "json"))
             self.done = 1
         checkpoint = self.model if self.compress is None else str(self.folder.output(self.name))
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
@@ -268,15 +233,10 @@ class PointChain:
             report = read_kept(output / REPORT, Report, ANEW, InputError)
             if report is None:
                 raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
-            record |= {"bits": report.totals.bits, "bytes": _bytes(output)}
+            stored = sum(map(tensor_bytes, output.glob("*.safetensors")))
+            record |= {"bits": report.totals.bits, "bytes": stored}
         spent = {"seconds": round(self.spent, 1), "kept": self.keep}
         return record | spent | {"digest": self.folder.made.get(self.name, "")}
-
-
-def _bytes(folder: Path) -> int:
-    """Of all tensors."""
-    headers = (read_header(path) for path in folder.glob("*.safetensors"))
-    return sum(entry.nbytes for header in headers for entry in header.entries.values())
 
 
 def command_line(model: str, options: tuple[str, ...], name: str) -> str:

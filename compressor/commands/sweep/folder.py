@@ -34,6 +34,11 @@ REMEDY = "move it away, or choose another --output"
 ANEW = "remove it, and the point is made again"
 Figure = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
+RESULT, PAGE = "sweep.json", "sweep.html"
+LOCK = "sweep.lock"
+NOTES, OUTPUTS = ("points", "logs"), "outputs"
+PAGE_MARK = "swept by blr</title>"
+OTHERS = "not made by this sweep"
 
 
 class Sweep(Told):
@@ -133,13 +138,6 @@ def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
     return point_digest(recipe, heal) == digest and found == expected
 
 
-RESULT, PAGE = "sweep.json", "sweep.html"
-LOCK = "sweep.lock"
-NOTES, OUTPUTS = ("points", "logs"), "outputs"
-PAGE_MARK = "swept by blr</title>"
-OTHERS = "not made by this sweep"
-
-
 class Folder:
     """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and, while
     it is made or if outputs are kept, ``outputs/NAME``.
@@ -183,7 +181,8 @@ class Folder:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
         found = self._found()
-        if found and found.common != self.common and not restart and self._has_work():
+        left = any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
+        if found and found.common != self.common and not restart and left:
             self._differs(found.common)
         return found
 
@@ -272,10 +271,6 @@ class Folder:
         if (found := read_sweep(self.path / RESULT)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
-
-    def _has_work(self) -> bool:
-        """Whether a run has left anything beside what it was asked for."""
-        return any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
 
     def _differs(self, found: dict[str, Any]) -> NoReturn:
         raise OutputError(

@@ -14,6 +14,8 @@ from blr.compressor.base.tables import aligned
 from blr.compressor.output.report import PAGE, STYLE
 from blr.compressor.output.svg import Series, chart, legend
 
+CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -80,9 +82,6 @@ def share_of_plain(found: Sequence[Found], point: Found, text: int) -> float | N
     plain = [other for other in found if other.plain and other.heal == point.heal]
     line = None if point.plain else line_at(plain, point.bits, text)
     return None if line is None or line <= 0 else point.losses[text] / line
-
-
-CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
 def page(result: dict[str, Any]) -> str:
