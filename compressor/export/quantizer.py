@@ -202,7 +202,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
     floating-point numbers to make it from.
     """
     from blr.compressor.loading.discover import meta_model
-    from blr.compressor.modeling.classes import module_names
+    from blr.compressor.modeling.modeling_blr import module_names
 
     model = meta_model(source)
     name = _head_module(model, kind)

@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.regular import inside, read_json, refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
-from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.workspace.strict_json import Told, fitted
 
 GENERATION, CONFIG = "generation_config.json", "config.json"

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading import diffusion, smoke_run, streamed, vendor
 from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.vendor import DIFFUSION
-from blr.compressor.modeling.configuration_blr import FORMAT
+from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output import files
 from blr.compressor.output.produce import Written
 from blr.compressor.planning.plan import Plan
@@ -93,7 +93,7 @@ _DOORS = {
         dense=streamed.streamed_model,
         written=streamed.load_written,
         trial=smoke_run.first_trial,
-        code=vendor.vendored_files,
+        code=vendor.code_files,
     ),
     DIFFUSERS: Door(
         config=_diffusion_config,
