@@ -15,7 +15,7 @@ from blr.compressor.loading.checked import check_transformers, check_unquantized
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.manifest import check_listed, saved_by
 
-# As in modeling/configuration_blr.py, which imports transformers: the format of config.blr, names, and
+# As in modeling/modeling_blr.py, which imports transformers: the format of config.blr, names, and
 # what an output's configuration has beside the native one
 FORMAT = 1
 OUR_TYPE, OUR_CLASS = "blr_", "Blr"
