@@ -19,7 +19,7 @@ from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT, iner
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card

@@ -22,7 +22,10 @@ from transformers import (
 )
 
 import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.checkpoint.extras import inert
+
+register()
 
 TEXT = "the protocol is " * 200
 

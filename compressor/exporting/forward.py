@@ -30,7 +30,7 @@ from blr.compressor.base.packages import is_missing
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
-from blr.compressor.export.options import COMPILED, GRAPH
+from blr.compressor.exporting.options import COMPILED, GRAPH
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass

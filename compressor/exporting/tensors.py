@@ -19,8 +19,8 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint
-from blr.compressor.export.quantizer import Quantizer
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
