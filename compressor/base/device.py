@@ -1,20 +1,29 @@
-"""Devices to compute on: their names are checked without torch."""
+"""Devices to compute on and dtypes to compute in: names are checked, and the GPU of this machine is found,
+without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.quoting import first_line
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+# What weights are stored and computed in, by torch's names
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+COMPUTED = (*DTYPES, "float64")  # what a model can be loaded in
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # safetensors' names
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KNOWN = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?", re.ASCII)
 LIBRARY = "libnvidia-ml.so.1"
 LONGEST = 96  # bytes of a name
@@ -116,3 +125,24 @@ def _described(driver: ctypes.CDLL, which: str) -> Card | None:
         or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     )
     return None if failed else Card(name.value.decode(errors="replace"), memory.total)
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """On a GPU products of float32 meanwhile take their factors as TF32, several times as fast: exact
+    enough for gradients, not for systems that are solved."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`tensor` on `device` in a dtype as wide as its own or wider, converted there: asked for both at
+    once, torch converts on the CPU, and twice the bytes travel."""
+    return tensor.to(device).to(dtype)

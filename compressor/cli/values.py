@@ -13,8 +13,7 @@ from typing import Any
 
 import typer
 
-from blr.compressor.base.device import check_device
-from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.device import COMPUTED, check_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.workspace.shards import parse_size
 

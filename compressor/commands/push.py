@@ -150,14 +150,14 @@ def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[
     return sorted(others & listed)
 
 
-class Source(Told):
+class ToldSource(Told):
     """What a manifest says of where an output came from."""
 
     name: Line = "MODEL"
     revision: Line | None = None
 
 
-class Run(Told):
+class ToldRun(Told):
     """What it says of the command that made it; of exports and healed ones, of the libraries."""
 
     recipe: dict[str, Any] | None = None
@@ -180,8 +180,8 @@ class Run(Told):
 class Account(Told):
     """What `push` reads of a manifest."""
 
-    run: Run = Run()
-    source: Source = Source()
+    run: ToldRun = ToldRun()
+    source: ToldSource = ToldSource()
     input_sha256: str | None = None
 
 
@@ -223,7 +223,7 @@ class Figure(Told):
     perplexity: float
 
 
-class Judged(Told):
+class JudgedOutput(Told):
     """What was judged."""
 
     name: str | None = None
@@ -233,7 +233,7 @@ class Judged(Told):
 class Metrics(Told):
     """What `blr eval --format json` prints."""
 
-    checkpoint: Judged | None = None
+    checkpoint: JudgedOutput | None = None
     text: str = "text"
     perplexity: float | None = None
     texts: list[Figure] = Field(default_factory=list)

@@ -30,8 +30,8 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.exporting.plan import ExportPlan
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.produce import Contents
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.produce import FolderContents
 
 
 @dataclass
@@ -157,15 +157,15 @@ class ExportRun(FolderRun):
         self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
         check_carried(self.plan.checkpoint.source, self.plan.config)
 
-    def work(self, read: str) -> Contents:
+    def work(self, read: str) -> FolderContents:
         """What is planned: tensors are re-laid as they are written."""
         from blr.compressor.exporting.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import Contents
+        from blr.compressor.output.produce import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
         shards = assign_shards(tensors.slots, self.options.max_shard_size)
-        return Contents(
+        return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(source, tensors, entry),
             self._small_files(),
@@ -180,10 +180,10 @@ class ExportRun(FolderRun):
         assert plan.settings is not None
         return small_files(plan.checkpoint, plan.config, plan.settings, name, kind)
 
-    def make_check(self) -> Check:
+    def make_check(self) -> OutputCheck:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
-        from blr.compressor.output.check import Bar, Check
+        from blr.compressor.output.check import Bar, OutputCheck
         from blr.compressor.output.loss import file_text
 
         source, options = self.plan.checkpoint.source, self.options
@@ -191,7 +191,7 @@ class ExportRun(FolderRun):
         bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
         text = options.text
         given = lambda: None if text is None else file_text(text, source)  # noqa: E731
-        return Check(source, self._check, bar, options.check, given)
+        return OutputCheck(source, self._check, bar, options.check, given)
 
     def _remedy(self) -> str:
         """What loses less than this export."""

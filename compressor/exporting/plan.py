@@ -12,7 +12,7 @@ from blr.compressor.exporting.files import export_config
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.exporting.quantizer import Head, Quantizer, find_head, make_quantizer
+from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.reload import check_fits, export_context
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
@@ -109,7 +109,9 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
     return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
 
 
-def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:
+def _densified(
+    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
+) -> dict[str, Spec]:
     """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
     if options.quantize:
         return {}
@@ -117,7 +119,7 @@ def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None
     return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 
-def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> PackedHead | None:
     if options.quantize_head is None:
         return None
     head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
@@ -148,7 +150,7 @@ def without_kernels(spec: Spec) -> bool:
 
 
 def _make_quantizer(
-    checkpoint: Checkpoint, options: ExportOptions, head: Head | None
+    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
 ) -> Quantizer | None:
     if options.quantize is None and head is None:
         return None

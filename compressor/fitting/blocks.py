@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import moved
 from blr.compressor.base.errors import CapabilityError, InputError
-from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.activation_storage import home

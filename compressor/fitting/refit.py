@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.fitting.adam import Adam, factor_at, rates_of
 from blr.compressor.fitting.batches import Batch, window_rows

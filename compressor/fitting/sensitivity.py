@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import OrderedSum, rounds, share_out
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.activation_storage import home

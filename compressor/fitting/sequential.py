@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.processes import Processes, rounds
 from blr.compressor.fitting.activation_storage import home
 from blr.compressor.fitting.batches import Batch

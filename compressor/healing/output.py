@@ -30,7 +30,7 @@ from blr.compressor.healing.student_and_teacher import Pair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
-from blr.compressor.output.check import Bar, Check
+from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload
 from blr.compressor.output.loss_messages import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
@@ -55,12 +55,12 @@ def make_check(
     options: HealOptions,
     output: Path,
     warn: Callable[[str], None],
-) -> Check:
+) -> OutputCheck:
     """Compares what becomes of `checkpoint` with the teacher, which runs now."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
     held = partial(reading.held, options, teacher.source)
-    return Check(teacher.source, reload, bar, options.check, held)
+    return OutputCheck(teacher.source, reload, bar, options.check, held)
 
 
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk

@@ -155,25 +155,16 @@ def _mean(hidden: Tensor, mask: Tensor, power: float = 1.0) -> Tensor:
     return (hidden * kept).sum(1) / kept.sum(1).clamp(min=1e-9) ** power
 
 
-def _weighted(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The mean by position, the first counted once."""
-    weights = (mask.cumsum(1) * mask)[..., None].to(hidden)
-    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-
-
-def _first(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), mask.int().argmax(1)]
-
-
-def _last(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), (mask.cumsum(1) * mask).argmax(1)]
+def _places(mask: Tensor) -> Tensor:
+    """Of real tokens, from 1 on; 0 for padding."""
+    return mask.cumsum(1) * mask
 
 
 POOLING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": _first,
+    "cls": lambda hidden, mask: hidden[torch.arange(len(hidden)), mask.int().argmax(1)],
     "max": lambda hidden, mask: hidden.masked_fill(mask[..., None] == 0, float("-inf")).amax(1),
     "mean": _mean,
     "mean_sqrt_len_tokens": lambda hidden, mask: _mean(hidden, mask, 0.5),
-    "weightedmean": _weighted,
-    "lasttoken": _last,
+    "weightedmean": lambda hidden, mask: _mean(hidden, _places(mask)),
+    "lasttoken": lambda hidden, mask: hidden[torch.arange(len(hidden)), _places(mask).argmax(1)],
 }

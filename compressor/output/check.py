@@ -47,7 +47,7 @@ class Bar:
         self.warn(f"{lost}; {self.remedy}")
 
 
-class Check:
+class OutputCheck:
     """Compares the model in a written folder with the one that it was made from.
 
     Args:

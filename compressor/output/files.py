@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ruamel.yaml import YAML
 
 from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.extras import CARD, LAYERS, carried, inert
@@ -155,8 +156,6 @@ def _json(value: Any) -> bytes:
 
 
 def _yaml(value: dict[str, Any]) -> bytes:
-    from ruamel.yaml import YAML
-
     out = StringIO()
     YAML(typ="safe").dump(value, out)
     return out.getvalue().encode()

@@ -212,7 +212,7 @@ class Unmeasured:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """What a model predicts on a text: mean cross entropy in nats, and the most likely token [n, w - 1]
     of every place. `logs` are the logarithms of all probabilities, of text that the model wrote."""
 
@@ -278,7 +278,7 @@ def computing(source: Source) -> Any:
 
 
 @torch.no_grad()
-def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Answers:
+def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Predictions:
     """`dense`: the logarithms of the probabilities that are expected; None where this model's are."""
     idle = idle_predictions(text.beginning)
     windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor | None]]()
@@ -296,7 +296,7 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Ans
             f"or a lower --cf ({NO_CHECK})"
         )
     kept = torch.cat([logs for _, _, logs in parts if logs is not None]) if text.own else None
-    return Answers(loss, torch.cat([best for _, best, _ in parts]), kept)
+    return Predictions(loss, torch.cat([best for _, best, _ in parts]), kept)
 
 
 def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:

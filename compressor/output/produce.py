@@ -21,7 +21,7 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """What a folder is to hold.
 
     `shards` are slots by file; `read` gives the bytes of a tensor when its turn comes; `small` are the
@@ -37,7 +37,7 @@ class Contents:
 def write_whole(
     workspace: Workspace,
     folder: Path,
-    contents: Contents,
+    contents: FolderContents,
     check: Callable[[Path], Written],
     facts: Callable[[], Mapping[str, Any]],
     progress: Progress,
@@ -73,7 +73,7 @@ def write_whole(
     write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
 
 
-def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:
+def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:
     with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
 
         def read(entry: TensorEntry) -> Iterable[Bytes]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from blr.compressor.base.dtypes import BYTES, CODES, DTYPES
+from blr.compressor.base.device import BYTES, CODES, DTYPES
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.globs import matches
 from blr.compressor.checkpoint.config import DIFFUSERS, TRANSFORMERS, read_config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from blr.compressor.base.dtypes import BYTES
+from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task

@@ -29,7 +29,7 @@ from blr.compressor.runtime.failures import (
     Turn,
     UnsupportedError,
 )
-from blr.compressor.runtime.memory import State, bucket_of
+from blr.compressor.runtime.memory import DecoderState, bucket_of
 from blr.compressor.runtime.phases import make_plan, supports
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
@@ -99,7 +99,7 @@ class Decoder:
         self.ops, self.deterministic = ops, deterministic
         self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
-        self.state = State(model, self.plan, batch, context, cache)
+        self.state = DecoderState(model, self.plan, batch, context, cache)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.runtime.plan import Plan, Slot
+from blr.compressor.runtime.plan import Columns, TokenPlan
 from blr.kernels.decode.attention.launch import attention_workspace
 from blr.kernels.decode.attention.reference import pack, unpack
 from blr.kernels.decode.quantized.formats import GROUP
@@ -136,7 +136,7 @@ class StaticKV:
         return PrefillLayer(*held) if scales is None else PackedLayer(*held, scales, self.dtype)
 
 
-class State:
+class DecoderState:
     """What phases read and write, for up to `batch` rows of up to `context` slots.
 
     Args:
@@ -150,7 +150,7 @@ class State:
         operands: twins in the model's dtype of buffers that only products read, for several rows.
     """
 
-    def __init__(self, model: Any, plan: Plan, batch: int, context: int, kind: str = WHOLE) -> None:
+    def __init__(self, model: Any, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE) -> None:
         device, config = model.device, model.config
         self.buffers = {
             name: torch.zeros(batch, width, dtype=buffer_dtype(name, model.dtype), device=device)
@@ -177,7 +177,7 @@ class State:
             "counter": torch.zeros(batch, dtype=torch.int32, device=device),
         }
 
-    def view(self, slot: Slot, rows: int, half: bool = False) -> Tensor:
+    def view(self, slot: Columns, rows: int, half: bool = False) -> Tensor:
         """[rows, width] of a buffer. half: of its twin in the model's dtype, if it has one."""
         buffers = self.operands if half and slot.name in self.operands else self.buffers
         return buffers[slot.name][:rows, slot.start : slot.start + slot.width]

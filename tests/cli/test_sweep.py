@@ -20,7 +20,7 @@ from blr.compressor.commands.sweep import chain
 from blr.compressor.commands.sweep.chain import Command, Pool
 from blr.compressor.commands.sweep.folder import Folder
 from blr.compressor.commands.sweep.grid import Grid, listed, points_of
-from blr.compressor.commands.sweep.page import Found, frontier, over_seeds, share_of_plain, table
+from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, share_of_plain, table
 from blr.compressor.recipe.schema import Recipe
 
 DYING = """
@@ -301,8 +301,8 @@ def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
         listed("--cf", text, float)
 
 
-def _found(name: str, bits: float, *losses: float, plain: bool = False) -> Found:
-    return Found(name, "", plain, 0.0, bits, losses, None, ())
+def _found(name: str, bits: float, *losses: float, plain: bool = False) -> MadePoint:
+    return MadePoint(name, "", plain, 0.0, bits, losses, None, ())
 
 
 def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:

@@ -18,7 +18,7 @@ from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
 from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.regular import read_end
-from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, Report, read_judgement
+from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, OutputReport, read_judgement
 from blr.compressor.output.records import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
@@ -230,7 +230,7 @@ class PointChain:
         record: dict[str, Any] = {"perplexities": found.perplexities}
         if self.compress is not None:
             output = self.folder.output(self.name)
-            report = read_kept(output / REPORT, Report, ANEW, InputError)
+            report = read_kept(output / REPORT, OutputReport, ANEW, InputError)
             if report is None:
                 raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
             stored = sum(map(tensor_bytes, output.glob("*.safetensors")))

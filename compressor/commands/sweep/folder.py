@@ -41,7 +41,7 @@ PAGE_MARK = "swept by blr</title>"
 OTHERS = "not made by this sweep"
 
 
-class Sweep(Told):
+class SweepNote(Told):
     """``sweep.json``: `common` is what all points have in common, `made` are all points whose files the
     folder may hold, with the digests of what makes them (`point_digest`)."""
 
@@ -51,7 +51,7 @@ class Sweep(Told):
 
 
 class Record(Kept):
-    """``points/NAME.json``: what a point that is done has come to; `digest` is that of `Sweep.made`."""
+    """``points/NAME.json``: what a finished point has come to; `digest` is that of `SweepNote.made`."""
 
     perplexities: Annotated[list[Figure], Field(min_length=1)]
     bits: Figure | None = None
@@ -67,7 +67,7 @@ class Spent(Kept):
     seconds: Seconds
 
 
-class Judged(Told):
+class JudgedText(Told):
     """What `blr eval --format json` prints of one text."""
 
     perplexity: Figure
@@ -78,7 +78,7 @@ class Judgement(Told):
 
     error: str | None = None
     perplexity: Figure | None = None
-    texts: list[Judged] = Field(default_factory=list)
+    texts: list[JudgedText] = Field(default_factory=list)
 
     @property
     def perplexities(self) -> list[float]:
@@ -93,15 +93,15 @@ class Totals(Told):
     bits: Figure
 
 
-class Report(Told):
+class OutputReport(Told):
     """``report.json`` of an output."""
 
     totals: Totals
 
 
-def read_sweep(path: Path) -> Sweep | None:
+def read_sweep(path: Path) -> SweepNote | None:
     """``sweep.json`` at `path`, None if there is none. Raises OutputError as `read_kept`."""
-    return read_kept(path, Sweep, REMEDY)
+    return read_kept(path, SweepNote, REMEDY)
 
 
 def read_judgement(path: Path) -> Judgement:
@@ -174,7 +174,7 @@ class Folder:
         finally:
             lock.release()
 
-    def _check_place(self, restart: bool) -> Sweep | None:
+    def _check_place(self, restart: bool) -> SweepNote | None:
         """The sweep that lies here, if there is one. Raises OutputError."""
         if not self.path.parent.is_dir():
             raise OutputError(f"{self.path.parent}: no such folder; create it first")
@@ -189,7 +189,7 @@ class Folder:
     def _claim(self, restart: bool) -> None:
         """Make the folder this sweep's, under the lock: another may have changed it until then."""
         found = self._check_place(restart)
-        earlier = Sweep(about=ABOUT, common=self.common) if found is None else found
+        earlier = SweepNote(about=ABOUT, common=self.common) if found is None else found
         for part in (*NOTES, OUTPUTS):
             if os.path.lexists(self.path / part):
                 ownership.check_folder(self.path / part)
@@ -223,7 +223,7 @@ class Folder:
     def _is_own(self, name: str, digest: str, common: dict[str, Any] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
-    def _clear(self, earlier: Sweep) -> None:
+    def _clear(self, earlier: SweepNote) -> None:
         """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for what
         is not of that sweep, or was changed since."""
         listed = {file for name in earlier.made for file in files_of(name)}
@@ -241,7 +241,7 @@ class Folder:
         for path in notes:
             path.unlink()
 
-    def _outputs(self, earlier: Sweep) -> list[Path]:
+    def _outputs(self, earlier: SweepNote) -> list[Path]:
         """Where an earlier sweep has made outputs, or begun to. Raises OutputError for others."""
         found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
         for path in found:
@@ -264,7 +264,7 @@ class Folder:
         """Whether the checkpoint of a point is there."""
         return self._is_own(name, self.made.get(name, ""))
 
-    def _found(self) -> Sweep | None:
+    def _found(self) -> SweepNote | None:
         """The sweep that lies here; None if there is nothing."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None

@@ -18,7 +18,7 @@ CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
 @dataclass(frozen=True)
-class Found:
+class MadePoint:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
     `speed` in tokens a second, predicted, None where that cannot be; `commands` make it, one
     for each seed. Of several seeds all figures are the mean (calibrated ranks, and so bits, go with the
@@ -38,7 +38,7 @@ class Found:
     spread: tuple[float, ...] | None = None
 
 
-def over_seeds(found: Sequence[Found], setting: str) -> Found:
+def over_seeds(found: Sequence[MadePoint], setting: str) -> MadePoint:
     """One point of those that differ in their seed alone, named after the `setting`."""
     if len(found) == 1 and found[0].name == setting:
         return found[0]
@@ -55,18 +55,18 @@ def over_seeds(found: Sequence[Found], setting: str) -> Found:
     )
 
 
-def frontier(found: Sequence[Found]) -> list[Found]:
+def frontier(found: Sequence[MadePoint]) -> list[MadePoint]:
     """Points to which no other is equal or better in bits and in all losses, by falling bits."""
     kept = [point for point in found if not any(_beats(other, point) for other in found)]
     return sorted(kept, key=lambda point: -point.bits)
 
 
-def _beats(one: Found, other: Found) -> bool:
+def _beats(one: MadePoint, other: MadePoint) -> bool:
     mine, its = (one.bits, *one.losses), (other.bits, *other.losses)
     return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
 
-def line_at(plain: Sequence[Found], bits: float, text: int) -> float | None:
+def line_at(plain: Sequence[MadePoint], bits: float, text: int) -> float | None:
     """The loss that plain quantization has at so many bits, on straight lines between its points; None
     beyond them."""
     points = sorted((point.bits, point.losses[text]) for point in plain)
@@ -77,7 +77,7 @@ def line_at(plain: Sequence[Found], bits: float, text: int) -> float | None:
     return None
 
 
-def share_of_plain(found: Sequence[Found], point: Found, text: int) -> float | None:
+def share_of_plain(found: Sequence[MadePoint], point: MadePoint, text: int) -> float | None:
     """A point's loss over what plain quantization, healed as long, has at the same bits."""
     plain = [other for other in found if other.plain and other.heal == point.heal]
     line = None if point.plain else line_at(plain, point.bits, text)

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.sweep.chain import PointChain, Pool, command_line, slots
 from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
 from blr.compressor.commands.sweep.grid import Point, common_options
-from blr.compressor.commands.sweep.page import Found, frontier, over_seeds, page, share_of_plain
+from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, page, share_of_plain
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.output.loss_messages import MOST
 from blr.compressor.planning.roofline import chosen_gpu
@@ -32,7 +32,7 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     """How a sweep runs.
 
     `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
@@ -54,7 +54,7 @@ class Settings:
 
 
 def sweep(
-    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: Settings, progress: Progress
+    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
     """Make every point that `output` does not have, and say what all of them lose.
 
@@ -93,7 +93,7 @@ def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
     return {DENSE: "", **made}
 
 
-def _common(source: Source, settings: Settings, progress: Progress) -> dict[str, Any]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
     """What all points of a sweep have in common, and another run of it must have as well: models and
     texts by what they hold, whatever they are called."""
     from blr.compressor.base.device import pick_device
@@ -135,7 +135,7 @@ def _digests(texts: Sequence[Path]) -> list[str]:
     return found
 
 
-def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
+def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
     """By name, the dense model first."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
     here = ("--device", settings.device, *["--offline"] * settings.offline)
@@ -149,13 +149,13 @@ def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[
     return found
 
 
-def _options(point: Point, settings: Settings) -> tuple[str, ...]:
+def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
     """Of `blr compress`, as a user would give them."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
     return (*point.options, *text, *common_options(settings.common, point))
 
 
-def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) -> None:
+def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progress) -> None:
     """Make what there is no record of, some at once."""
     missing = [chain for chain in chains.values() if chain.missing()]
     for chain in chains.values():
@@ -176,12 +176,12 @@ def _result(
     place: Folder,
     chains: dict[str, PointChain],
     speeds: dict[Point, float | None],
-    settings: Settings,
+    settings: SweepSettings,
 ) -> dict[str, Any]:
     dense = place.record(DENSE)
     assert dense is not None  # else the sweep has ended
     base = dense.perplexities
-    made, failed = dict[str, list[Found]](), []
+    made, failed = dict[str, list[MadePoint]](), []
     for point, speed in speeds.items():
         record = place.record(point.name)
         options = _options(point, settings)
@@ -196,7 +196,7 @@ def _result(
         if max(losses) > MOST:  # what `blr compress` alone would refuse
             line = command_line(settings.model, (*options, "--force"), point.name)
         facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
-        one = Found(*facts, speed, (line,), record.bytes, record.seconds)
+        one = MadePoint(*facts, speed, (line,), record.bytes, record.seconds)
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))
