@@ -1,5 +1,5 @@
-"""Devices to compute on and dtypes to compute in: names are checked, and the GPU of this machine is found,
-without torch, which takes seconds to import."""
+"""Devices to compute on and dtypes to compute in: names are checked, and the GPU of this machine is
+found, without torch, which takes seconds to import."""
 
 from __future__ import annotations
 

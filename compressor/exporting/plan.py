@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
-from blr.compressor.exporting.files import export_config
+from blr.compressor.exporting.files import export_config, small_files
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
@@ -16,6 +18,7 @@ from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head,
 from blr.compressor.exporting.reload import check_fits, export_context
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.output.files import check_loads
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
 
@@ -30,6 +33,8 @@ class ExportPlan:
     Attributes:
         checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
         config: the export's config.json. densified: modules whose dense weight is written.
+        small_files: everything but weights and manifest. check_loads: of the written folder, with the
+            files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
     """
 
@@ -38,6 +43,9 @@ class ExportPlan:
     config: dict[str, Any]
     tensors: Tensors
     densified: list[str]
+    small_files: Callable[[], dict[str, bytes | Path]]
+    check_loads: Callable[[Path], dict[str, tuple[int, str]]]
+    described: dict[str, Any]
     settings: ExportSettings | None = None
     quantizer: Quantizer | None = None
 
@@ -87,8 +95,11 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
     config = export_config(staying, settings, options.dtype, options.self_contained)
-    check_fits(source, config, tensors.shapes)
-    return ExportPlan(staying, checkpoint.specs, config, tensors, sorted(densified), settings, quantizer)
+    cls = check_fits(source, config, tensors.shapes)
+    files = partial(small_files, staying, config, settings, options.source_name, options.kind)
+    how = (files, partial(check_loads, source, cls), config["blr"]["export"])
+    stored = checkpoint.specs, config, tensors, sorted(densified)
+    return ExportPlan(staying, *stored, *how, settings, quantizer)
 
 
 def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
