@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, LostProcess, UsageError
 from blr.compressor.base.quoting import first_line
 
+Name = TypeVar("Name")
 PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is noticed otherwise
 
 
@@ -296,6 +297,24 @@ class OrderedSum:
         if part is None:
             part = torch.zeros(self.like[0], dtype=self.like[1], device=self.processes.device)
         return list(part.tensor_split(self.processes.count))
+
+
+def sum_in_order(
+    processes: Processes,
+    number: int,
+    parts: Callable[[int], Mapping[Name, Tensor]],
+    names: Iterable[Name],
+    dtype: torch.dtype | None = None,
+) -> dict[Name, Tensor]:
+    """Σ over n of what `parts(n)` has under each of `names`, as of `OrderedSum`; every process asks for
+    its own parts alone."""
+    sums = {name: OrderedSum(processes, number, dtype) for name in names}
+    for turn in rounds(processes, number):
+        n = turn * processes.count + processes.rank
+        found = parts(n) if n < number else {}
+        for name, total in sums.items():
+            total.add(found.get(name))
+    return {name: total.total() for name, total in sums.items()}
 
 
 def rounds(processes: Processes, number: int) -> range:

@@ -118,7 +118,7 @@ def check_fits(source: Source, plan: Plan) -> None:
 def check_fills(
     source: Source, cls: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise InputError when tensors of `shapes` do not fill a model of class `cls` with that `config`, or
+    """Raise InputError when tensors of `shapes` do not fill a model of class `cls` with `config`, or
     transformers cannot build it."""
     with native_errors(source):
         made = cls.config_class.from_dict(decoded(config))

@@ -28,6 +28,7 @@ from blr.compressor.checkpoint.regular import (
     refuse,
 )
 from blr.compressor.loading.tokenizer import PROBE, encode_padded
+from blr.compressor.planning.training_sizes import BATCH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,6 @@ LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
 PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
-BATCH = 8  # windows or sentences run through a block at once
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
