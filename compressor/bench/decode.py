@@ -42,7 +42,7 @@ from blr.compressor.bench.models import (
 from blr.compressor.bench.options import DecodeOptions
 from blr.compressor.bench.results import BenchReport, DecodeRow, decode_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
-from blr.compressor.runtime.modes import FORMER, MODES, OPS
+from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.

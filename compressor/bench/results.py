@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor import __version__
 from blr.compressor.base.disk import fsync_folder, write_probe, write_stream
 from blr.compressor.base.errors import OutputError
-from blr.compressor.base.exhaustion import exhausted
+from blr.compressor.base.exhaustion import exhausted, storage_errors
 from blr.compressor.base.quoting import named_line
 from blr.compressor.base.tables import aligned
 from blr.compressor.bench.checks import WrongResult
-from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.workspace.destination import check_outside
+from blr.compressor.workspace.ownership import check_outside
 
 if TYPE_CHECKING:
     from blr.compressor.bench.timing import Spread

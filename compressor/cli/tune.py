@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
 from blr.compressor.bench.options import TuneOptions
