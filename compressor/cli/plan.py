@@ -53,10 +53,9 @@ def plan(
         every (--all): A row for every layer.
     """
     from blr.compressor.base.progress import Progress
-    from blr.compressor.fitting import forecast as fits
-    from blr.compressor.healing import forecast as healing
-    from blr.compressor.healing.settings import checked_minutes
+    from blr.compressor.healing.settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.planning import forecast, forecast_healing
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
@@ -80,7 +79,8 @@ def plan(
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
     result["gpu"]["chosen"] = chosen
-    result["compress"] = fits.planned(source, made, resolved, card, gpus or 1, calibrated)
-    if heal is not None or healing.is_told(source):
-        result["heal"] = healing.planned(source, made, card, gpus or 1)
+    result["compress"] = forecast.planned(source, made, resolved, card, gpus or 1, calibrated)
+    if heal is not None or forecast_healing.is_told(source):
+        usual = HealOptions("", minutes=MINUTES)
+        result["heal"] = forecast_healing.planned(source, made, usual, card, gpus or 1)
     print_result(result, lambda r: plan_text(r, every), format)
