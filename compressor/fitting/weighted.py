@@ -126,7 +126,7 @@ def metric_for(spec: Spec, information: Tensor) -> Tensor:
 
 
 def is_whole(spec: Spec) -> bool:
-    """Whether a fit takes all of the Fisher information of its outputs: low rank does, in closed form."""
+    """Whether a fit takes all of the Fisher information of its outputs, as low rank does."""
     return isinstance(_solved(spec), LowRankSpec)
 
 
