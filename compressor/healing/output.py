@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading
 from blr.compressor.healing.reading import metric_of, read_inputs
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.student_and_teacher import Pair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
@@ -35,6 +34,7 @@ from blr.compressor.output.check import Bar, Check
 from blr.compressor.output.files import carried_files, check_reload
 from blr.compressor.output.next_command import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import WIDTHS
@@ -213,7 +213,7 @@ def small_files(
     pair: Pair | None,
     packed: Packed,
     facts: dict[str, Any],
-    log: list[dict[str, Any]],
+    log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes | Path]:
     """Everything but weights and manifest: name to contents, or file to carry over.
 
@@ -289,7 +289,7 @@ def _report(
     records: dict[str, Any],
     specs: dict[str, Spec],
     facts: dict[str, Any],
-    log: list[dict[str, Any]],
+    log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
     """The report of the compression, if there is one, with the new errors and the curve."""
     data = _json(folder / REPORT)
