@@ -45,7 +45,9 @@ def table() -> str:
     """The README's table of what one would use otherwise."""
     rows = json.loads((FOLDER / "peers.json").read_text("utf-8"))["rows"]
     head = ["| measured | dense | plain integers | blr |", "|---|---|---|---|"]
-    return "\n".join([*head, *(f"| {r['what']} | {r['dense']} | {r['plain']} | {r['blr']} |" for r in rows)])
+    return "\n".join(
+        [*head, *(f"| {r['what']} | {r['dense']} | {r['plain']} | {r['blr']} |" for r in rows)]
+    )
 
 
 def with_table(page: str) -> str:

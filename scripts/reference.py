@@ -99,7 +99,9 @@ def kind_of(schema: dict[str, Any]) -> str:
         elif "const" in each:
             words.append(str(each["const"]))
         else:
-            words.append({"array": "list", "boolean": "true or false"}.get(each.get("type"), each["type"]))
+            words.append(
+                {"array": "list", "boolean": "true or false"}.get(each.get("type"), each["type"])
+            )
     return ", ".join(words)
 
 
@@ -126,7 +128,12 @@ def exit_lines() -> Iterator[str]:
 
 def reference() -> str:
     """The whole page."""
-    lines = ["# Reference", "", "Written by `scripts/reference.py`; change the product, not this page.", ""]
+    lines = [
+        "# Reference",
+        "",
+        "Written by `scripts/reference.py`; change the product, not this page.",
+        "",
+    ]
     lines += ["## Commands", ""]
     for typed, command in commands(typer.main.get_command(app)):
         lines += command_section(typed, command)

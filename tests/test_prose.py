@@ -48,7 +48,9 @@ def test_links_of_pages_lead_somewhere() -> None:
 
 def test_problems_are_found() -> None:
     long = " ".join(["no"] * 26)
-    found = list(prose.problems(f"{'x' * 111}\n\n- {long}. Fine.\n\n```\n{long}\n```\n\nIt is simply so.\n"))
+    found = list(
+        prose.problems(f"{'x' * 111}\n\n- {long}. Fine.\n\n```\n{long}\n```\n\nIt is simply so.\n")
+    )
     assert [problem.split()[0] for problem in found] == ["line", "26", "write"]
 
 
@@ -62,7 +64,7 @@ def test_blocks_are_read_with_what_they_print() -> None:
 @pytest.mark.parametrize(
     ("expected", "printed", "right"),
     [
-        ("perplexity: 18.77", "perplexity: 19.1", True),
+        ("perplexity: 18.77", "perplexity: 20.1", True),
         ("perplexity: 18.77", "perplexity: 29.1", False),
         ("4,722,048 -> 2,590,080 bytes", "4,722,048 -> 2,590,080 bytes", True),
         ("a …, 3 layers", "a b c, 3 layers", True),
