@@ -1,7 +1,7 @@
-"""Draws pictures of measured figures, scripts/figures/NAME.json as NAME.svg, and the README's table of peers.
+"""Draws pictures of measured figures, figures/NAME.json as NAME.svg, and the README's table of peers.
 
-Usage: python scripts/figures.py. A JSON file with groups holds what was measured, by which command and on
-what machine; each value is a bar beside the dense model's, 1. peers.json holds the rows of the table.
+Usage: python scripts/figures.py. A JSON file with groups holds what was measured, by which command and
+on what machine; each value is a bar beside the dense model's, 1. peers.json holds the rows of the table.
 """
 
 from __future__ import annotations

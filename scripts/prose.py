@@ -46,7 +46,7 @@ END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\[(])")
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Runs of prose: paragraphs, items and headings, without code, tables and lists that scripts make."""
+    """Runs of prose: paragraphs, items, headings; no code, tables or lists that scripts make."""
     held: list[str] = []
     for line in [*MADE.sub("", CODE.sub("", text)).splitlines(), ""]:
         begins = ITEM.match(line)

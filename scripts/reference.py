@@ -1,4 +1,4 @@
-"""Writes recipes/guides/reference.md, and the lists of families and recipes in other pages, from the product.
+"""Writes recipes/guides/reference.md, and lists of families and recipes elsewhere, from the product.
 
 Usage: python scripts/reference.py. Commands and options come from the command line itself, the fields of
 a recipe from its schema, exit codes from the errors, families from configs/. Variables are described
@@ -28,34 +28,30 @@ HIDDEN = ("help", "install_completion", "show_completion")  # typer's own
 VARIABLES = {
     "BLR_DEBUG": "1 adds the traceback to an error",
     "BLR_KERNELS": "torch keeps layers on plain torch; triton makes a missing kernel an error",
-    "BLR_COMPILED": "what `torch.compile` makes of layers: plain (library products) or operator (ours); "
-    "else the table of the GPU decides",
-    "BLR_TRANSIENT": "MiB that intermediates may take before they are computed in chunks, or off; 64 on a "
-    "CPU, off on a GPU",
+    "BLR_COMPILED": "what `torch.compile` makes of layers: plain (library products) or operator (ours)",
+    "BLR_TRANSIENT": "MiB of intermediates before chunks are computed, or off; 64 on a CPU, off on "
+    "a GPU",
     "BLR_TUNED_DIR": "where `blr tune` keeps its tables; else blr/tuned in XDG_CACHE_HOME",
-    "BLR_TEXT_DIR": "where text that models wrote is kept, 1 GiB at most: an absolute folder, or off; else "
+    "BLR_TEXT_DIR": "where text that models wrote is kept (1 GiB at most), a whole path or off; else "
     "blr/own-text in XDG_CACHE_HOME",
-    "BLR_EVAL, BLR_ONLY, BLR_COUNT, BLR_TABLE": "of scripts/batch_compress.sh; its head says what they do",
-    "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_COMMON, BLR_VLLM, BLR_VLLM_PYTHON": "of the scripts that run "
-    "tests (scripts/check*.sh)",
+    "BLR_EVAL, BLR_ONLY, BLR_COUNT, BLR_TABLE": "of scripts/batch_compress.sh (see its head)",
+    "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_COMMON, BLR_VLLM, BLR_VLLM_PYTHON": "of scripts/check*.sh",
     "BLR_MEETING, BLR_PARENT": "set by `--gpus` for the processes that it starts; not for you",
-    "HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT": "the hub: no socket, its cache, who you are, "
-    "another hub",
+    "HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT": "the hub: no socket, cache, login, another hub",
     "OMP_NUM_THREADS, MKL_NUM_THREADS": "threads on a CPU where `--threads` says nothing",
     "OMP_WAIT_POLICY, KMP_BLOCKTIME": "how these wait; asleep unless you say otherwise",
     "CUDA_VISIBLE_DEVICES": "the GPUs that `--gpus` and `blr sweep` share out",
-    "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE": "set by torchrun and accelerate for a run of several "
-    "processes",
-    "ACCELERATE_USE_FSDP, GLOO_SOCKET_IFNAME": "`blr heal` as with `--fsdp`; the network that processes "
-    "talk by",
+    "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE": "set by torchrun and accelerate",
+    "ACCELERATE_USE_FSDP, GLOO_SOCKET_IFNAME": "`blr heal` as with `--fsdp`; the network of processes",
     "TRITON_INTERPRET": "1 runs kernels on the CPU, slowly, for tests",
     "CXX, TMPDIR": "the compiler of `--as pt2`; where temporary files go",
     "LMEVAL_LOG_LEVEL": "what `blr eval --tasks` says; errors alone by default",
 }
 FIELDS = {  # of a recipe, that no option sets
     "extends": "a shipped recipe or a file beside this one, whose settings these replace",
-    "rules": "settings of the layers whose names match a glob; the first match counts: match, method, cf, "
-    "rank, blocks, pattern, pivot, heads, solver, rounds, quantize, group, couplings, base, bpw",
+    "rules": "settings of the layers whose names match a glob, the first match counting; keys: match, "
+    "method, cf, rank, blocks, pattern, pivot, heads, solver, rounds, quantize, group, couplings, base, "
+    "bpw",
     "floor": "least share of its uniform rank that the allocation by sensitivity leaves a layer",
     "strength": "weight of the sensitivities against uniform ranks",
     "sequential": "fit each layer to the inputs that the compressed layers before it give",

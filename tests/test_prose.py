@@ -55,7 +55,7 @@ def test_problems_are_found() -> None:
 
 
 def test_blocks_are_read_with_what_they_print() -> None:
-    page = "As `a.yaml`:\n\n```yaml\nx: 1\n```\n\n```bash\nls\n```\n\n```text\na.yaml\n```\n\n```sh\nno\n```\n"
+    page = "As `a.yaml`:\n\n```yaml\nx: 1\n```\n\n```bash\nls\n```\n\n```text\na.yaml\n```\n"
     made, listed = readme.blocks(page)
     assert made.script == "cat > a.yaml <<'END'\nx: 1\nEND\n" and made.expected is None
     assert listed.script == "ls\n" and listed.expected == ["a.yaml"] and listed.line == 7
