@@ -42,7 +42,7 @@ def test_links_of_pages_lead_somewhere() -> None:
     import re
 
     for page in prose.PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8")):
+        for target in re.findall(r"\]\(([^)#:]+)[)#]", (ROOT / page).read_text("utf-8")):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
