@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.output.report import PALETTE
+from blr.compressor.output.page import PALETTE
 from blr.compressor.output.svg import bars
 
 FOLDER = Path(__file__).with_name("figures")

@@ -26,7 +26,7 @@ from pico import MODELS, MORE, save_model
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.recipe.schema import Recipe
 

@@ -21,10 +21,8 @@ ROOMS = (
 # it is there, and a model saved where blr is installed takes its code along.
 LAZY = {
     ("modeling.generation", "runtime"),
-    ("modeling", "loading.save_pretrained"),
     ("modeling", "integrations.peft"),
 }
-LAZY |= {("modeling.diffusion", "loading.vendor")}
 pytestmark = pytest.mark.fast
 
 

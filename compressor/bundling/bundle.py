@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from blr.compressor.bundling.module import BundleError, Imported, Module, imported
 from blr.compressor.bundling.names import KEPT, Names
@@ -30,7 +30,10 @@ Edit = tuple[int, int, bytes]  # from, to, what stands there instead
 
 
 def bundle(
-    files: Mapping[str, Sequence[str]], modules: Mapping[str, Module], abouts: Mapping[str, str]
+    files: Mapping[str, Sequence[str]],
+    modules: Mapping[str, Module],
+    abouts: Mapping[str, str],
+    verbatim: Collection[str] = (),
 ) -> dict[str, bytes]:
     """Contents by file name.
 
@@ -40,13 +43,17 @@ def bundle(
         modules: by name; what a module imports inside functions and is not there is left out: the
             import raises ImportError.
         abouts: what each file says of itself at its top.
+        verbatim: files that are their one module as it is.
 
     Raises BundleError for modules that cannot be joined as they are.
     """
-    names = Names(modules)
+    names = Names(modules, {files[file][0] for file in verbatim})
     homes = {module: file for file, held in files.items() for module in held}
     done: dict[str, bytes] = {}
     for file, held in files.items():
+        if file in verbatim:
+            done[file] = modules[held[0]].data
+            continue
         writer = _Writer(file, names, homes, earlier=set(done))
         done[file] = writer.text(abouts[file], in_order(held, modules)).encode()
     return {f"{file}.py": data for file, data in done.items()}

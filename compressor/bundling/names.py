@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from blr.compressor.bundling.module import BundleError, Imported, Module
 
@@ -12,20 +12,20 @@ KEPT = {"__getattr__"}  # what Python looks up in a module by name
 
 
 class Names:
-    """What definitions are called where `modules` are joined.
+    """What definitions are called where `modules` are joined; those of `kept` as they are.
 
     Raises BundleError when two modules import different things under one name, or prefixes do not
     tell two names apart.
     """
 
-    def __init__(self, modules: Mapping[str, Module]) -> None:
+    def __init__(self, modules: Mapping[str, Module], kept: Collection[str] = ()) -> None:
         self.modules = modules
         foreign = _foreign(modules.values())
         known = Counter(name for module in modules.values() for name in module.defined)
         taken = set(dir(builtins)) | set(foreign)
         self.final = {
             (module.name, name): qualified(module.name, name)
-            if name not in KEPT and (known[name] > 1 or name in taken)
+            if {name, module.name}.isdisjoint((*KEPT, *kept)) and (known[name] > 1 or name in taken)
             else name
             for module in modules.values()
             for name in module.defined

@@ -93,6 +93,14 @@ def export(
             show_default="as the checkpoint's cache",
         ),
     ] = None,
+    self_contained: Annotated[
+        bool,
+        typer.Option(
+            "--self-contained",
+            help="Put kernels and decoding runtime into the folder, for machines without blr-compress; "
+            "without this it carries one file of plain torch.",
+        ),
+    ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -136,6 +144,7 @@ def export(
             quantize_head=quantize_head,
             kv_quantize=kv_quantize,
             kind=kind.value,
+            self_contained=self_contained,
             max_shard_size=parse_size(max_shard_size),
             overwrite=overwrite,
             restart=restart,

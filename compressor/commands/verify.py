@@ -53,7 +53,7 @@ def _check_saved(folder: Path) -> int:
     from blr.compressor.checkpoint.source import open_source
     from blr.compressor.export.origin import native_config
     from blr.compressor.loading.native import native_class, native_errors
-    from blr.compressor.modeling.exported import model_class
+    from blr.compressor.modeling.models import model_class
     from blr.compressor.output.files import misfits
 
     source = open_source(folder)

@@ -29,7 +29,7 @@ from blr.compressor.export.tensors import plan_tensors
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.modeling.classes import module_names
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import declared_keys, register
 from blr.compressor.output.files import carried_files, misfits
 from blr.compressor.output.front import TAGS, card_front

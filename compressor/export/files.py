@@ -12,7 +12,7 @@ from blr.compressor import __version__
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.export.origin import FORMAT, Checkpoint
-from blr.compressor.loading.vendor import contents_of, exported_classes, vendored_files
+from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import carried_files, structured_config
@@ -34,6 +34,7 @@ model = {auto}.from_pretrained(folder, trust_remote_code=True)
 ```
 
 needs torch and transformers; `blr verify` checks the files against `blr_manifest.json`. {how}
+{kernels}
 Written by blr {version}.
 """
 PACKED = (
@@ -69,12 +70,20 @@ session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
 results = session.run(None, {"input_ids": ids, "attention_mask": mask})  # or pixel_values: images
 ```
 """
+KERNELS = {
+    True: "The folder carries the kernels and the runtime that this takes, in Python files to read"
+    " before one trusts them.",
+    False: "That takes `pip install blr-compress` and `import blr.compressor.modeling`; the one Python"
+    " file here, `modeling_blr.py`, computes the same in plain torch.",
+}
 PASSES = {"pt2": COMPILED, "onnx": GRAPH}
 OUTPUT_HEAD = " The output head has {kind} weights of its own."
 CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graphs, one an input shape."
 
 
-def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str | None) -> dict[str, Any]:
+def export_config(
+    checkpoint: Checkpoint, settings: ExportSettings, dtype: str | None, self_contained: bool = False
+) -> dict[str, Any]:
     """config.json of the export: our model type and classes, layer table and `settings`."""
     config = structured_config(checkpoint.source.config, Plan([]))
     config["blr"] = {
@@ -87,7 +96,8 @@ def export_config(checkpoint: Checkpoint, settings: ExportSettings, dtype: str |
     if dtype is not None:
         config = {key: value for key, value in config.items() if key != "torch_dtype"}
         config["dtype"] = dtype
-    return {**config, "auto_map": exported_classes(config["auto_map"])}
+    classes = config["auto_map"]
+    return {**config, "auto_map": exported_classes(classes) if self_contained else classes}
 
 
 def small_files(
@@ -103,7 +113,7 @@ def small_files(
 
     Raises InputError for a file to carry over that cannot be read.
     """
-    folder = checkpoint.source.folder
+    folder, contents = checkpoint.source.folder, contents_of(checkpoint.specs.values(), settings)
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     head = kept.pop(CARD, b"").decode("utf-8", "replace")
@@ -114,8 +124,12 @@ def small_files(
         **kept,
         "config.json": json.dumps(config, indent=2).encode() + b"\n",
         CARD: (head + _section(checkpoint, config, settings) + PASSES.get(kind, "")).encode(),
-        **vendored_files(contents_of(checkpoint.specs.values(), settings)),
+        **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }
+
+
+def _is_self_contained(config: Mapping[str, Any]) -> bool:
+    return bool(config["auto_map"] == exported_classes(config["auto_map"]))
 
 
 def kept_files(checkpoint: Checkpoint) -> list[str]:
@@ -148,5 +162,6 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
         what="".join([what, *kept, *packed]),
         auto=auto_name(config),
         how=fused if decoder else CAPTURED,
+        kernels=KERNELS[_is_self_contained(config)],
         version=__version__,
     )

@@ -13,11 +13,11 @@ from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize")
+_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
-    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize"),
+    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained"),
 }
 KINDS = ("folder", "pt2", "dense", "plain", "onnx")
 COMPILED = "model.pt2"
@@ -33,7 +33,7 @@ class ExportOptions:
 
     `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
     the output head, which has a kind of its own. `kv_quantize` is of the runtime's cache, None as the
-    checkpoint says.
+    checkpoint says. `self_contained`: with kernels and runtime in the folder.
     """
 
     source_name: str
@@ -46,6 +46,7 @@ class ExportOptions:
     quantize_head: str | None = None
     kv_quantize: str | None = None
     kind: str = "folder"
+    self_contained: bool = False
     max_shard_size: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     restart: bool = False
@@ -100,5 +101,6 @@ def _check_meant(options: ExportOptions) -> None:
     """Raise UsageError for an option that `options.kind` has no use for."""
     for name in NO_USE.get(options.kind, ()):
         if getattr(options, name) != getattr(ExportOptions, name):
-            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            value = getattr(options, name)
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")

@@ -1,7 +1,7 @@
 """Low-rank layers as pairs of `nn.Linear`, everything else dense: for tools that look for linear layers.
 
 Quantizers, adapters and servers that replace `nn.Linear` take both halves of a pair. The folder needs
-two short Python files, since no model of transformers has pairs. Layers that hold pivot rows become
+one Python file, since no model of transformers has pairs. Layers that hold pivot rows become
 pairs where both factors together are smaller than the weight.
 """
 
@@ -22,7 +22,7 @@ from blr.compressor.export.origin import FORMAT, Checkpoint
 from blr.compressor.export.plan import ExportPlan
 from blr.compressor.export.reload import check_fits
 from blr.compressor.export.tensors import plan_tensors, whole_factors
-from blr.compressor.loading.vendor import PLAIN, exported_classes, plain_files
+from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.output.files import carried_files, structured_config
 from blr.compressor.output.front import TAGS, card_front
@@ -54,7 +54,7 @@ class PlainJob(Job):
             **carried_files(source),
             "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
             CARD: (front + _card(self.plan, name)).encode(),
-            **plain_files(),
+            **code_files(),
         }
 
     def _described(self) -> dict[str, Any]:
@@ -97,12 +97,11 @@ def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | No
     """config.json: our model type and classes, and the sizes of every pair."""
     source = replace(checkpoint.source, config=dense_config(checkpoint.source, dtype))
     config = structured_config(source.config, Plan([]))
-    config["auto_map"] = exported_classes(config["auto_map"], PLAIN)
     config["blr"] = {"format": FORMAT, "pairs": {name: _sizes(spec) for name, spec in pairs.items()}}
     return config
 
 
 def _sizes(spec: Spec) -> dict[str, int]:
-    """What `modeling/plain.py` makes a pair from."""
+    """What a `Pair` is made from."""
     rank = spec.shapes()["V"][-1]
     return {"in_features": spec.in_features, "out_features": spec.out_features, "rank": rank}

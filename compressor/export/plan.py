@@ -86,7 +86,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     use = options.target, options.batch
     settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
-    config = export_config(staying, settings, options.dtype)
+    config = export_config(staying, settings, options.dtype, options.self_contained)
     check_fits(source, config, tensors.shapes)
     return ExportPlan(staying, checkpoint.specs, config, tensors, sorted(densified), settings, quantizer)
 

@@ -107,7 +107,7 @@ class Quantizer:
         return self.head is not None and self.head.module == module
 
     def _entry(self, module: str) -> dict[str, Any]:
-        """What `quantized_linear` makes its layer from."""
+        """What the table of layers says of it."""
         return self.packing(module).to_dict()
 
     def packing(self, module: str) -> QuantizedSpec:
@@ -210,7 +210,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
         InputError: no weight of floating-point numbers to make it from.
     """
     from blr.compressor.loading.discover import meta_model
-    from blr.compressor.modeling.classes import module_names
+    from blr.compressor.modeling.modeling_blr import module_names
 
     model = meta_model(source)
     name = _head_module(model, kind)

@@ -18,7 +18,7 @@ from blr.compressor.export.origin import Checkpoint
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import misfits
 

@@ -37,7 +37,7 @@ from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
-from blr.compressor.modeling.classes import module_name, module_names
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
 
@@ -66,7 +66,7 @@ class BlockModel:
         self.source, self.family, self.device = source, family, device
         self.model = meta_model(source, buffers=True).eval()
         self.names = self._loaded_names()  # name in the model -> stored tensor
-        self.path = module_name(self.model, family.blocks)
+        self.path = module_names(self.model, [family.blocks])[family.blocks]
         self.blocks: nn.ModuleList = self.model.get_submodule(self.path)
         self.handing: Handing = lambda hidden: hidden
         self.sample: Batch | None = None

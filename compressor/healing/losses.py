@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.healing.dense_weights import blocks_of
 from blr.compressor.healing.settings import CHUNK
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.masks import unpacked
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 

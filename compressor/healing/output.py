@@ -28,10 +28,8 @@ from blr.compressor.healing.data import Reading
 from blr.compressor.healing.reading import metric_of, read_inputs
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.student_and_teacher import Pair, structured_layers
-from blr.compressor.loading.vendor import vendored_files
-from blr.compressor.modeling.classes import module_name, module_names
-from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.native_classes import GUARD, guard
+from blr.compressor.loading.vendor import code_files
+from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.check import Bar, Check
 from blr.compressor.output.files import carried_files, check_reload
@@ -135,7 +133,7 @@ def store_trained(
 def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
     """The stored tensor with its layer's addition; None without one."""
     owner, _, leaf = entry.name.rpartition(".")
-    product = product_of(pair.masters, module_name(pair.student, owner))
+    product = product_of(pair.masters, module_names(pair.student, [owner])[owner])
     spec = checkpoint.specs.get(owner)
     if product is None or leaf == "bias":
         return None
@@ -239,7 +237,7 @@ def small_files(
         CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
         METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
         **_report(folder, records, specs, facts, log),
-        **vendored_files(),
+        **code_files(),
     }
 
 
@@ -275,6 +273,10 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
     for sums in (totals, *kinds):
         sums["parameters"] += more
+    if "bytes" in layer:
+        grown = round(layer["bytes"] * (ratio - 1))
+        for sums in (layer, *kinds):
+            sums["bytes"] += grown
     dense = totals["dense_parameters"]
     totals["cf"] = dense / totals["parameters"]
     if layer.get("bits") is not None and totals.get("bits") is not None:

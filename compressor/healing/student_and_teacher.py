@@ -27,8 +27,8 @@ from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained
-from blr.compressor.modeling.classes import module_names
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.structures.bank import Banks
 from blr.compressor.structures.latent import Latent, Plain, Trained
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.experts import merged_names, renamed
-from blr.compressor.modeling.classes import module_names
+from blr.compressor.modeling.modeling_blr import module_names
 
 
 class Places:

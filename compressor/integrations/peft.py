@@ -27,8 +27,8 @@ from peft.tuners.tuners_utils import (
 from peft.utils import constants
 from torch import Tensor, nn
 
-from blr.compressor.modeling.configuration_blr import PREFIX
 from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, prepare_layers
+from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.modeling.table import Replaced
 
 ALL = "all-linear"

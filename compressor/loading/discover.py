@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import decoded, native_class, native_errors
-from blr.compressor.modeling.classes import module_names
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import Family, find_family
 
 

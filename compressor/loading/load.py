@@ -27,8 +27,7 @@ from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.sidecar_files import VOCABULARIES, check_generation
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
-from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.modeling_blr import misloaded
+from blr.compressor.modeling.modeling_blr import PREFIX, misloaded
 from blr.compressor.workspace.trust import check_listed
 
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"

@@ -22,7 +22,7 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.hints import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.modeling_blr import PREFIX
 
 
 def native_class(source: Source) -> Any:

@@ -22,7 +22,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.model_defaults import GENERATION, check_defaults
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
-from blr.compressor.modeling.configuration_blr import PREFIX
+from blr.compressor.modeling.modeling_blr import PREFIX
 
 TOKENIZER = "tokenizer_config.json"
 # Any of which makes a tokenizer, but for those of bytes

@@ -22,8 +22,8 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.native import decoded, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors
-from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.modeling_blr import PREFIX
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_classes
 
 LISTS = nn.ModuleList, nn.Sequential

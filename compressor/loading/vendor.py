@@ -1,10 +1,9 @@
-"""The Python files inside a checkpoint, so that it loads where `blr` is not installed.
+"""The Python files that a folder carries, so that it loads where `blr` is not installed.
 
-A few readable files made of the package's own modules (`blr.compressor.bundling`): constant bytes
-for a version of `blr`, whatever the model, whose layer names live only in `config.json`. A compressed
-checkpoint has four, an export six at most: without the kernels of structures that it has not, of
-quantized weights if it has none, of a whole token in one kernel unless the table of its GPU asks for
-that, and without the decoding runtime if it does not generate.
+One file, `modeling/modeling_blr.py`, the same bytes for every model; a model of diffusers has another
+small one. An export that is to be fast without the package (`blr export --self-contained`) also has what
+`blr.compressor.bundling` joins of the package's own modules: layers with kernels and the decoding
+runtime, without the kernels of structures and numbers that the folder has not.
 """
 
 from __future__ import annotations
@@ -18,41 +17,24 @@ from pprint import pformat
 from blr.compressor import __version__
 from blr.compressor.bundling.bundle import bundle, reached
 from blr.compressor.bundling.module import BundleError, Module
+from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS, Spec, families
 from blr.kernels.common.names import FOLDERS
 
-# File to the module that, with what it needs at its top, makes it; of what they import inside
-# functions, kernels make a file of their own, and the rest is the runtime.
-ROOTS = {
-    "configuration_blr": "blr.compressor.modeling.configuration_blr",
-    "layers_blr": "blr.compressor.modeling.layers",
-    "modeling_blr": "blr.compressor.modeling.modeling_blr",
-}
-EXPORTED = "exported_blr"  # what `auto_map` of an export names
-EXPORT_ROOTS = {**ROOTS, EXPORTED: "blr.compressor.modeling.exported"}
-KERNELS, RUNTIME = "kernels_blr", "runtime_blr"
+MODELING = "blr.compressor.modeling"
 DIFFUSION = "diffusion_blr"  # what `auto_map` of a model of diffusers names
-DIFFUSION_ROOTS = {
-    "layers_blr": "blr.compressor.modeling.table",
-    DIFFUSION: "blr.compressor.modeling.diffusion",
-}
-PLAIN = "modeling_plain"  # what `auto_map` of pairs of linear layers names
-PLAIN_ROOTS = {
-    "configuration_blr": "blr.compressor.modeling.configuration_blr",
-    PLAIN: "blr.compressor.modeling.plain",
-}
+# File of a self-contained export to the module that, with what it needs at its top, makes it; of what
+# they import inside functions, kernels make a file of their own, and the rest is the runtime.
+EXPORTED = "exported_blr"  # what `auto_map` names
+ROOTS = {HOME: f"{MODELING}.{HOME}", "layers_blr": f"{MODELING}.layers", EXPORTED: f"{MODELING}.models"}
+KERNELS, RUNTIME = "kernels_blr", "runtime_blr"
 ABOUT = {
-    "configuration_blr": "The configuration: a native one with a table of structured layers.",
-    "layers_blr": "The structured layers in plain torch, and the choice of their kernels.",
-    "modeling_blr": "The models: native ones of transformers with structured layers.",
-    EXPORTED: "The models of an export: factors in the order of the kernels, or packed.",
-    PLAIN: "The models: native ones of transformers whose low-rank layers are pairs of linear ones.",
+    HOME: "",  # says of itself what it is
+    "layers_blr": "The structured layers, and the choice of their kernels.",
+    EXPORTED: "The models of an export: with kernels, and in the decoding runtime.",
     KERNELS: "The Triton kernels, imported where there is a GPU that runs them.",
-    # diffusers copies out of a folder the files that this one names, and none that those name
-    DIFFUSION: "The models: native ones of diffusers with structured layers, by way of\n\n"
-    "    from .kernels_blr import *",
     RUNTIME: "Decoding of the export: what `generate` runs on a GPU.",
 }
 ORIGIN = """{about}
@@ -79,6 +61,20 @@ def forget_rules() -> None:
 '''
 
 
+def code_files() -> dict[str, bytes]:
+    """File name to contents of everything that ``from_pretrained(…, trust_remote_code=True)`` runs."""
+    return _verbatim(HOME)
+
+
+def diffusion_files() -> dict[str, bytes]:
+    """The same of a model of diffusers."""
+    return _verbatim(HOME, DIFFUSION)
+
+
+def _verbatim(*names: str) -> dict[str, bytes]:
+    return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in names}
+
+
 @dataclass(frozen=True)
 class Contents:
     """What an export holds, by which it needs kernels.
@@ -95,10 +91,9 @@ class Contents:
         """Modules and packages that it can do without."""
         absent = {f"blr.kernels.layers.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
         if not self.quantized:
-            absent.update(
-                f"blr.kernels.decode.quantized.{part}" for part in ("corrected", "grouped", "launch")
-            )
-            absent.update(f"blr.kernels.decode.integer.{part}" for part in ("form", "launch", "looped"))
+            packed = "blr.kernels.decode.quantized", "blr.kernels.decode.integer"
+            absent.update(f"{packed[0]}.{part}" for part in ("corrected", "grouped", "launch"))
+            absent.update(f"{packed[1]}.{part}" for part in ("form", "launch", "looped"))
         if not self.generates:
             absent.add("blr.compressor.runtime")
         return frozenset(absent)
@@ -115,43 +110,28 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     )
 
 
-def exported_classes(auto_map: Mapping[str, str], file: str = EXPORTED) -> dict[str, str]:
-    """The `auto_map` of an export, from that of a checkpoint. file: where its models are."""
-    return {auto: name.replace("modeling_blr.", f"{file}.") for auto, name in auto_map.items()}
+def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
+    """The `auto_map` of a self-contained export, from that of a checkpoint."""
+    return {
+        auto: name if auto == "AutoConfig" else name.replace(f"{HOME}.", f"{EXPORTED}.")
+        for auto, name in auto_map.items()
+    }
 
 
-def vendored_files(contents: Contents | None = None) -> dict[str, bytes]:
-    """File name to contents of everything `from_pretrained(..., trust_remote_code=True)` runs.
-
-    Args:
-        contents: of an export, None for a compressed checkpoint.
+def runtime_files(contents: Contents) -> dict[str, bytes]:
+    """The files of a self-contained export.
 
     Raises BundleError for modules that cannot be joined (a mistake in the sources).
     """
-    return _made(frozenset() if contents is None else contents.left_out(), contents is not None)
-
-
-def plain_files() -> dict[str, bytes]:
-    """The same of low-rank layers as pairs of linear ones."""
-    return _bundled(frozenset(), tuple(PLAIN_ROOTS.items()))
-
-
-def diffusion_files() -> dict[str, bytes]:
-    """The same of a model of diffusers."""
-    return _bundled(frozenset({"blr.compressor.loading"}), tuple(DIFFUSION_ROOTS.items()))
-
-
-def _made(left_out: frozenset[str], exported: bool) -> dict[str, bytes]:
-    return _bundled(left_out, tuple((EXPORT_ROOTS if exported else ROOTS).items()))
+    return _bundled(contents.left_out())
 
 
 @cache
-def _bundled(left_out: frozenset[str], named: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
-    roots = dict(named)
-    modules = read_modules(roots.values(), left_out)
-    held = {file: names for file, names in assigned(roots, modules).items() if names}
+def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
+    modules = read_modules(ROOTS.values(), left_out)
+    held = {file: names for file, names in assigned(ROOTS, modules).items() if names}
     abouts = {file: ORIGIN.format(about=ABOUT[file], version=__version__) for file in held}
-    return dict(sorted(bundle(held, modules, abouts).items()))
+    return dict(sorted(bundle(held, modules, abouts, {HOME}).items()))
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:

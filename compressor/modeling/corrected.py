@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.modeling.quantized import QuantizedLinear, quantized_layer
 from blr.compressor.modeling.stages import Stage
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec
@@ -30,6 +32,11 @@ class CorrectedLinear(nn.Module):
         """[..., i] -> [..., o]."""
         y = self.base(x) + self.correction(x)
         return y if self.bias is None else y + self.bias
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Of the table of layers in a file."""
+        return self.described.to_dict()
 
     @property
     def weight(self) -> Tensor:

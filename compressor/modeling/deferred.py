@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr.compressor.modeling.chunked import CONSUMERS
 from blr.compressor.modeling.expressions import Node, Source, leaves, mapped
-from blr.compressor.modeling.facts import FACTS, writes
+from blr.compressor.modeling.modeling_blr import FACTS, writes
 from blr.compressor.modeling.recording import record
 from blr.compressor.modeling.settings import warn_once
 from blr.kernels.common.transient import bound_for

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.chunked import by_tokens, has_tokens
 from blr.compressor.modeling.deferred import Deferred, deferred
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.expressions import Chained
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.modeling.products import LowRankProduct, Product
 from blr.compressor.modeling.random_init import drawn
 from blr.compressor.modeling.settings import caches_ranks
@@ -96,6 +96,11 @@ class StructuredLinear(nn.Module):
     def described(self) -> Spec:
         """What a file holds of it."""
         return self.spec
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The same in the table of layers in that file."""
+        return self.described.to_dict()
 
     @property
     def weight(self) -> Tensor:

@@ -1,161 +1,627 @@
-"""Structured models: native transformers models whose named layers are structured.
+"""Models whose linear layers are structured: all the code that a checkpoint made by ``blr`` carries.
 
-Shipped inside every checkpoint. ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` that swaps
-the layers listed in ``config.blr`` before its weights are loaded. Classes are made on demand
-(`model_class`), for any architecture that transformers has.
+A structured layer stores a weight W [o, i] as a product of smaller tensors, or in few bits a number, or
+both. This file builds the native model of transformers that ``config.json`` names, puts a
+`StructuredLinear` in the place of every layer in the table ``config.json["blr"]["layers"]``, and lets
+transformers load the weights::
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+``blr compress``, ``blr heal`` and ``blr export`` copy the file unchanged into every folder: compare it
+with ``blr/compressor/modeling/modeling_blr.py`` in the version of the package blr-compress that the
+model card names. Where that package is installed, ``import blr.compressor.modeling`` takes its own
+classes instead, which compute the same with kernels and less memory.
+
+Before you trust a copy, check that it
+
+* imports torch, transformers and the standard library only;
+* opens no connection, reads no file but itself, and writes itself where a model is saved, no more;
+* changes nothing of others but tables by which transformers finds classes, and
+  ``PreTrainedModel.from_pretrained``, which then refuses to fill dense layers with random numbers.
+
+Sections: 1 numbers in few bits, 2 factors, 3 structures, 4 layers, 5 the table of layers, 6 loading and
+saving, 7 configurations, 8 models, 9 native classes.
+
+Notation: `i` inputs, `o` outputs, `r` rank, `b` blocks, p = i/b, q = o/b.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from blr.compressor.modeling.attention import register_attention
-from blr.compressor.modeling.bounded_norm import bound_norms
-from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.classes import (
-    NestedMixin,
-    by_module,
-    made_class,
-    module_names,
-    table_plan,
-)
-from blr.compressor.modeling.configuration_blr import PREFIX
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.initial import initialize_layers
-from blr.compressor.modeling.layers import defer_large, prepare_layers
-from blr.compressor.modeling.pairs import place_pairs
-from blr.compressor.modeling.rank_cache import rank_cache
-from blr.compressor.modeling.settings import caches_ranks
-from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.splitting import freeze_parts, split_layers, split_plan
-from blr.compressor.modeling.table import replace_layers
-from blr.kernels.fp8.reference import is_number
+try:
+    import transformers
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.modeling_utils import PreTrainedModel
+except ImportError:  # a model of diffusers, whose code is beside this file, does without
+    transformers = None  # type: ignore[assignment]
 
-register_attention()
+Shape, Axes = tuple[int, ...], tuple[tuple[int, ...], ...]
+Entry = dict[str, Any]  # what the table of layers says of one layer
+PREFIX = "Blr"  # of the names of our classes
+FORMAT = 1  # version of config.json["blr"]
+LAYOUT = 2  # version of the names, axis orders and packing of what an export stores
+HOME = "modeling_blr"  # the name of this file, which `auto_map` in config.json gives
+PACKAGE = "pip install blr-compress"
 
 
-class StructuredModelMixin(NestedMixin):
-    """Swaps the structured layers in, in the last step of a model's construction.
+# 1. Numbers in few bits -------------------------------------------------------------------------------
+#
+# A row of K numbers is padded to whole groups; each group has one scale. A level is an integer from
+# −2^(bits−1) on and stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT. The bytes of a group
+# are little-endian words of 32 bits, W = group · bits / 32 of them: field f of word j holds element
+# f·W + j, as level + 2^(bits−1) below 8 bits. Three bits are two planes: first the low two bits of every
+# level, then the high one. Numbers in float8 have a scale a group, or a row where the group is 0.
 
-    `post_init` is where every transformers model ends its `__init__`, on the meta device while
-    loading: the layers must be in place before it collects tied weights and parallel plans.
+GROUP, KEPT_GROUP = 128, 32  # numbers that share a scale; the same of BLAST's couplings
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a level by plane, the lowest first
+SHIFT = {8: 0.0, 4: 0.0, 3: 0.5, 2: 0.5}
+CURVE = {3: 0.02}
+E4M3 = torch.float8_e4m3fn
+
+
+def dequantize(factor: Factor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Numbers [..., R, K] of packed rows and scales [..., R, groups], in the dtype of the scales."""
+    bits, group, K = factor.bits, factor.group, factor.stored_shape[-1]
+    work = torch.float64 if scale.dtype == torch.float64 else torch.float32
+    x = unpack(packed, bits, group).unflatten(-1, (-1, group)).to(work) + SHIFT[bits]
+    points = x * (1 + CURVE[bits] * x.square()) if bits in CURVE else x
+    return (points * scale.to(work).unsqueeze(-1)).flatten(-2)[..., :K].to(scale.dtype)
+
+
+def unpack(packed: Tensor, bits: int, group: int) -> Tensor:
+    """Levels int8 [..., R, K'] of packed rows, padding included."""
+    grouped = packed.unflatten(-1, (-1, group * bits // 8))
+    if bits == 8:
+        return _fields(grouped, 8).flatten(-2)
+    low, *high = grouped.split([group * width // 8 for width in PLANES[bits]], -1)
+    codes = _fields(low, PLANES[bits][0])
+    for plane, width in zip(high, PLANES[bits][1:], strict=True):
+        codes = codes | _fields(plane, width) << PLANES[bits][0]
+    return (codes.to(torch.int8) - 2 ** (bits - 1)).flatten(-2)
+
+
+def _fields(plane: Tensor, width: int) -> Tensor:
+    """Fields of `width` bits [..., G] of bytes [..., G·width/8]."""
+    byte = plane.unflatten(-1, (-1, 4)).transpose(-1, -2)  # [..., byte, word]
+    if width == 8:
+        return byte.flatten(-2)
+    fields = [byte >> place * width & 2**width - 1 for place in range(8 // width)]
+    return torch.stack(fields, -2).flatten(-3)
+
+
+def dequantize_float8(factor: Factor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """Numbers [..., K] of float8 and scales [..., groups], in the dtype of the scales."""
+    work = torch.float64 if scale.dtype == torch.float64 else torch.float32
+    wide, group = scale.to(work), factor.group
+    wide = wide.repeat_interleave(group, -1)[..., : numbers.shape[-1]] if group else wide
+    return (numbers.to(work) * wide).to(scale.dtype)
+
+
+# 2. Factors -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One way to store a matrix of numbers.
+
+    suffixes: what the name of each of its tensors ends with. trained: whether they are parameters, else
+    buffers. empty: the tensors of a factor, to be loaded. read: the matrix that they stand for.
     """
 
-    def post_init(self: Any) -> None:
-        native: Any = super()
-        if self.is_outermost:
-            self._place_layers()
-            defer_large(self)
-            bound_norms(self)
-            fuse(self)
-        native.post_init()
-        if self.is_outermost:
-            self._tp_plan = dict[
-                str, str
-            ]()  # until it is distributed: nobody else can split it by the native one
+    suffixes: tuple[str, ...] = ("",)
+    trained: bool = False
+    empty: Callable[[Factor], tuple[Tensor, ...]] = lambda factor: (torch.zeros(factor.stored_shape),)
+    read: Callable[..., Tensor] = lambda factor, stored: stored
 
-    def initialize_weights(self: Any) -> None:
-        """As of transformers, and what the structured layers hold."""
-        initialize_layers(self)  # first: then transformers marks all layers
-        native: Any = super()
-        native.initialize_weights()
 
-    def _place_layers(self: Any) -> None:
-        replace_layers(self, by_module(self, (self.config.blr or {}).get("layers", {})))
-        place_pairs(self)
+def _empty_packed(factor: Factor) -> tuple[Tensor, ...]:
+    *rows, K = factor.stored_shape
+    groups = -(-K // factor.group) if factor.group else 1
+    width, kind = (
+        groups * factor.group * factor.bits // 8,
+        torch.int8 if factor.bits == 8 else torch.uint8,
+    )
+    if factor.storage == "float8":
+        width, kind = K, E4M3
+    return torch.zeros(*rows, width, dtype=kind), torch.zeros(*rows, groups)
 
-    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        """What every move and cast goes through; layers of one input that lie on a GPU share it."""
-        native: Any = super()
-        native._apply(fn, recurse)
-        share_siblings(self)
-        return self
 
-    def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
-        """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
-        model of another class than was written may have no head."""
-        table, modules = (self.config.blr or {}).get("layers", {}), dict(self.named_modules())
-        for name, module in module_names(self, table).items():
-            layer = modules.get(module)
-            if layer is None:
-                del table[name]
-            elif hasattr(layer, "described"):
-                table[name] = layer.described.to_dict()
-        native: Any = super()
-        return native.save_pretrained(*arguments, **options)
+STORAGES = {
+    "float": Storage(trained=True),
+    "kernel": Storage(("_kernel",), trained=True),
+    "index": Storage(empty=lambda factor: (torch.arange(factor.shape[0], dtype=torch.int32),)),
+    "integer": Storage(("_q", "_scale"), False, _empty_packed, dequantize),
+    "float8": Storage(("_q", "_scale"), False, _empty_packed, dequantize_float8),
+}
 
-    def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
-    ) -> Any:
-        """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
-        native: Any = super()
-        made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
-        native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
-        if (kind := caches_ranks(self.config)) is None:
-            return
-        for name in made:
-            if model_kwargs.get(name) is not None:
-                model_kwargs[name] = rank_cache(model_kwargs[name], self.config, kind)
 
-    def _get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
-        """As of transformers, which keeps some modules in float32 (T5's `wo` beside float16): what is
-        packed in them, or says where outputs go, stays of its own type."""
-        native: Any = super()
-        plan = native._get_dtype_plan(dtype)
-        held = {n: t.dtype for n, t in self.named_buffers() if not is_number(t)} if plan else {}
-        return {**held, **plan}
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a structure: how it is stored, and the dense tensor that this stands for.
+
+    name: ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes
+    of `shape` that each axis of what is stored runs over; () if they are the same. bits, group: of
+    packed numbers. tile: rows that share a group, and the width that each is padded to, or None.
+    """
+
+    name: str
+    shape: Shape
+    storage: str = "float"
+    axes: Axes = ()
+    bits: int = 0
+    group: int = GROUP
+    tile: tuple[int, int] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors in files: ``U_q`` and ``U_scale``, ``factors_kernel.0``."""
+        stem, dot, number = self.name.partition(".")
+        return tuple(f"{stem}{end}{dot}{number}" for end in STORAGES[self.storage].suffixes)
+
+    @property
+    def matrix_shape(self) -> Shape:
+        """`shape` with its axes as they are stored."""
+        joined = self.axes or tuple((axis,) for axis in range(len(self.shape)))
+        return tuple(prod([self.shape[axis] for axis in each]) for each in joined)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The same, in tiles if there are some."""
+        if self.tile is None:
+            return self.matrix_shape
+        *outer, R, _ = self.matrix_shape
+        return (*outer, -(-R // self.tile[0]), self.tile[0] * self.tile[1])
+
+    def dense(self, *stored: Tensor) -> Tensor:
+        """The dense tensor of what is stored; of float factors a view."""
+        matrix = STORAGES[self.storage].read(self, *stored)
+        if not self.axes:
+            return matrix
+        if self.tile:
+            R, K = self.matrix_shape[-2:]
+            matrix = matrix.unflatten(-1, self.tile).flatten(-3, -2)[..., :R, :K]
+        order = sum(self.axes, ())
+        matrix = matrix.reshape([self.shape[axis] for axis in order])
+        return matrix.permute([order.index(axis) for axis in range(len(order))])
+
+
+def stored_axes(name: str, dims: int, packed: bool, side: str) -> Axes:
+    """The axes of a factor as kernels read them: what a product sums over comes last, and is one axis in
+    a packed factor that it sums over two of."""
+    stem, axes = name.partition(".")[0], tuple((axis,) for axis in range(dims))
+    if packed and (name, side) == ("U", "in"):
+        return (1,), (0, 2)
+    if stem == "factors":
+        return ((0,), (3,), (1, 2)) if packed else ((0,), (3,), (1,), (2,))
+    if stem == "S":
+        return axes if packed else ((2,), (0,), (1,))
+    return (*axes[:-2], axes[-1], axes[-2]) if stem == "V" else axes
+
+
+def factors_of(entry: Entry, exported: bool = False) -> list[Factor]:
+    """What a layer stores. Raises ValueError for an entry of another version."""
+    structure, bits = STRUCTURES.get(entry.get("structure", "")), entry.get("bits", 0)
+    if structure is None or bits not in (0, *PLANES):
+        found = f"structure {entry.get('structure')!r} in {bits!r} bits"
+        expected = f"{', '.join(STRUCTURES)}, in {', '.join(map(str, PLANES))} bits"
+        raise ValueError(f"config.blr.layers has {found}; expected {expected}; {PACKAGE} --upgrade")
+    shapes = structure.shapes(sizes(entry))
+    return [_factor(entry, n, s, exported, n in structure.indices) for n, s in shapes.items()]
+
+
+def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) -> Factor:
+    bits, group = entry.get("bits"), entry.get("group", GROUP)
+    exported, side = exported and not bits, entry.get("side", "out")
+    if name == "S":
+        bits, group = bits and entry.get("kept_bits"), KEPT_GROUP
+    if index or not (bits or exported):
+        return Factor(name, shape, "index" if index else "float")
+    axes = stored_axes(name, len(shape), bool(bits), side)
+    if not bits:
+        return Factor(name, shape, "kernel", axes)
+    made = Factor(name, shape, "float8" if entry.get("fp8") else "integer", axes, bits, group)
+    width = 1 << (made.matrix_shape[-1] - 1).bit_length()
+    tiled = entry.get("tiled") and name == "U" and group >= 2 * made.matrix_shape[-1]
+    return replace(made, tile=(group // width, width)) if tiled else made
+
+
+# 3. Structures ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One way to write a weight as a product.
+
+    shapes: the factors by name, of the `sizes` of an entry. product: ``x Wᵀ + bias`` of an entry,
+    x [..., i], the bias [o] or None, and the factors in order. indices: those of them that say where
+    outputs go.
+    """
+
+    shapes: Callable[[SimpleNamespace], dict[str, Shape]]
+    product: Callable[..., Tensor]
+    indices: tuple[str, ...] = ()
+
+
+def sizes(entry: Entry) -> SimpleNamespace:
+    """What shapes follow from: `i`, `o`, `r`, `b`, `g` groups of a `side`, and `patterns`."""
+    b, g, side = entry.get("blocks", 1), entry.get("groups", 1), entry.get("side", "out")
+    r, patterns = entry.get("rank", b * entry.get("block_rank", 0)), entry.get("patterns", ())
+    i, o = entry["in_features"], entry["out_features"]
+    return SimpleNamespace(i=i, o=o, r=r, b=b, g=g, side=side, patterns=patterns)
+
+
+def low_rank(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
+    """``W = U Vᵀ``: U [o, r], V [i, r]; or in g groups of outputs or of inputs, each with its own."""
+    if U.dim() == 2:
+        return linear(x @ V, U, bias)
+    groups, _, rank = U.shape
+    if entry.get("side", "out") == "out":
+        inner = linear(x, V.transpose(1, 2).flatten(0, 1)).unflatten(-1, (groups, rank))
+        y = torch.einsum("...gr,gqr->...gq", inner, U).flatten(-2)
+        return y if bias is None else y + bias
+    inner = torch.einsum("...gp,gpr->...gr", x.unflatten(-1, (groups, -1)), V).flatten(-2)
+    return linear(inner, U.movedim(0, 1).flatten(1), bias)
+
+
+def _low_rank_shapes(n: SimpleNamespace) -> dict[str, Shape]:
+    if n.g == 1:
+        return {"U": (n.o, n.r), "V": (n.i, n.r)}
+    rows, columns = (n.o // n.g, n.i) if n.side == "out" else (n.o, n.i // n.g)
+    return {"U": (n.g, rows, n.r), "V": (n.g, columns, n.r)}
+
+
+def pivoted(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor, at: Tensor) -> Tensor:
+    """Low rank held by r of its rows, ``W = P [Vᵀ; U Vᵀ]``: output k is number ``at[k]`` of both.
+    Source: PIFA (arXiv 2501.19090), section 3."""
+    t = x @ V
+    y = torch.cat((t, linear(t, U)), -1).index_select(-1, at)
+    return y if bias is None else y + bias
+
+
+def monarch(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
+    """``W_kl = U_kl V_klᵀ``: U [b, q, r] runs over (l, s) in its last axis, V [b, p, r] over (k, s).
+    Source: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", section 2."""
+    blocks, batch = V.shape[0], x.shape[:-1]
+    x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [l, n, p]
+    z = (x @ V).unflatten(-1, (blocks, V.shape[2] // blocks))  # [l, n, k, s]
+    z = z.permute(2, 1, 0, 3).flatten(2)  # [k, n, l·s]
+    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, blocks * U.shape[1])
+    return y if bias is None else y + bias
+
+
+def blast(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
+    """``W_kl = U_k diag(S_kl) V_lᵀ``: U [b, q, r], S [b, b, r], V [b, p, r]. Source: as of `monarch`."""
+    blocks, batch = V.shape[0], x.shape[:-1]
+    x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [l, n, p]
+    z = (x @ V).permute(2, 1, 0)  # [r, n, l]
+    z = torch.bmm(z, S.permute(2, 1, 0))  # [r, n, k]
+    y = z.permute(2, 1, 0) @ U.transpose(1, 2)  # [k, n, q]
+    y = y.transpose(0, 1).reshape(*batch, blocks * U.shape[1])
+    return y if bias is None else y + bias
+
+
+def _blast_shapes(n: SimpleNamespace) -> dict[str, Shape]:
+    return {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}
+
+
+def kronecker(entry: Entry, x: Tensor, bias: Tensor | None, *factors: Tensor) -> Tensor:
+    """``W = K_0 K_1 …`` of w [a, b, c, d] with ``K[i·bd + j·d + l, i·cd + k·d + l] = w[i, j, k, l]``.
+    Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 1."""
+    for w in reversed(factors):
+        a, b, c, d = w.shape
+        y = x.reshape(-1, a, c, d).permute(1, 3, 0, 2) @ w.permute(0, 3, 2, 1)  # [a, d, n, b]
+        x = y.permute(2, 0, 3, 1).reshape(*x.shape[:-1], a * b * d)
+    return x if bias is None else x + bias
+
+
+STRUCTURES = {
+    "dense": Structure(lambda n: {"weight": (n.o, n.i)}, lambda _, x, bias, w: linear(x, w, bias)),
+    "svd": Structure(_low_rank_shapes, low_rank),
+    "pivoted": Structure(
+        lambda n: {"U": (n.o - n.r, n.r), "V": (n.i, n.r), "places": (n.o,)}, pivoted, ("places",)
+    ),
+    "monarch": Structure(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
+    "blast": Structure(_blast_shapes, blast),
+    "ks": Structure(lambda n: {f"factors.{k}": tuple(p) for k, p in enumerate(n.patterns)}, kronecker),
+}
+
+
+# 4. Layers --------------------------------------------------------------------------------------------
+
+
+class ComposedLinear(nn.Module):
+    """Base of the layers that stand for an `nn.Linear`, or a GPT-2 ``Conv1D``: they map
+    [..., in_features] to [..., out_features]. entry: what the table of layers says of it."""
+
+    def __init__(self, entry: Entry, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.entry, self.in_features, self.out_features = entry, in_features, out_features
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def composed(self) -> Tensor:
+        """W [o, i], with gradients to the factors."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """W [o, i] for code that reads it of an `nn.Linear`. Nothing is computed for its dtype."""
+        return self.composed() if torch.compiler.is_compiling() else DenseWeight(self, self.like())
+
+    def like(self) -> Tensor:
+        """A tensor of the dtype and on the device that it computes in and on."""
+        return next(t for t in (*self.parameters(), *self.buffers()) if is_number(t))
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in {**self.entry, "bias": self.bias is not None}.items())
+
+
+class StructuredLinear(ComposedLinear):
+    """A product of factors. exported: whether they lie as kernels read them."""
+
+    def __init__(self, entry: Entry, bias: bool, exported: bool = False) -> None:
+        super().__init__(entry, entry["in_features"], entry["out_features"], bias)
+        self.held = {factor.name: factor for factor in factors_of(entry, exported)}
+        for factor in self.held.values():
+            storage = STORAGES[factor.storage]
+            for name, tensor in zip(factor.names, storage.empty(factor), strict=True):
+                self._hold(name, nn.Parameter(tensor) if storage.trained else tensor)
+        first_values(self)
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        stem, dot, number = name.partition(".")
+        if dot and stem not in self._modules:
+            self.add_module(stem, Numbered())
+        home: nn.Module = self.get_submodule(stem if dot else "")
+        if isinstance(tensor, nn.Parameter):
+            home.register_parameter(number or stem, tensor)
+        else:
+            home.register_buffer(number or stem, tensor)
+
+    def stored(self, factor: Factor) -> list[Tensor]:
+        """The tensors that hold a factor."""
+        ends = (name.partition(".") for name in factor.names)
+        return [getattr(self, stem)()[n] if dot else getattr(self, stem) for stem, dot, n in ends]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x Wᵀ + bias``, [..., i] -> [..., o]."""
+        factors = [factor.dense(*self.stored(factor)) for factor in self.held.values()]
+        return STRUCTURES[self.entry["structure"]].product(self.entry, x, bias, *factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    def composed(self) -> Tensor:
+        like = self.like()
+        return self.product(torch.eye(self.in_features, dtype=like.dtype, device=like.device), None).mT
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What every move and cast goes through: float8 is moved as bytes, and cast to nothing."""
+
+        def apply(tensor: Tensor) -> Tensor:
+            return fn(tensor.view(torch.uint8)).view(E4M3) if tensor.dtype == E4M3 else fn(tensor)
+
+        return super()._apply(apply, recurse)
+
+
+class CorrectedLinear(ComposedLinear):
+    """The sum of two layers, ``W = Q + S``: a dense weight in few bits and a structure."""
+
+    def __init__(self, entry: Entry, bias: bool, exported: bool = False) -> None:
+        super().__init__(entry, entry["base"]["in_features"], entry["base"]["out_features"], bias)
+        self.base = StructuredLinear(entry["base"], False, exported)
+        self.correction = StructuredLinear(entry["correction"], False, exported)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x) + self.correction(x)
+        return y if self.bias is None else y + self.bias
+
+    def composed(self) -> Tensor:
+        return self.base.composed() + self.correction.composed()
+
+
+class Numbered(nn.Module):
+    """Tensors by number. Called, it gives them: offloading brings in what a called module holds."""
+
+    def forward(self) -> dict[str, Any]:
+        return {**self._parameters, **self._buffers}
+
+
+class Pair(nn.Sequential):
+    """``y = U (V x) + bias``: two `nn.Linear`, V [r, i] and U [o, r], for tools that look for those."""
+
+    def __init__(self, entry: Entry, bias: bool) -> None:
+        super().__init__()
+        self.V = nn.Linear(entry["in_features"], entry["rank"], bias=False)
+        self.U = nn.Linear(entry["rank"], entry["out_features"], bias=bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """W [o, i], computed at each reading."""
+        return self.U.weight @ self.V.weight
+
+
+def linear_of(entry: Entry, bias: bool, exported: bool = False) -> ComposedLinear:
+    """The layer of an entry of the table, with first values."""
+    kind = CorrectedLinear if entry.get("structure") == "corrected" else StructuredLinear
+    return kind(entry, bias, exported)
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether it holds floating-point numbers that mean something without scales."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+@torch.no_grad()
+def first_values(layer: ComposedLinear) -> None:
+    """Values of a layer that is made, not loaded: factors of unit gain, indices in order; of what is
+    packed none, for nothing trains it. What has values, of which transformers keeps a mark, stays."""
+    for factor in getattr(layer, "held", {}).values():
+        first, *others = layer.stored(factor)  # type: ignore[operator]
+        if not (others or first.is_meta or getattr(first, "_is_hf_initialized", False)):
+            summed = max(factor.shape[{"U": -1, "S": 0}.get(factor.name, -2 % len(factor.shape))], 1)
+            index = factor.storage == "index"
+            first.copy_(torch.arange(len(first)) if index else torch.randn_like(first) * summed**-0.5)
+
+
+FACTS = {getattr(Tensor, n) for n in ("size", "dim", "numel", "element_size", "is_floating_point")} | {
+    getattr(Tensor, name).__get__  # known of a weight without its values
+    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
+}
+READERS = ("__invert__", "__index__", "__int__", "__iter__", "requires_grad_")  # called as writers are
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch writes to one of its arguments."""
+    name = getattr(func, "__name__", "")
+    named = name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]
+    return name not in READERS and (named or "out" in kwargs or bool(kwargs.get("inplace")))
+
+
+class DenseWeight(Tensor):
+    """W [o, i] of a layer: its dtype, device and shape cost nothing, other functions of torch take the
+    product of the factors. It cannot be written: the factors would stay as they are."""
+
+    _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
+    layer: Any
+
+    @staticmethod
+    def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
+        options = {"dtype": like.dtype, "device": like.device}
+        made = Tensor._make_wrapper_subclass(cls, (layer.out_features, layer.in_features), **options)
+        made.layer = layer
+        return made
 
     @classmethod
-    def maybe_distribute_model(
-        cls: Any, model: Any, distributed_config: Any, *rest: Any, **options: Any
-    ) -> Any:
-        """As of transformers, with factors cut where the native plan cuts weights."""
-        size = getattr(distributed_config, "tp_size", None) or 1
-        if size > 1:
-            plan = split_plan(model, size)
-            model._tp_plan = {**table_plan(model), **plan}
-            if plan:
-                split_layers(model)
-        native: Any = super()
-        return native.maybe_distribute_model(model, distributed_config, *rest, **options)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTS or func is Tensor.__len__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        sets = func == vars(torch._C.TensorBase)["data"].__set__ or writes(func, kwargs)
+        if sets and isinstance(written := kwargs.get("out", args[0]), DenseWeight):
+            found = f"the weight of a {type(written.layer).__name__} is made of what it stores"
+            raise RuntimeError(f"{found} and cannot be written: change its factors")
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            DenseWeight, lambda weight: weight.layer.composed(), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    @classmethod  # torch's own is none
+    def __torch_dispatch__(cls, func: Any, *arguments: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} reached a weight that has no values: pass it to functions of torch")
+
+
+# 5. The table of layers -------------------------------------------------------------------------------
+
+
+def entries_of(config: Any) -> dict[str, Entry]:
+    """The entries of all layers of ours by name on disk; of an export also of what that packs. Raises
+    ValueError for an export of another version."""
+    blr = getattr(config, "blr", None) or {}
+    table, export = blr.get("layers") or {}, blr.get("export")
+    if export is None:
+        return dict(table)
+    if export.get("layout") != LAYOUT:
+        found = f"config.blr.export.layout is {export.get('layout')!r}: this code reads layout {LAYOUT}"
+        raise ValueError(f"{found}; export the checkpoint again, or take the version that wrote it")
+    bits, plain = int((export.get("quantize") or "int0").removeprefix("int")), export.get("plain", ())
+    packed = {
+        name: {**entry, "bits": bits}
+        for name, entry in table.items()
+        if bits and name not in plain and {"bits", "base"}.isdisjoint(entry)
+    }
+    for name, (o, i) in export.get("dense", {}).items():
+        packed[name] = {"structure": "dense", "in_features": i, "out_features": o, "bits": bits}
+    return {**table, **packed, **export.get("head", {})}
+
+
+def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[..., nn.Module]) -> None:
+    """Put what `make` makes of each entry, and of whether there is a bias, in the place of the module of
+    its name: on that one's device, in its dtype. Raises KeyError for a name that is none."""
+    modules = dict(model.named_modules())
+    for name, entry in entries.items():
+        if name not in modules:
+            raise KeyError(f"the configuration replaces {name!r}, which this model does not have")
+        old = next(t for t in (*modules[name].parameters(), *modules[name].buffers()) if is_number(t))
+        with torch.device(old.device):
+            new = make(entry, getattr(modules[name], "bias", None) is not None)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, new.to(old.dtype))
+
+
+def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
+    """The modules of `model` that hold the layers stored on disk as `stored_names`, by these: renamed as
+    transformers renames tensors of this architecture, with or without the base model's prefix."""
+    renamings = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [renaming for renaming in renamings if isinstance(renaming, WeightRenaming)]
+    modules = {name for name, _ in model.named_modules()}
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for stored in stored_names:
+        name = rename_source_key(f"{stored}.weight", renamings, [])[0].removesuffix(".weight")
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        found[stored] = next((each for each in candidates if each in modules), name)
+    return found
+
+
+def by_module(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """`entries` by the modules of `model`, without a head that the class named in the configuration has
+    and this one has not."""
+    found = {name: entries[stored] for stored, name in module_names(model, entries).items()}
+    kept = dict(model.named_modules()) if named_class(model) != type(model).__name__ else found
+    return {name: entry for name, entry in found.items() if name in kept}
+
+
+def named_class(model: Any) -> str:
+    """The class that the configuration of a model names, by default the model's own."""
+    return next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
+
+
+# 6. Loading and saving --------------------------------------------------------------------------------
+
+
+class LoudModel:
+    """Mixin of the models: what is missing is an error."""
 
     @classmethod
-    def from_pretrained(
-        cls: Any, *arguments: Any, output_loading_info: bool = False, **options: Any
-    ) -> Any:
-        """As of transformers; weights that were loaded onto a GPU are given their kernel layout.
-
-        Raises ValueError when tensors are missing, left over or of another shape (unless that is to be
-        ignored), which transformers would replace by random numbers; who asks for the loading info
-        judges it himself.
-        """
+    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
+        """As of the library. Raises ValueError when tensors are missing, left over or of another shape
+        (unless that is to be ignored), which it would replace by random numbers; who asks for the
+        loading info judges it himself."""
         native: Any = super()
+        asked = options.pop("output_loading_info", False)
         model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
-        prepare_layers(model)
-        freeze_parts(model)
-        prepare_float8(model)
-        share_siblings(model)
-        if output_loading_info:
+        model.finish_loading()
+        if asked:
             return model, info
         if options.get("ignore_mismatched_sizes"):
             info = {**info, "mismatched_keys": ()}
         if found := misloaded(model, info):
-            raise ValueError(
-                f"{found}; expected the tensors that config.json describes, copy them again"
-            )
+            expected = "the tensors that config.json describes"
+            raise ValueError(f"{found}; expected {expected}, copy them again")
         return model
+
+    def finish_loading(self: Any) -> None:
+        """What is done with a model that has its weights."""
 
 
 def misloaded(model: Any, info: dict[str, Any]) -> str:
-    """The tensors that a loaded model lacks or that found no place in it; empty if there are none.
-
-    A model of another class than its configuration names may lack a head or leave one over: counted
-    are then the tensors that the named class has.
-    """
+    """The tensors that a loaded model lacks or that found no place in it; empty if there are none. Of a
+    model of another class than its configuration names, which may lack a head or leave one over, those
+    count that the named class has."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = {key if isinstance(key, str) else key[0] for key in info.get(kind) or ()}
         if found and kind != "mismatched_keys":
@@ -168,26 +634,261 @@ def misloaded(model: Any, info: dict[str, Any]) -> str:
 
 def _accountable(model: Any, keys: set[str], missing: bool) -> set[str]:
     """Those of `keys` that the class which the configuration names has (if `missing`) or lacks."""
-    name = next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
-    known = hasattr(transformers, name.removeprefix(PREFIX))
-    if name == type(model).__name__ or not known:
+    name = named_class(model)
+    native = getattr(transformers, name.removeprefix(PREFIX), None)
+    if name == type(model).__name__ or native is None:
         return keys
-    named = type(model).make(name) if name.startswith(PREFIX) else getattr(transformers, name)
+    named = type(model).make_model(name) if name.startswith(PREFIX) else native
+    prefix = f"{named.base_model_prefix}."
     with torch.device("meta"):
-        own = {_bare(named, key) for key in named(model.config).state_dict()}
-    return {key for key in keys if (_bare(named, key) in own) == missing}
+        own = {key.removeprefix(prefix) for key in named(model.config).state_dict()}
+    return {key for key in keys if (key.removeprefix(prefix) in own) == missing}
 
 
-def _bare(cls: Any, key: str) -> str:
-    return key.removeprefix(f"{cls.base_model_prefix}.")
+def write_code(folder: Path, *others: Path) -> None:
+    """Copy this file, and `others`, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (Path(__file__), *others):
+        (folder / path.name).write_bytes(path.read_bytes())
 
 
-def model_class(name: str) -> type[Any]:
-    """The model class ``Blr<Native>`` with the layers that ``config.blr`` describes."""
-    return made_class(name, StructuredModelMixin, __name__)
+# 7. Configurations ------------------------------------------------------------------------------------
+
+GUARD = "for_native_classes"  # an entry of config.json, see section 9
+
+
+class ModelType:
+    """What `model_type` is of a configuration class of ours: `ours` of the class, which is what files
+    say and what Auto classes go by; `native` of an instance, by which others decide."""
+
+    def __init__(self, ours: str, native: str) -> None:
+        self.ours, self.native = ours, native
+
+    def __get__(self, config: Any, owner: type) -> str:
+        return self.ours if config is None else self.native
+
+    def __set__(self, config: Any, value: str) -> None:
+        """What a file says: known already."""
+
+
+class StructuredConfig:
+    """Mixin of the configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``.
+
+    make_model: the class of a model by its name. before_saving: what the package does with a
+    configuration and the folder that it is about to be written to.
+    """
+
+    make_model: Callable[[str], type[Any]]
+    before_saving: Callable[[Any, Path], None] = staticmethod(lambda config, folder: None)
+
+    def save_pretrained(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
+        """As of transformers, with who saved it in ``blr["saved"]``, and this file."""
+        origin, folder = str(getattr(self, "_name_or_path", None) or ""), Path(save_directory)
+        saved = {"by": f"transformers {transformers.__version__}", "from": Path(origin).name or None}
+        self.blr = {**(self.blr or {}), "saved": saved}
+        setattr(self, GUARD, guard(self.model_type))
+        write_code(folder)
+        self.before_saving(self, folder)
+        native: Any = super()
+        return native.save_pretrained(save_directory, *arguments, **options)
+
+    def structured_class(self: Any, native: type[Any]) -> type[Any]:
+        """Our variant of the model class `native`. Raises ValueError for one that has none."""
+        try:
+            return type(self).make_model(PREFIX + native.__name__)
+        except AttributeError as error:
+            found = f"{native.__name__} has no structured variant, which this configuration needs"
+            expected = "a class that transformers itself names, or an Auto class"
+            raise ValueError(f"{found}; take {expected}") from error
+
+
+def native_name(name: str) -> str:
+    """``BlrLlamaConfig`` -> ``LlamaConfig``. Raises AttributeError for any other kind of name."""
+    if not name.startswith(PREFIX) or not hasattr(transformers, name.removeprefix(PREFIX)):
+        raise AttributeError(f"no structured variant of {name!r} in transformers")
+    return name.removeprefix(PREFIX)
+
+
+@cache
+def config_class(name: str) -> type[Any]:
+    """The configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism: the native
+    one cuts ``weight`` matrices that a structured layer has not."""
+    native: Any = getattr(transformers, native_name(name))
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{native.__name__} of a model with structured layers.",
+        "__annotations__": {"blr": "dict | None"},
+        "blr": None,
+        "model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type),
+        "base_model_tp_plan": None,
+    }
+    for mapping in auto_tables("_MAPPING"):  # of tokenizers and processors, by class
+        types = getattr(mapping, "_reverse_config_mapping", {})
+        if native.__name__ in types:
+            types[name] = types[native.__name__]
+    return type(name, (StructuredConfig, native), members)
+
+
+def auto_tables(ending: str) -> list[Any]:
+    """The tables of transformers' Auto classes whose names end so."""
+    kinds = ("modeling", "feature_extraction", "image_processing", "processing", "tokenization")
+    modules = [import_module(f"transformers.models.auto.{k}_auto") for k in (*kinds, "video_processing")]
+    return [table for m in modules for name, table in vars(m).items() if name.endswith(ending)]
+
+
+# 8. Models --------------------------------------------------------------------------------------------
+
+
+class StructuredModel(LoudModel):
+    """Mixin of the models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are swapped
+    before its weights are loaded. make_layer: of an entry of the table."""
+
+    make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
+    make_model: Callable[[str], type[Any]]
+    made_of: type[Any]
+
+    def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+        self._let_heads_make(type(config))
+        native: Any = super()
+        native.__init__(config, *arguments, **options)
+
+    def post_init(self: Any) -> None:
+        """Swap the layers: where every model of transformers ends its construction, on the meta device
+        while loading, before it collects tied weights. A model inside this one has swapped its own."""
+        self.place_layers()
+        native: Any = super()
+        native.post_init()
+        self._tp_plan = dict[str, str]()  # nobody can split it by the native one
+
+    def place_layers(self: Any) -> None:
+        """Put the layers of the table, and pairs of linear layers, in their places."""
+        blr = self.config.blr or {}
+        make = partial(self.make_layer, exported="export" in blr)
+        replace_layers(self, by_module(self, entries_of(self.config)), make)
+        replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
+
+    def initialize_weights(self: Any) -> None:
+        """As of transformers, and what the structured layers hold."""
+        for layer in self.modules():  # first: then transformers marks all layers
+            if isinstance(layer, ComposedLinear) and not getattr(layer, "_is_hf_initialized", False):
+                first_values(layer)
+        native: Any = super()
+        native.initialize_weights()
+
+    def finish_loading(self: Any) -> None:
+        """Say which feature of the folder this file has not."""
+        if kind := (self.config.blr or {}).get("kv_cache"):
+            found = f"keys and values are cached whole: a cache of {kind} needs the package, {PACKAGE}"
+            logging.getLogger("blr").warning("blr: %s", found)
+
+    def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
+        """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
+        model of another class than was written may have no head."""
+        table, modules = (self.config.blr or {}).get("layers", {}), dict(self.named_modules())
+        for name, module in module_names(self, table).items():
+            if module not in modules:
+                del table[name]
+            elif hasattr(modules[module], "entry"):
+                table[name] = modules[module].entry
+        native: Any = super()
+        return native.save_pretrained(*arguments, **options)
+
+    def _get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
+        """As of transformers, which keeps some modules in float32 (T5's `wo` beside float16): what is
+        packed in them, or says where outputs go, stays of its own type."""
+        native: Any = super()
+        plan = native._get_dtype_plan(dtype)
+        held = {n: t.dtype for n, t in self.named_buffers() if not is_number(t)} if plan else {}
+        return {**held, **plan}
+
+    @classmethod
+    def _let_heads_make(cls, config: type) -> None:
+        """Give AutoModel the class of what is inside this one, unless it has one for the configuration:
+        whoever loads a folder has trusted its code, and transformers would ask again."""
+        mapping: Any = transformers.AutoModel._model_mapping
+        inner = getattr(mapping.get(cls.made_of.config_class, None), "__name__", "")
+        if config not in mapping and inner != cls.made_of.__name__ and hasattr(transformers, inner):
+            mapping.register(config, cls.make_model(PREFIX + inner))
+
+
+@cache
+def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> type[Any]:
+    """The model class ``Blr<Native>``; its tensors keep their names on disk. Raises AttributeError for a
+    name of another kind."""
+    native: Any = getattr(transformers, native_name(name))
+    # give it the native renamings of tensors, which transformers skips for custom code
+    if (renamings := conversion_mapping.get_checkpoint_conversion_mapping(native.__name__)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
+    conversion_mapping.USER_REGISTERED_MAPPINGS.add(name)
+    _name_beside(native.__name__)
+    # named again: transformers would wrap the class in another one, which no pickle finds
+    last = (transformers.GenerationMixin,) * issubclass(native, transformers.GenerationMixin)
+    members = {
+        "__module__": mixins[-1].__module__,
+        "__doc__": f"{native.__name__} with structured layers.",
+        "config_class": config_class(PREFIX + native.config_class.__name__),
+        "made_of": native,
+    }
+    return type(name, (*mixins, native, *last), members)
+
+
+def _name_beside(native: str) -> None:
+    """Put our class beside `native` in the tables of names: Trainer shifts labels for classes that it
+    finds among the causal language models, pipelines and model cards look for the name of a class."""
+    for names in auto_tables("_NAMES"):
+        for kind, classes in list(names.items()):
+            listed = classes if isinstance(classes, tuple | list) else (classes,)
+            if native in listed and not kind.startswith(f"{PREFIX.lower()}_"):
+                ours = tuple(f"{PREFIX}{name}" for name in listed)
+                names[f"{PREFIX.lower()}_{kind}"] = ours if classes is listed else ours[0]
+
+
+# 9. Native classes ------------------------------------------------------------------------------------
+
+REMEDY = "load it by AutoModelForCausalLM or the Auto class of its task, after "
+REMEDY += "'import blr.compressor.modeling' or with trust_remote_code=True"
+
+
+def guard(native_type: str) -> dict[str, str]:
+    """The entry `GUARD` of config.json, which stops ``LlamaForCausalLM.from_pretrained(folder)`` where
+    no code of ours runs: a native configuration class takes the part of a file that has its own type;
+    the `dtype` of this is none, which raises AttributeError with the words below."""
+    found = "the layers of this folder are structured, native classes have no place for them"
+    return {"model_type": native_type, "dtype": f"{found}; {REMEDY}"}
+
+
+def watch_native_classes() -> None:
+    """Let a native model class that is given a configuration of ours become our class, and refuse a
+    model whose dense layers were filled with random numbers in the place of structured ones."""
+    native: Any = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    if hasattr(native, "is_watched"):  # by another copy of this code
+        return
+
+    @wraps(native)
+    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
+        if hasattr(cls, "made_of"):
+            return native(cls, *arguments, **options)
+        if hasattr(options.get("config"), "structured_class"):
+            ours = options["config"].structured_class(cls)
+            return ours.from_pretrained(*arguments, **options)
+        found = native(cls, *arguments, **options)
+        model = found[0] if isinstance(found, tuple) else found
+        if getattr(model.config, "blr", None):
+            found = f"the structured layers of {model.name_or_path}"
+            raise ValueError(f"{cls.__name__} has no place for {found}; {REMEDY}")
+        return found
+
+    from_pretrained.is_watched = True  # type: ignore[attr-defined]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+
+
+if transformers is not None:
+    StructuredModel.make_model = StructuredConfig.make_model = staticmethod(model_class)
+    watch_native_classes()
 
 
 def __getattr__(name: str) -> type[Any]:
+    """The classes that `auto_map` names, made when they are asked for."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return model_class(name)
+    return config_class(name) if name.endswith("Config") else model_class(name)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.layers import (
     BlastLinear,
@@ -27,7 +26,7 @@ from blr.compressor.modeling.layers import (
     PivotedLinear,
     StructuredLinear,
 )
-from blr.compressor.modeling.replacing import replace_modules
+from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.packing import from_matrix
 from blr.compressor.structures.specs import (
@@ -41,7 +40,6 @@ from blr.compressor.structures.specs import (
     PivotedSpec,
     QuantizedSpec,
     Spec,
-    spec_from_dict,
 )
 from blr.kernels.decode.quantized.formats import GROUP, packed_width, scale_count
 from blr.kernels.decode.quantized.reference import dequantize, unpack
@@ -247,6 +245,11 @@ class QuantizedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(spec.out_features)) if bias else None
 
     @property
+    def entry(self) -> dict[str, Any]:
+        """Of the table of layers in a file."""
+        return self.described.to_dict()
+
+    @property
     def bits(self) -> int:
         return self.packing.bits
 
@@ -336,27 +339,6 @@ def quantized_layer(spec: QuantizedSpec, bias: bool) -> QuantizedStructured | Qu
     if isinstance(spec.of, BlastSpec) and spec.kept_bits:
         return QuantizedCoupledBlastLinear(spec, bias)
     return QUANTIZED_LAYERS[type(spec.of)](spec, bias)
-
-
-def quantized_linear(fields: dict[str, Any], bias: bool) -> QuantizedStructured | QuantizedLinear:
-    """The module for a table entry (`QuantizedSpec.to_dict`). Raises ValueError for another one."""
-    spec = spec_from_dict(fields)
-    if not isinstance(spec, QuantizedSpec):
-        raise ValueError(f"{spec.describe()}: expected a quantized layer")
-    return quantized_layer(spec, bias)
-
-
-def replace_quantized(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
-    """Put an empty quantized layer in the place of every module that `layers` names, on its device,
-    with scales and bias in its dtype.
-
-    Args:
-        layers: module name to an entry for `quantized_linear`.
-
-    Raises:
-        KeyError: a name that is not a module of `model`.
-    """
-    replace_modules(model, layers, quantized_linear)
 
 
 def _blocks(found: Packed) -> Packed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -13,8 +14,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.modeling_blr import HOME, PREFIX, StructuredConfig, config_class
+from blr.compressor.modeling.models import model_class
+from blr.compressor.workspace.manifest import MANIFEST, is_output
 
 # Of several Auto classes that give the same model, those that say most plainly what it is for
 _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM")
@@ -69,11 +71,22 @@ def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dic
     several (DeiT with and without a teacher), the map has room for one: the one named.
     """
     native = CONFIG_MAPPING[model_type]
-    table = {"AutoConfig": f"configuration_blr.{PREFIX}{native.__name__}"}
+    table = {"AutoConfig": f"{HOME}.{PREFIX}{native.__name__}"}
     named = {name.removeprefix(PREFIX) for name in architectures or ()}
     for auto, names in auto_classes(model_type).items():
-        table[auto] = f"modeling_blr.{PREFIX}{next((n for n in names if n in named), names[0])}"
+        table[auto] = f"{HOME}.{PREFIX}{next((n for n in names if n in named), names[0])}"
     return table
+
+
+def before_saving(config: Any, folder: Path) -> None:
+    """Name all classes of `config`; a manifest of an output that was in `folder`, which would describe
+    other files, goes."""
+    config.auto_map = auto_map(config.model_type, config.architectures)
+    if is_output(folder):
+        (folder / MANIFEST).unlink()
+
+
+StructuredConfig.before_saving = staticmethod(before_saving)
 
 
 def auto_name(config: Mapping[str, Any]) -> str:

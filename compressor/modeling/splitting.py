@@ -1,4 +1,4 @@
-"""How transformers splits structured layers over processes. Shipped inside every checkpoint.
+"""How transformers splits structured layers over processes.
 
 The native plan of a model says by which side each linear layer is cut; here that becomes cuts of the
 factors, in styles that transformers has. Read when a model is distributed while it is loaded
@@ -8,12 +8,14 @@ holds whole would be those of its own part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from blr.compressor.modeling.classes import planned
+from torch import nn
+
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, MonarchLinear, StructuredLinear
-from blr.compressor.modeling.pairs import pair_plan
+from blr.compressor.modeling.modeling_blr import Pair
 from blr.compressor.modeling.quantized import QuantizedLinear
 
 # structure, then the side that is cut, to factor and axis; factors that are not named stay whole
@@ -30,6 +32,7 @@ SIDES = {"colwise": "out", "rowwise": "in"}
 STYLES = {0: "embedding_rowwise", 1: "embedding_colwise", 2: "rowwise"}  # that cut a factor's axis
 WHOLE = "replicate"
 SPLIT = (LowRankLinear, MonarchLinear, BlastLinear)
+EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 
 def split_plan(model: Any, size: int) -> dict[str, str]:
@@ -78,3 +81,48 @@ def freeze_parts(model: Any) -> None:
         if isinstance(module, SPLIT) and module._hf_quantized_needs_local_tp:
             for factor in module.spec.shapes():
                 getattr(module, factor).requires_grad_(False)
+
+
+def planned(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Name with `*` for numbers, module and style of every module that the native plan of tensor
+    parallelism names, which in our configuration is empty, and of the embedding, to which a head that
+    is split may be tied."""
+    native = _native_plan(model.config)
+    native = {EMBEDDING: "embedding_rowwise", **native} if native else {}
+    base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    for name, module in model.named_modules():
+        generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        style = native.get(generic.removeprefix(base)) if generic.startswith(base) else None
+        if style is not None:
+            yield generic, module, style
+
+
+def table_plan(model: Any) -> dict[str, str]:
+    """How the embedding and the head are split over processes, which may be one tensor: both or neither.
+    Empty without a native plan for the embedding."""
+    tables = {n: style for n, module, style in planned(model) if isinstance(module, nn.Embedding)}
+    if not tables:
+        return {}
+    modules, heads = dict(model.named_modules()), type(model).made_of._tp_plan or {}
+    return tables | {n: style for n, style in heads.items() if isinstance(modules.get(n), nn.Linear)}
+
+
+def pair_plan(model: Any) -> dict[str, str]:
+    """The native plan of tensor parallelism with a pair cut where its layer would be: U by outputs, V
+    by inputs, so that what is summed over processes has the size of the rank.
+
+    Empty for a model without pairs, or where layers of one name are pairs in some blocks alone.
+    """
+    kinds: dict[str, set[bool]] = {}
+    plan: dict[str, str] = {}
+    for name, module, style in planned(model):
+        paired = isinstance(module, Pair)
+        kinds.setdefault(name, set()).add(paired)
+        plan[f"{name}.{'V' if style == 'rowwise' else 'U'}" if paired else name] = style
+    mixed = any(len(found) > 1 for found in kinds.values())
+    return plan if {True} in kinds.values() and not mixed else {}
+
+
+def _native_plan(config: Any) -> dict[str, str]:
+    plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(config).__mro__)
+    return next((plan for plan in plans if plan), {})

@@ -1,4 +1,4 @@
-"""From the table of layers in config.json to the layers in a model. Shipped in every checkpoint."""
+"""From an entry of the table of layers in config.json to a layer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LAYERS, StructuredLinear
-from blr.compressor.modeling.quantized import QuantizedLinear, quantized_layer
-from blr.compressor.modeling.replacing import replace_modules
+from blr.compressor.modeling.modeling_blr import replace_layers as replace_by
+from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedStructured, quantized_layer
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 
 Replaced = StructuredLinear | QuantizedLinear | CorrectedLinear
@@ -25,15 +25,15 @@ def layer_of(spec: Spec, bias: bool) -> Replaced:
     return LAYERS[type(spec)](spec, bias)
 
 
-def replace_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
-    """Put a layer of ours in the place of every module that `layers` names.
+def make_layer(entry: dict[str, Any], bias: bool, exported: bool = False) -> Replaced:
+    """The same of an entry of the table; `exported`: float factors lie as the kernels read them."""
+    made = layer_of(spec_from_dict(entry), bias)
+    for layer in [m for m in made.modules() if exported and isinstance(m, StructuredLinear)]:
+        if not isinstance(layer, QuantizedStructured):
+            to_kernel_layout(layer)
+    return made
 
-    Args:
-        model: any module tree, on any device (usually meta).
-        layers: module name to the fields of its spec.
 
-    Raises:
-        KeyError: a name that is not a module of `model`.
-    """
-    replace_modules(model, layers, lambda fields, bias: layer_of(spec_from_dict(fields), bias))
-    share_rows(model)
+def replace_layers(model: nn.Module, table: dict[str, dict[str, Any]]) -> None:
+    """Put layers with the kernels of this package in the places that a table of entries names."""
+    replace_by(model, table, make_layer)

@@ -13,7 +13,7 @@ from blr.compressor.checkpoint.library import DIFFUSERS, kind_of
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.vendor import DIFFUSION
-from blr.compressor.modeling.configuration_blr import FORMAT
+from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output.produce import Written
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict

@@ -17,9 +17,8 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tensor_names import load_empty, misfit
-from blr.compressor.modeling.configuration_blr import FORMAT, PREFIX
-from blr.compressor.modeling.modeling_blr import model_class
-from blr.compressor.modeling.native_classes import GUARD, guard
+from blr.compressor.modeling.modeling_blr import FORMAT, GUARD, PREFIX, guard
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve

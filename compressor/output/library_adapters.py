@@ -42,7 +42,7 @@ _DOORS = {
         dense=streamed.streamed_model,
         written=streamed.load_written,
         trial=smoke_run.first_trial,
-        code=vendor.vendored_files,
+        code=vendor.code_files,
     ),
     DIFFUSERS: Door(
         config=diffusion_files.structured_config,

@@ -71,7 +71,47 @@ def chart(
     axes = _y_axis(ticks, lambda t: at_y(10**t if log else t), log)
     axes += _x_axis(_ticks(x_low, x_high), at_x, (x_low, x_high), height)
     axes += _labels(x_label, y_label, height)
-    return _svg(axes + "".join(_drawn(one, at_x, at_y) for one in series), height)
+    return _framed(_svg(axes + "".join(_drawn(one, at_x, at_y) for one in series), height))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value of a heat map: in which row and column it lies, and the text that a pointer shows."""
+
+    row: str
+    column: int
+    value: float
+    title: str
+
+
+def heatmap(cells: Sequence[Cell], colour: int = 0) -> str:
+    """Values from zero to the largest as shades of one colour, rows by name, columns by number."""
+    rows, columns = list(dict.fromkeys(c.row for c in cells)), sorted({c.column for c in cells})
+    if not cells:
+        return ""
+    label = 16 + 7 * max(len(name) for name in rows)
+    width = min((WIDTH - label - RIGHT) / len(columns), 46.0)
+    most = max(cell.value for cell in cells) or 1.0
+    drawn = "".join(
+        f'<text x="{label - 8}" y="{n * BAR + 15}" text-anchor="end">{escape(name)}</text>'
+        for n, name in enumerate(rows)
+    )
+    for cell in cells:
+        x, y = label + columns.index(cell.column) * width, rows.index(cell.row) * BAR
+        drawn += (
+            f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{BAR - 2}" rx="2" '
+            f'fill="var(--c{colour})" fill-opacity="{max(cell.value / most, 0.03):.3f}">'
+            f"<title>{escape(cell.title)}</title></rect>"
+        )
+    for n in sorted({0, len(columns) // 2, len(columns) - 1}):
+        drawn += (
+            f'<text class="tick" x="{label + (n + 0.5) * width - 1:.1f}" y="{len(rows) * BAR + 14}" '
+            f'text-anchor="middle">{columns[n]}</text>'
+        )
+    drawn += (
+        f'<text class="tick" x="{label - 8}" y="{len(rows) * BAR + 14}" text-anchor="end">block</text>'
+    )
+    return _framed(_svg(drawn, len(rows) * BAR + 20))
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
@@ -159,3 +199,8 @@ def _svg(body: str, height: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">{body}</svg>'
     )
+
+
+def _framed(svg: str) -> str:
+    """In a frame of the page's style `wide`, which scrolls on narrow screens."""
+    return f'<div class="wide">{svg}</div>'

@@ -20,8 +20,8 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 import blr.compressor.modeling
 from blr.compressor.export import origin as checkpoint
-from blr.compressor.loading.vendor import Contents, vendored_files
-from blr.compressor.modeling import configuration_blr
+from blr.compressor.loading.vendor import Contents, code_files, runtime_files
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
 from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
@@ -79,10 +79,9 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
         **{"layout": LAYOUT, "gpu": "h200", "batch": 2, "context": 128, "cache": "whole"},
         "blr_version": blr.compressor.__version__,
     }
-    assert config["auto_map"]["AutoModelForCausalLM"] == "exported_blr.BlrLlamaForCausalLM"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_blr.BlrLlamaForCausalLM"
     files = {path.name: path.read_bytes() for path in folder.glob("*.py")}
-    assert files == vendored_files(Contents(frozenset({"svd"}), "h200", False, True))
-    assert "runtime_blr.py" in files
+    assert files == code_files()
     for name in ("tokenizer.json", "generation_config.json", "recipe.yaml", "blr_layers.json"):
         assert (folder / name).read_bytes() == (sources["svd"] / name).read_bytes()
     card = (folder / "README.md").read_text()
@@ -236,7 +235,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = vendored_files(Contents(frozenset(SPECS), "h200", True, True))
+    files = runtime_files(Contents(frozenset(SPECS), "h200", True, True))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names
@@ -290,5 +289,5 @@ def test_other_families_give_the_same_logits(name: str, method: str, tmp_path: P
 
 def test_names_that_are_written_twice_agree() -> None:
     """`export.checkpoint` does not import transformers, hence has its own."""
-    assert checkpoint.FORMAT == configuration_blr.FORMAT
-    assert configuration_blr.PREFIX == checkpoint.OUR_CLASS
+    assert checkpoint.FORMAT == modeling_blr.FORMAT
+    assert modeling_blr.PREFIX == checkpoint.OUR_CLASS

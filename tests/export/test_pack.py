@@ -25,12 +25,12 @@ from blr.compressor.export.pack import (
 )
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import structured_linear
+from blr.compressor.modeling.modeling_blr import replace_layers
 from blr.compressor.modeling.quantized import (
     QuantizedLinear,
     QuantizedStructured,
-    quantized_linear,
-    replace_quantized,
 )
+from blr.compressor.modeling.table import make_layer
 from blr.compressor.structures.packing import to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
@@ -174,7 +174,7 @@ def test_stages_compute_the_layer(spec: Spec) -> None:
 def test_a_state_dict_loads_into_an_empty_layer(spec: Spec, bits: int) -> None:
     layer = _layer(spec).bfloat16()
     new, _ = quantize_layer(layer, bits)
-    empty = quantized_linear(quantized_spec(layer, bits).to_dict(), bias=True).bfloat16()
+    empty = make_layer(quantized_spec(layer, bits).to_dict(), bias=True).bfloat16()
     assert {n: (t.shape, t.dtype) for n, t in empty.state_dict().items()} == {
         n: (t.shape, t.dtype) for n, t in new.state_dict().items()
     }
@@ -236,7 +236,7 @@ def test_a_quantized_model_computes_and_loads_again(name: str, tmp_path: Path) -
 
     class Loaded(type(model)):
         def post_init(self) -> None:
-            replace_quantized(self, table)
+            replace_layers(self, table, make_layer)
             super().post_init()
 
     again, info = Loaded.from_pretrained(tmp_path / name, output_loading_info=True)

@@ -13,7 +13,6 @@ from producing import snapshot
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.loading.hub_proxy import _put
-from blr.compressor.loading.save_pretrained import write_code
 from blr.compressor.workspace.manifest import MANIFEST
 
 Make = Callable[[Path], object]
@@ -67,10 +66,10 @@ def test_a_model_that_is_saved_removes_no_manifest_but_ours(
     path = tmp_path / "saved" / MANIFEST
     {**MINE, "none of ours": lambda path: path.write_text('{"format": 2, "files": {}}')}[kind](path)
     before = snapshot(tmp_path)[f"saved/{MANIFEST}"]
-    write_code(config, tmp_path / "saved")
+    config.save_pretrained(tmp_path / "saved")
     assert snapshot(tmp_path)[f"saved/{MANIFEST}"] == before
     assert (tmp_path / "elsewhere").exists()
     if kind == "file":
         path.write_bytes((output / MANIFEST).read_bytes())
-        write_code(config, tmp_path / "saved")
+        config.save_pretrained(tmp_path / "saved")
         assert not path.exists()

@@ -14,7 +14,7 @@ from pico import save_pico
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 
 INT2 = {"method": "svd", "base": "int2", "rank": 2, "group": 32}

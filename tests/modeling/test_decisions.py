@@ -34,8 +34,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pipelines import SUPPORTED_TASKS
 
 import blr.compressor.modeling  # noqa: F401
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class
-from blr.compressor.modeling.exported import model_class
+from blr.compressor.modeling.modeling_blr import PREFIX, config_class
+from blr.compressor.modeling.models import model_class
 
 pytestmark = pytest.mark.fast
 

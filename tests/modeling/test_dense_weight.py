@@ -10,9 +10,9 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from blr.compressor.modeling.dense_weight import DenseWeight
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
-from blr.compressor.modeling.quantized import quantized_linear
+from blr.compressor.modeling.modeling_blr import DenseWeight
+from blr.compressor.modeling.table import make_layer
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -78,7 +78,7 @@ def test_facts_cost_no_product(spec: Spec, place: str, monkeypatch: pytest.Monke
 
 def test_packed_layers_have_one() -> None:
     spec = SPECS["svd"]
-    layer = quantized_linear({**spec.to_dict(), "bits": 8}, False)
+    layer = make_layer({**spec.to_dict(), "bits": 8}, False)
     assert layer.weight.shape == (8, 12) and (layer.weight + 1).sum() == 8 * 12
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.modeling import modeling_blr
+from blr.compressor.modeling import models
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import (
     StructuredLinear,
@@ -205,7 +205,7 @@ def test_loading_ends_with_the_layout(
 ) -> None:
     """Weights loaded straight onto a GPU are never moved, so loading itself must see to it."""
     prepared: list[Any] = []
-    monkeypatch.setattr(modeling_blr, "prepare_layers", prepared.append)
+    monkeypatch.setattr(models, "prepare_layers", prepared.append)
     loaded = AutoModelForCausalLM.from_pretrained(outputs["svd"], output_loading_info=info)
     assert prepared == [loaded[0] if info else loaded]
     assert not any(p.is_meta for p in prepared[0].parameters())

@@ -15,7 +15,7 @@ from pico import inputs_for, save_model, save_pico
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.t5.modeling_t5 import T5Stack
 
-from blr.compressor.modeling.native_classes import GUARD, guard
+from blr.compressor.modeling.modeling_blr import GUARD, guard
 
 # pico model -> native classes that somebody may name for it
 NAMED = {

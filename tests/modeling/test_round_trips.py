@@ -24,7 +24,7 @@ import blr.compressor.modeling  # noqa: F401
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.streamed import load_written
-from blr.compressor.modeling.classes import module_name
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.table import Replaced
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
@@ -124,7 +124,7 @@ def rebuilt(work: Path, name: str, method: str) -> Any:
             spec, module = planned.spec, planned.layer.module
             tensors = {name: stored.get_tensor(f"{module}.{name}") for name in spec.stored()}
             weight = restored(spec, tensors, torch.float64).float()
-            target = modules[module_name(model, module)].weight
+            target = modules[module_names(model, [module])[module]].weight
             target.copy_(weight.T if planned.layer.transposed else weight)
     return model
 
@@ -174,4 +174,4 @@ def test_round_trip(name: str, method: str, work: Path, remote: dict[str, Any], 
     exported = export_to(tmp_path / "saved", tmp_path / "exported")
     assert relative(results(load_written(exported)), found) < CLOSE
     for folder in (output, tmp_path / "saved", exported):
-        assert verify_output(folder)["files"] > 5
+        assert verify_output(folder)["files"] > 2

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.export.pack import quantize_layer
 from blr.compressor.modeling import shared_input as shared
-from blr.compressor.modeling.configuration_blr import config_class
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, structured_linear
-from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.modeling_blr import config_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input, share_siblings
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 from blr.kernels.common.layout import ALIGNED

@@ -1,4 +1,4 @@
-"""The modeling files inside a checkpoint load where `blr` is not installed."""
+"""The Python files inside a folder load where `blr` is not installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,30 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bundling.module import BundleError
 from blr.compressor.bundling.scopes import bound_names
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.loading.vendor import ROOTS, Contents, read_modules, vendored_files
+from blr.compressor.loading.vendor import (
+    ROOTS,
+    Contents,
+    code_files,
+    diffusion_files,
+    read_modules,
+    runtime_files,
+)
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS
 
-# Loads checkpoints one after the other without blr; prints the logits and a generation of each, and
-# which of the copied modules ran for it. A trace of each holds plain torch alone.
+# Loads checkpoints one after the other without blr; prints the logits and a generation of each. A trace
+# of each holds plain torch alone.
 WITHOUT_BLR = """
 import json, sys, torch
-from interpreting import replace_once
 from transformers import AutoModelForCausalLM
-replace_once()
 class Logits(torch.nn.Module):
     def forward(self, ids):
         return self.model(ids, use_cache=False).logits
 folders, ids, function = sys.argv[2:], torch.tensor(json.loads(sys.argv[1])), Logits()
 found = {}
 for folder in folders:
-    before = set(sys.modules)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     with torch.inference_mode():
         logits = model.eval()(ids).logits
@@ -49,8 +55,7 @@ for folder in folders:
     assert "blr::" not in str(traced.inlined_graph)
     torch.testing.assert_close(traced(ids), logits)
     tokens = model.generate(ids[:1], max_new_tokens=2, do_sample=False, eos_token_id=None)
-    ran = [name.rpartition(".")[2] for name in sys.modules if name not in before]
-    found[folder] = {"logits": logits.tolist(), "tokens": tokens.tolist(), "ran": ran}
+    found[folder] = {"logits": logits.tolist(), "tokens": tokens.tolist()}
 assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
 print(json.dumps(found))
 """
@@ -64,13 +69,14 @@ for name in sys.argv[2:]:
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
 EVERYTHING = Contents(frozenset(SPECS), "h200", quantized=True, generates=True)
-each_kind = pytest.mark.parametrize("contents", [None, EVERYTHING], ids=["checkpoint", "export"])
-METHODS = ["svd", "monarch", "blast", "ks"]
-# Environment id -> packages that are not there, settings, whether kernels run.
-ENVIRONMENTS: dict[str, tuple[list[str], dict[str, str], bool]] = {
-    "no-triton": (["blr", "triton"], {}, False),
-    "interpreted": (["blr"], {"BLR_KERNELS": "triton", "TRITON_INTERPRET": "1"}, True),
+Made = Callable[[], dict[str, bytes]]
+FILES: dict[str, Made] = {
+    "checkpoint": code_files,
+    "diffusion": diffusion_files,
+    "export": lambda: runtime_files(EVERYTHING),
 }
+each_kind = pytest.mark.parametrize("made", FILES.values(), ids=FILES)
+METHODS = ["svd", "monarch", "blast", "ks"]
 
 
 def run_python(code: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -103,43 +109,35 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {method: folder / method for method in METHODS}
 
 
-@pytest.fixture(scope="module", params=ENVIRONMENTS)
-def loaded(
-    request: pytest.FixtureRequest, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], bool]:
-    """What all outputs give in one process of an environment, and whether kernels run there.
-
-    One process: each brings its own copy of the code, which must not disturb the others.
-    """
-    missing, settings, kernels = ENVIRONMENTS[request.param]
-    if kernels:
-        pytest.importorskip("triton")
-    ids = json.dumps(IDS.tolist())
-    home = str(tmp_path_factory.mktemp("home"))
-    code = bare.without(*missing) + WITHOUT_BLR
-    done = run_python(code, ids, *map(str, outputs.values()), HF_HOME=home, **settings)
+@pytest.fixture(scope="module")
+def loaded(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all outputs give in one process: each brings its own copy of the code, which must not disturb
+    the others."""
+    ids, home = json.dumps(IDS.tolist()), str(tmp_path_factory.mktemp("home"))
+    code = bare.without("blr", "triton") + WITHOUT_BLR
+    done = run_python(code, ids, *map(str, outputs.values()), HF_HOME=home)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), kernels
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_loads_without_blr_and_agrees(
-    method: str, outputs: dict[str, Path], loaded: tuple[dict[str, Any], bool]
+    method: str, outputs: dict[str, Path], loaded: dict[str, Any]
 ) -> None:
-    """With the modules that kernels import inside functions, which run only where kernels do."""
-    found, kernels = loaded[0][str(outputs[method])], loaded[1]
+    found = loaded[str(outputs[method])]
     model = AutoModelForCausalLM.from_pretrained(outputs[method], dtype=torch.float32).eval()
     with torch.inference_mode():
         torch.testing.assert_close(torch.tensor(found["logits"]), model(IDS).logits)
     tokens = model.generate(IDS[:1], max_new_tokens=2, do_sample=False, eos_token_id=None)
     assert found["tokens"] == tokens.tolist()
-    assert any(name.endswith("kernels_blr") for name in found["ran"]) == kernels
 
 
 @each_kind
-def test_files_are_python_that_imports_only_siblings_and_dependencies(contents: Contents | None) -> None:
+def test_files_are_python_that_imports_only_siblings_and_dependencies(
+    made: Made,
+) -> None:
     """Triton is optional: imported in `try` alone, where transformers does not insist on it."""
-    files = vendored_files(contents)
+    files = made()
     for name, data in files.items():
         tree = ast.parse(data, name)
         tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)}
@@ -150,26 +148,28 @@ def test_files_are_python_that_imports_only_siblings_and_dependencies(contents: 
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 module = getattr(node, "module", None) or node.names[0].name
                 top = module.partition(".")[0]
-                known = {"torch", "transformers"} | ({"triton"} if id(node) in tried else set())
+                known = {"torch", "transformers", "diffusers"} | (
+                    {"triton"} if id(node) in tried else set()
+                )
                 assert top in known | sys.stdlib_module_names, (name, module)
 
 
 @each_kind
-def test_every_file_can_be_imported_from_its_folder(contents: Contents | None, tmp_path: Path) -> None:
+def test_every_file_can_be_imported_from_its_folder(made: Made, tmp_path: Path) -> None:
     """Names that files import from each other at their top exist."""
     pytest.importorskip("triton")
     (tmp_path / "flat").mkdir()
-    for name, data in vendored_files(contents).items():
+    for name, data in made().items():
         (tmp_path / "flat" / name).write_bytes(data)
-    modules = [name.removesuffix(".py") for name in vendored_files(contents)]
+    modules = [name.removesuffix(".py") for name in made()]
     done = bare.run(bare.without("blr") + IMPORT_ALL, tmp_path, *modules)
     assert done.returncode == 0, done.stderr
 
 
 @each_kind
-def test_every_name_is_defined(contents: Contents | None, tmp_path: Path) -> None:
+def test_every_name_is_defined(made: Made, tmp_path: Path) -> None:
     """In functions too, which no import runs; and what they import from other files is there."""
-    trees = {name: ast.parse(data) for name, data in vendored_files(contents).items()}
+    trees = {name: ast.parse(data) for name, data in made().items()}
     defined = {name: set(bound_names(tree.body)) for name, tree in trees.items()}
     for name, tree in trees.items():
         (tmp_path / name).write_text(ast.unparse(tree))
@@ -181,10 +181,11 @@ def test_every_name_is_defined(contents: Contents | None, tmp_path: Path) -> Non
     assert [row["message"] for row in json.loads(found.stdout)] == []
 
 
-def test_a_linter_leaves_the_files_alone(tmp_path: Path) -> None:
+def test_a_linter_leaves_the_files_of_an_export_alone(tmp_path: Path) -> None:
     """With every rule there is but that against leaving files alone, and as a formatter."""
-    for name, data in vendored_files().items():
-        (tmp_path / name).write_bytes(data)
+    for name, data in runtime_files(EVERYTHING).items():
+        if name not in code_files():
+            (tmp_path / name).write_bytes(data)
     for command in (["check", "--select", "ALL", "--ignore", "PGH004"], ["format", "--check"]):
         done = ruff(*command, "--quiet", tmp_path)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -193,37 +194,42 @@ def test_a_linter_leaves_the_files_alone(tmp_path: Path) -> None:
 # Contents of an export -> its files, and modules that are and are not in them.
 EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     "everything": (
-        *(EVERYTHING, 6, {"kronecker.variants", "blast.variants", "quantized.launch"}),
+        *(EVERYTHING, 5, {"kronecker.variants", "blast.variants", "quantized.launch"}),
         {"cholesky.triton"},
     ),
     "one structure": (
         Contents(frozenset({"blast"}), "h200", quantized=False, generates=True),
-        *(6, {"blast.variants", "attention.triton"}),
+        *(5, {"blast.variants", "attention.triton"}),
         {"kronecker.triton", "monarch.variants", "quantized.triton"},
     ),
     "encoder": (
         Contents(frozenset({"svd"}), "unheard-of", quantized=False, generates=False),
-        *(5, {"lowrank.variants", "gemv.triton"}),
+        *(4, {"lowrank.variants", "gemv.triton"}),
         {"blast.triton", "attention.triton", "gemv.grouped"},
     ),
 }
 
 
 @pytest.mark.parametrize(("contents", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)
-def test_an_export_carries_only_the_kernels_it_runs(
+def test_a_self_contained_export_carries_only_the_kernels_it_runs(
     contents: Contents, count: int, there: set[str], absent: set[str]
 ) -> None:
-    files = vendored_files(contents)
+    files = runtime_files(contents)
     assert len(files) == count
-    held = set(re.findall(r"^    blr\.kernels\.(\S+)$", files["kernels_blr.py"].decode(), re.MULTILINE))
+    held = set(
+        re.findall(
+            r"^    blr\.kernels\.(?:\w+\.)?(\w+\.\w+)$", files["kernels_blr.py"].decode(), re.MULTILINE
+        )
+    )
     assert there <= held and not absent & held
 
 
-def test_a_checkpoint_has_four_files_with_the_kernels_of_every_structure() -> None:
-    files = vendored_files()
-    assert list(files) == ["configuration_blr.py", "kernels_blr.py", "layers_blr.py", "modeling_blr.py"]
-    defined = set(bound_names(ast.parse(files["kernels_blr.py"]).body))
-    assert {"BLAST_VARIANTS", "KRONECKER_VARIANTS", "LOWRANK_VARIANTS", "MONARCH_VARIANTS"} <= defined
+def test_a_checkpoint_has_one_file_that_a_person_can_read() -> None:
+    (data,) = code_files().values()
+    assert data == Path(modeling_blr.__file__).read_bytes()
+    assert data.count(b"\n") <= 900
+    assert sorted(diffusion_files()) == ["diffusion_blr.py", "modeling_blr.py"]
+    assert runtime_files(EVERYTHING)["modeling_blr.py"] == data
 
 
 @pytest.mark.parametrize("left_out", ["blr.kernels.layers.blast.op", "blr.kernels"])
@@ -247,4 +253,4 @@ def test_files_are_the_same_bytes_for_every_model(tmp_path: Path) -> None:
         source, output = save_pico(name, tmp_path / f"{name}-dense"), tmp_path / name
         recipe = make_recipe(method="svd", cf=1.5)
         compress(source, recipe, output, Settings(name), Progress(quiet=True))
-        assert {path.name: path.read_bytes() for path in output.glob("*.py")} == vendored_files()
+        assert {path.name: path.read_bytes() for path in output.glob("*.py")} == code_files()

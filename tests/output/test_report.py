@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.output.report import report_files, report_html, report_pages, thin_curve
+from blr.compressor.output.page import report_html
+from blr.compressor.output.report import report_files, report_pages, thin_curve
 from blr.compressor.output.svg import Series, chart
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.schema import make_recipe
@@ -63,7 +64,8 @@ def test_pages_are_well_formed_self_contained_and_deterministic(plan: Plan) -> N
     loss["perplexity"] = {"before": 10.96, "after": 24.4}
     files = report_pages(json.loads(files["report.json"]) | {"loss": loss})
     page = files["report.html"]
-    assert drawn(page, "circle") == 3 * len(plan.layers)  # two errors a layer, one chosen rank
+    assert drawn(page, "rect") == 3 * len(plan.layers)  # of each layer two errors and its share
+    assert drawn(page, "circle") == len(plan.layers)  # the chosen rank
     assert drawn(page, "polyline") == len(plan.layers)
     for outside in (b"<script", b"src=", b"href=", b"url(", b"@import"):
         assert outside not in page
@@ -141,8 +143,7 @@ def test_pictures_and_tables_are_made_from_their_figures() -> None:
 def test_errors_of_outputs_come_before_those_of_weights(plan: Plan) -> None:
     """Which are larger where a text is known: by them calibration would look harmful."""
     page = report_files(plan, records(plan, weighted_error=0.0512), FACTS)["report.html"].decode()
-    assert page.index("error of the layer outputs") < page.index("error of the weights")
-    assert page.index(">output error<") < page.index(">weight error<")
+    assert page.index("error of the layer outputs<") < page.index("error of the weights<")
     table = page[page.index("<h2>Plan</h2>") :]
     assert "output error" in table and "0.0512" in table and "weight error" not in table
     alone = report_files(plan, records(plan), FACTS)["report.html"].decode()

@@ -90,7 +90,7 @@ def test_both_doors_compute_the_same(method: str, tmp_path: Path) -> None:
     output = compress_to(source, tmp_path / "out", method=method, **LOSSY[method])
     ours = load_diffusion(output, device="cpu")
     theirs = loaded(output, trust_remote_code=True)
-    assert torch.equal(computed(ours), computed(theirs))
+    assert distance(computed(ours), computed(theirs)) < 1e-6  # ours by kernels
     assert any(isinstance(module, StructuredLinear) for module in ours.modules()) or method == "dense"
     half = load_diffusion(output, dtype="bfloat16", device="cpu")
     assert half.dtype == torch.bfloat16

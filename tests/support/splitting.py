@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import blr.compressor.modeling  # noqa: F401
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.pairs import Pair
+from blr.compressor.modeling.modeling_blr import Pair
 
 
 def main(folder: str) -> None:

@@ -8,8 +8,8 @@ import torch
 import transformers
 from pico import MODELS, MORE
 
-from blr.compressor.modeling.configuration_blr import config_class
-from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.modeling_blr import config_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
 
 

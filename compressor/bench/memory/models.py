@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.modeling.configuration_blr import PREFIX, config_class
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import PROJECTIONS, prepare_layers
-from blr.compressor.modeling.modeling_blr import model_class
+from blr.compressor.modeling.modeling_blr import PREFIX, config_class
+from blr.compressor.modeling.models import model_class
 from blr.compressor.structures.specs import LowRankSpec
 
 STEP = 16  # ranks above it are its multiples

@@ -9,7 +9,7 @@ from typing import Any
 
 from blr.compressor.base.quoting import printable_all
 from blr.compressor.base.tables import aligned
-from blr.compressor.output.report import PAGE, STYLE
+from blr.compressor.output.page import PAGE, STYLE
 from blr.compressor.output.svg import Series, chart, legend
 
 CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"

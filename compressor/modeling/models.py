@@ -1,0 +1,119 @@
+"""Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
+
+The layers are those of `table.py`; large outputs may be deferred, norms, gates and rotations are one
+kernel, caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as
+CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from blr.compressor.modeling.attention import register_attention
+from blr.compressor.modeling.bounded_norm import bound_norms
+from blr.compressor.modeling.cache_names import NAMES
+from blr.compressor.modeling.cuda_graphs import CapturedForward
+from blr.compressor.modeling.float8 import prepare_float8
+from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.generation import FusedGeneration
+from blr.compressor.modeling.initial import initialize_layers
+from blr.compressor.modeling.layers import defer_large, prepare_layers
+from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel, native_name
+from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.rank_cache import rank_cache
+from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.shared_input import share_siblings
+from blr.compressor.modeling.splitting import (
+    freeze_parts,
+    pair_plan,
+    split_layers,
+    split_plan,
+    table_plan,
+)
+from blr.compressor.modeling.table import make_layer
+
+register_attention()
+
+
+class KernelModel(StructuredModel):
+    """Mixin of the models: what the layers need to be fast, and small in memory."""
+
+    make_layer = staticmethod(make_layer)
+
+    def place_layers(self: Any) -> None:
+        """As of the plain models, and what is done with a model whose layers are in their places."""
+        super().place_layers()
+        share_rows(self)
+        defer_large(self)
+        bound_norms(self)
+        fuse(self)
+
+    def post_init(self: Any) -> None:
+        """As of the plain models; pairs of linear layers are split as they say."""
+        super().post_init()
+        if (self.config.blr or {}).get("pairs"):
+            self._tp_plan = {**table_plan(self), **pair_plan(self)}
+
+    def initialize_weights(self: Any) -> None:
+        """As of transformers, and what the structured layers hold."""
+        initialize_layers(self)  # first: then transformers marks all layers
+        super().initialize_weights()
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        """What every move and cast goes through; layers of one input that lie on a GPU share it."""
+        native: Any = super()
+        native._apply(fn, recurse)
+        share_siblings(self)
+        return self
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
+    ) -> Any:
+        """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
+        native: Any = super()
+        made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
+        native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
+        if (kind := caches_ranks(self.config)) is None:
+            return
+        for name in made:
+            if model_kwargs.get(name) is not None:
+                model_kwargs[name] = rank_cache(model_kwargs[name], self.config, kind)
+
+    @classmethod
+    def maybe_distribute_model(
+        cls: Any, model: Any, distributed_config: Any, *rest: Any, **options: Any
+    ) -> Any:
+        """As of transformers, with factors cut where the native plan cuts weights."""
+        size = getattr(distributed_config, "tp_size", None) or 1
+        if size > 1:
+            plan = split_plan(model, size)
+            model._tp_plan = {**table_plan(model), **plan}
+            if plan:
+                split_layers(model)
+        native: Any = super()
+        return native.maybe_distribute_model(model, distributed_config, *rest, **options)
+
+    def finish_loading(self: Any) -> None:
+        """Give weights that were loaded onto a GPU their kernel layout."""
+        prepare_layers(self)
+        freeze_parts(self)
+        prepare_float8(self)
+        share_siblings(self)
+
+
+def model_class(name: str) -> type[Any]:
+    """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
+    generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
+    return structured_class(name, (FusedGeneration if generates else CapturedForward, KernelModel))
+
+
+KernelModel.make_model = StructuredConfig.make_model = staticmethod(model_class)
+
+
+def __getattr__(name: str) -> type[Any]:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return model_class(name)

@@ -1,0 +1,289 @@
+"""The report of an output as a page: tiles, pictures and tables in one file of XHTML.
+
+The page has no script and loads nothing. It follows the reader's choice of a light or dark screen and
+fits a phone: wide pictures scroll inside their frames.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import isfinite
+from typing import Any
+
+from blr.compressor.output.loss_messages import number, told
+from blr.compressor.output.svg import Cell, Series, chart, heatmap, legend
+
+# Errors of outputs come first: a calibrated fit makes these small, and those of weights larger
+ERRORS = {"weighted_error": "output error", "error": "weight error"}
+KL = {"kl": "KL to the dense model, nats a token", "distance": "1 − cosine of embeddings"}
+BLOCK = re.compile(r"\.(\d+)\.")
+
+PAGE = """<!DOCTYPE html>
+<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head><meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width,initial-scale=1"/><title>{title}</title>
+<style>{style}</style></head>
+<body><h1>{title}</h1>
+{body}</body></html>
+"""
+PALETTE = """
+:root{color-scheme:light dark;--page:#fff;--card:#f6f8fa;--ink:#1f2328;--faint:#59636e;--line:#d8dee4;
+--c0:#2563b8;--c1:#c2410c;--c2:#15803d;--c3:#9333ea;--c4:#7c8500;--c5:#0e7490;--c6:#be185d;--c7:#64748b}
+@media(prefers-color-scheme:dark){:root{--page:#0d1117;--card:#161b22;--ink:#e6edf3;--faint:#9198a1;
+--line:#30363d;--c0:#6cb6ff;--c1:#f69d50;--c2:#6bc46d;--c3:#c8a2ff;--c4:#c3cf4a;--c5:#56d4dd;
+--c6:#fc8dc7;--c7:#9aa7b4}}
+"""
+STYLE = (
+    PALETTE
+    + """*{box-sizing:border-box}body{font:15px/1.5 system-ui,sans-serif;background:var(--page);
+color:var(--ink);max-width:960px;margin:2em auto;padding:0 1em;overflow-wrap:anywhere}
+h1{font-size:1.6em;line-height:1.25;margin:0 0 .1em}h2{font-size:1.2em;margin:2.2em 0 .5em}
+h3{font-size:1em;margin:1.3em 0 .3em}p{margin:.3em 0}.said{color:var(--faint);max-width:46em}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:12px;margin:1.4em 0}
+.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px}
+.tile b{display:block;font-size:1.45em;font-weight:600;font-variant-numeric:tabular-nums}
+.tile span,.tile i{display:block;font-style:normal;font-size:13px;color:var(--faint)}
+.bars{display:grid;grid-template-columns:minmax(5em,max-content) 1fr;gap:6px 12px;font-size:13px}
+.bars div{display:flex;align-items:center;gap:8px;white-space:nowrap}
+.bars u{height:14px;min-width:2px;border-radius:3px}
+.wide{overflow-x:auto}svg{width:100%;min-width:560px;max-width:860px;display:block}
+svg text{font-size:12px;fill:var(--ink)}svg text.tick{fill:var(--faint);font-size:11px}
+table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}
+td,th{padding:4px 10px;text-align:left;border-bottom:1px solid var(--line)}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+.legend span{margin-right:1.2em;white-space:nowrap;font-size:13px}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:5px}
+summary{cursor:pointer;color:var(--faint);margin:.6em 0}
+"""
+)
+
+
+def report_html(data: Mapping[str, Any]) -> str:
+    """The page of what `report.report_data` gave."""
+    name = str(data["facts"].get("name", "checkpoint"))
+    sections = [
+        _said(data),
+        _tiles(data),
+        _perplexity(data.get("loss")),
+        _where(data),
+        _sizes(data["types"]),
+        _healing(data.get("healing")),
+        _spectra(data),
+        _plan(data),
+        _notes(data),
+        _made(data),
+    ]
+    title = escape(f"{name}, compressed by blr")
+    return PAGE.format(title=title, style=STYLE, body="\n".join(filter(None, sections)))
+
+
+def _said(data: Mapping[str, Any]) -> str:
+    """One sentence below the title."""
+    facts = data["facts"]
+    method = facts.get("method", "several methods")
+    how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
+    healed = ", then healed" if data.get("healing") else ""
+    return f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>'
+
+
+def _tiles(data: Mapping[str, Any]) -> str:
+    """The figures that a reader looks for first."""
+    totals, loss = data["totals"], data.get("loss") or {}
+    before, after = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
+    smaller = f"{before / after:.3g} times smaller, {len(data['layers'])} layers" if after else ""
+    tiles = [
+        ("Replaced weights", f"{_short(before)} → {_short(after)}", smaller),
+        ("Stored bits a weight", _number(totals.get("bits"), ".4g"), "scales and corrections counted"),
+    ]
+    if measured := loss.get("perplexity"):
+        before, after = (number(measured[name]) for name in ("before", "after"))
+        tiles[1:1] = [
+            ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
+            (
+                "Same most likely token",
+                f"{loss['agreement']:.1%}",
+                "in this share of places",
+            ),
+        ]
+    items = "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><i>{escape(more)}</i></div>'
+        for name, value, more in tiles
+    )
+    return f'<div class="tiles">{items}</div>'
+
+
+def _perplexity(found: Any) -> str:
+    if not found:
+        return ""
+    rows = [(k, float(v), number(v), n) for n, (k, v) in enumerate(found.get("perplexity", {}).items())]
+    return f'<h2>Perplexity</h2><p class="said">{escape(told(found))}.</p>{_bars(rows)}'
+
+
+def _where(data: Mapping[str, Any]) -> str:
+    """Errors and sizes of all layers as pictures: a row for each type, a column for each block."""
+    text = ""
+    for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
+        if found := [x for x in data["layers"] if _known(x.get(key))]:
+            text += f"<h3>Relative error of the {what}</h3>"
+            text += heatmap([_cell(layer, key, f"error {layer[key]:.4f}") for layer in found], colour=1)
+    shares = [_share(layer) for layer in data["layers"]]
+    text += f"<h3>Share of the bytes that is left</h3>{heatmap(shares, colour=0)}"
+    said = "Rows are types of layers, columns are blocks. The strongest colour is the largest value."
+    return f'<h2>Layer by layer</h2><p class="said">{said}</p>{text}'
+
+
+def _cell(layer: Mapping[str, Any], key: str, said: str) -> Cell:
+    block = BLOCK.search(layer["module"])
+    title = f"{layer['module']}: {said}"
+    return Cell(str(layer["type"]), int(block[1]) if block else 0, float(layer[key]), title)
+
+
+def _share(layer: Mapping[str, Any]) -> Cell:
+    dense, size = _sizes_of(layer)
+    return _cell({**layer, "share": size / dense}, "share", f"{layer['rank']}, {size / dense:.1%}")
+
+
+def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Before and after, in bytes, or in numbers where an earlier version recorded no more."""
+    unit = "bytes" if "bytes" in entry else "parameters"
+    return entry[f"dense_{unit}"], entry[unit]
+
+
+def _sizes(types: Sequence[Mapping[str, Any]]) -> str:
+    rows = list[tuple[str, float, str, int]]()
+    for n, entry in enumerate(types):
+        dense, size = _sizes_of(entry)
+        rows.append((f"{entry['type']} before", float(dense), _short(dense), 7))
+        rows.append(("after", float(size), f"{_short(size)} ({size / dense:.1%})", n))
+    return f"<h2>Bytes before and after</h2>{_bars(rows)}"
+
+
+def _healing(found: Any) -> str:
+    """The divergence from the dense model over the steps of the training behind the compression."""
+    if not found:
+        return ""
+    held = [line for line in found["log"] if "held" in line]
+    names = list(held[0]["held"])
+    key = "kl" if "kl" in held[0]["held"][names[0]] else "distance"
+    series = [
+        Series(n, [(float(x["step"]), x["held"][n][key]) for x in held], joined=True, colour=colour)
+        for colour, n in enumerate(names)
+    ]
+    labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
+    rows = [(k, _words(v)) for k, v in found["facts"].items() if k not in ("before", "after")]
+    return f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{_facts(rows)}"
+
+
+def _spectra(data: Mapping[str, Any]) -> str:
+    """One chart a layer type: predicted loss saved by each further rank, the chosen rank marked."""
+    text = ""
+    for colour, kind in enumerate(entry["type"] for entry in data["types"]):
+        chosen = [layer for layer in data["layers"] if layer["type"] == kind and layer.get("curve")]
+        if lines := [line for layer in chosen if (line := _line(layer, colour)).points]:
+            text += f"<h3>{escape(kind)}</h3>"
+            text += chart(lines, "rank", "loss saved, of the first", height=220, log=True)
+    if not text:
+        return ""
+    return (
+        '<h2>Spectrum against rank</h2><p class="said">Predicted loss that each further rank saves, '
+        "relative to the first, with a line for every layer. The dot is the rank whose low-rank factors "
+        f"hold as many parameters as the chosen structure.</p>{text}"
+    )
+
+
+def _line(layer: Mapping[str, Any], colour: int) -> Series:
+    curve, most = layer["curve"], min(layer["shape"])
+    first = next((value for value in curve if _known(value) and value > 0), None)
+    if first is None:
+        return Series(layer["module"], [])
+    span = (most - 1) / max(len(curve) - 1, 1)
+    points = [
+        (1 + n * span, value / first)
+        for n, value in enumerate(curve)
+        if _known(value) and value > first * 1e-8
+    ]
+    rank = layer["equal_rank"]
+    x, y = min(points, key=lambda point: abs(point[0] - rank))
+    mark = (x, y, f"{layer['module']}: {layer['rank']}")
+    return Series(layer["module"], points, joined=True, colour=colour, marks=[mark])
+
+
+def _plan(data: Mapping[str, Any]) -> str:
+    key = next((k for k in ERRORS if any(_known(x.get(k)) for x in data["layers"])), "error")
+    head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
+    rows = [
+        (
+            *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
+            *(_number(layer.get("bits"), ".3f"), _number(layer.get(key), ".4f"), layer["rule"]),
+        )
+        for layer in data["layers"]
+    ]
+    rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
+    numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
+    top = "".join(f"<th{_right(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
+    lines = ["".join(_td(*cell) for cell in zip(row, numeric, strict=True)) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    many = f"<summary>{len(rows)} layers, and the rule that decided on each</summary>"
+    return f"<h2>Plan</h2><details>{many}<table><tr>{top}</tr>{body}</table></details>"
+
+
+def _td(text: str, numeric: bool) -> str:
+    return f"<td{_right(numeric)}>{escape(text)}</td>"
+
+
+def _right(numeric: bool) -> str:
+    return ' class="n"' if numeric else ""
+
+
+def _notes(data: Mapping[str, Any]) -> str:
+    lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else ""
+
+
+def _made(data: Mapping[str, Any]) -> str:
+    shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
+    return f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}"
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> str:
+    cells = (f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
+    """Horizontal bars that shrink with the screen. rows: label, value, text beside the bar, colour."""
+    widest = max((value for _, value, _, _ in rows), default=1.0) or 1.0
+    items = "".join(
+        f"<span>{escape(name)}</span><div>"
+        f'<u style="width:{60 * value / widest:.1f}%;background:var(--c{colour % 8})"></u>'
+        f"{escape(text)}</div>"
+        for name, value, text, colour in rows
+    )
+    return f'<div class="bars">{items}</div>' if items else ""
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
+def _number(value: Any, form: str) -> str:
+    """As `form` says; a dash for what earlier versions did not record."""
+    return format(value, form) if _known(value) else "–"
+
+
+def _short(size: int) -> str:
+    """A number of bytes, as 1.24 MB."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= one:
+            return f"{size / one:.3g}\N{NO-BREAK SPACE}{unit}"
+    return f"{size}\N{NO-BREAK SPACE}B"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
