@@ -35,7 +35,8 @@ VARIABLES = {
     "BLR_TEXT_DIR": "where text that models wrote is kept (1 GiB at most), a whole path or off; else "
     "blr/own-text in XDG_CACHE_HOME",
     "BLR_EVAL, BLR_ONLY, BLR_COUNT, BLR_TABLE": "of scripts/batch_compress.sh (see its head)",
-    "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_COMMON, BLR_VLLM, BLR_VLLM_PYTHON": "of scripts/check*.sh",
+    "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_PAGES, BLR_COMMON": "of scripts/check*",
+    "BLR_VLLM, BLR_VLLM_PYTHON": "of scripts/check_vllm.sh",
     "BLR_MEETING, BLR_PARENT": "set by `--gpus` for the processes that it starts; not for you",
     "HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT": "the hub: no socket, cache, login, another hub",
     "OMP_NUM_THREADS, MKL_NUM_THREADS": "threads on a CPU where `--threads` says nothing",
