@@ -14,9 +14,14 @@ import sys
 TYPE_CHECKING = False  # not from typing, as in `__init__.py`
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import NoReturn
 
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 TALK = "TRANSFORMERS_VERBOSITY"
+NO_DOCSTRINGS = (  # of CapabilityError, as every error of the commands
+    "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which blr and transformers "
+    "read as they are imported; take -O or PYTHONOPTIMIZE=1 at most"
+)
 
 
 def main() -> None:
@@ -24,6 +29,8 @@ def main() -> None:
     for number in SIGNALS:
         if _signal.getsignal(number) != _signal.SIG_IGN:
             _signal.signal(number, _leave)
+    if sys.flags.optimize > 1:
+        _end(f"error: {NO_DOCSTRINGS}", 9)
     os.environ.setdefault(TALK, "error")  # what transformers has to say of a model is ours to say
     from blr.compressor.base import process_environment as environment
 
@@ -39,15 +46,20 @@ def main() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     """Say so and end the process, from whichever import or call the signal has interrupted."""
     import signal
+
+    _end(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """End the process with one line."""
     from itertools import pairwise
 
-    message, code = f"stopped by {signal.Signals(number).name}", 128 + number
-    arguments = sys.argv[1:]
+    arguments, told = sys.argv[1:], message.removeprefix("error: ")
     if os.environ.get("RANK", "0") != "0":  # the first process says so
         os._exit(code)
     try:
         if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
-            os.write(1, f'{{"error": "{message}", "exit_code": {code}}}\n'.encode())
+            os.write(1, f'{{"error": "{told}", "exit_code": {code}}}\n'.encode())
         os.write(2, f"blr: {message}\n".encode())
     finally:
         os._exit(code)

@@ -103,13 +103,16 @@ def kind_of(schema: dict[str, Any]) -> str:
 
 
 def field_lines() -> Iterator[str]:
+    """A line for each field of a recipe: help and default are those of its option, if it has one."""
     compress = dict(commands(typer.main.get_command(app)))["blr compress"]
-    helps = {param.name: (param.help or "").strip() for param in compress.params}
+    options = {param.name: param for param in compress.params}
     for name, schema in Recipe.model_json_schema()["properties"].items():
-        said = (FIELDS.get(name) or helps[name]).rstrip(".")
-        default = schema.get("default")
-        end = "" if default in (None, [], "") else f" Default: {str(default).lower()}."
-        yield wrapped(f"`{name}` ({kind_of(schema)}): {said}.{end}")
+        option, default = options.get(name), schema.get("default")
+        said = FIELDS.get(name) or (option.help or "").strip()
+        shown = option.show_default if option and isinstance(option.show_default, str) else default
+        words = shown if isinstance(shown, str) else str(shown).lower()
+        end = "" if shown in (None, [], "") else f" Default: {words}."
+        yield wrapped(f"`{name}` ({kind_of(schema)}): {said.rstrip('.')}.{end}")
 
 
 def exit_lines() -> Iterator[str]:

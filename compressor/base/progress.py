@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Progress:
         self.spent: dict[str, float] = {}
         self.steps: list[str] = []
         self.reached = 0
+        self.output: Path | None = None
         self._inner = 0.0  # seconds of what was timed inside of what is being timed
         self.quiet, self.silent = quiet or silent, silent
         self.bars = not self.quiet and sys.stderr.isatty()

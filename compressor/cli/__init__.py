@@ -118,16 +118,11 @@ def _check_kernels() -> None:
 
 def _check_surroundings() -> None:
     """Refuse what the libraries below end without a word of blr in: a current folder that was removed,
-    where MKL finds none of its parts, and a Python without docstrings, which transformers reads."""
+    where MKL finds none of its parts."""
     absolute(Path())
     named = os.path.expanduser(os.environ.get("BLR_TEXT_DIR") or "/")
     if named != "off" and not os.path.isabs(named):
         raise UsageError(f"BLR_TEXT_DIR is {named!r}: expected the whole path of a folder, or off")
-    if sys.flags.optimize > 1:
-        raise CapabilityError(
-            "Python leaves docstrings out (-OO, PYTHONOPTIMIZE=2): expected them, which transformers "
-            "reads as it is imported; take -O or PYTHONOPTIMIZE=1 at most"
-        )
 
 
 def _called(context: Any) -> str:

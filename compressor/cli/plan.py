@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.asked import asked_recipe, taking_options_of
+from blr.compressor.cli.asked import command_options, taking
 from blr.compressor.cli.compress import compress
 from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
 
@@ -17,7 +17,7 @@ NO_USE = (  # options of how compress runs, which change no plan
 )
 
 
-@taking_options_of(compress, hidden=NO_USE)
+@taking(command_options(compress, hidden=NO_USE))
 def plan(
     model: Annotated[
         str,
@@ -66,9 +66,14 @@ def plan(
     from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
+    from blr.compressor.recipe.asked import asked_recipe
+    from blr.compressor.recipe.schema import Recipe
+    from blr.compressor.text.reading import OWN
 
-    calibrated = calibrated or options["calibration"] is not None
-    resolved = asked_recipe(options, calibrated, apart=("gpu",))
+    asked = {name: options[name] for name in options if name in Recipe.model_fields}
+    text, effort = options["calibration"], options["effort"]
+    calibrated = calibrated or text is not None or effort is not None
+    resolved = asked_recipe(options["recipe"], asked, calibrated, effort, text == OWN, apart=("gpu",))
     checked_minutes(heal)
     card, chosen = chosen_gpu(resolved.gpu)
     found = resolve_model(model, revision=revision, offline=offline, weights=False)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from blr.compressor.base import process_environment as environment
+from blr.compressor.base.progress import Progress
 from blr.compressor.base.scratch import remove_scratch
 from blr.compressor.cli.failure import report_now
 from blr.compressor.workspace.destination import sibling
@@ -33,11 +34,11 @@ SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 
 @dataclass
 class Running:
-    """What the message of a stop tells: the folder being produced, once it is known, whether the same
-    command goes on where it stopped (or starts over), what is kept for that, and `place`, where it is
-    kept if not beside an output."""
+    """What the message of a stop tells: by `progress` the folder being produced, once it is known,
+    whether the same command goes on where it stopped (or starts over), what is kept for that, and
+    `place`, where it is kept if not beside an output."""
 
-    output: Path | None = None
+    progress: Progress | None = None
     resumes: bool = True
     kept: str = "finished layers are"
     place: Path | None = None
@@ -47,7 +48,7 @@ class Running:
 def stop_on_signals() -> Iterator[Running]:
     """While active, a stopping signal ends the process with 128 + its number.
 
-    Set `output` of what is yielded: the message tells how to resume it. A SIGHUP that is ignored
+    Set `progress` of what is yielded: the message tells how to resume it. A SIGHUP that is ignored
     already stays so (nohup).
     """
     running = Running()
@@ -135,7 +136,7 @@ def state_of(running: Running) -> str:
     """What a run leaves that is stopped now."""
     if running.place is not None and running.place.exists():
         return f"{running.kept} kept in {running.place}"
-    output = running.output
+    output = running.progress.output if running.progress else None
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
     if partial is None or not os.path.exists(partial):
         return "nothing was written"

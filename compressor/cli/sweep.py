@@ -9,16 +9,13 @@ import typer
 
 from blr.compressor.base.errors import CapabilityError, kind_of_error
 from blr.compressor.cli import values
+from blr.compressor.cli.asked import taking
+from blr.compressor.cli.from_fields import recipe_options
 from blr.compressor.cli.options import (
-    HERE,
-    Blocks,
     Device,
     EvalWindow,
-    Exclude,
     Format,
     FormatOption,
-    Group,
-    Include,
     Model,
     Offline,
     Quiet,
@@ -28,8 +25,13 @@ from blr.compressor.cli.options import (
 from blr.compressor.healing.settings import checked_minutes
 
 METHODS = "svd,blast"
+COMMON = (  # what all points have in common
+    *("samples", "seq_len", "mix", "refit", "finish", "rounds"),
+    *("blocks", "group", "include", "exclude", "gpu"),
+)
 
 
+@taking(recipe_options(COMMON))
 def sweep(
     model: Model,
     output: Annotated[
@@ -73,32 +75,9 @@ def sweep(
         str | None,
         typer.Option(callback=values.place, help="Calibration of every point, as of blr compress."),
     ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Calibration windows at most.", show_default="256")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens a calibration window.", show_default="512")
-    ] = None,
-    mix: Annotated[
-        float | None,
-        typer.Option(help="Share of the calibration that is the model's own text.", show_default="none"),
-    ] = None,
-    refit: Annotated[
-        int | None, typer.Option(help="Epochs of the refit.", show_default="as blr compress")
-    ] = None,
-    finish: Annotated[
-        int | None, typer.Option(help="Epochs of the last pass.", show_default="as blr compress")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds of BLAST's solver.", show_default="the solver's")
-    ] = None,
-    blocks: Blocks = None,
-    group: Group = None,
     seed: Annotated[
         str, typer.Option(help="Seeds of every point; of several, as 0,1, the spread is shown.")
     ] = "0",
-    include: Include = None,
-    exclude: Exclude = None,
     window: EvalWindow = None,
     max_tokens: Annotated[
         int | None,
@@ -110,14 +89,12 @@ def sweep(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep every checkpoint, not its figures.")
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU that speed is predicted for.", show_default=HERE)
-    ] = None,
     device: Device = "auto",
     restart: Restart = False,
     offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
+    **common: Any,
 ) -> None:
     """Compress one model in many ways, and show bits a weight against what is lost in texts."""
     from blr.compressor.base.progress import Progress
@@ -130,11 +107,8 @@ def sweep(
     from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.text.reading import check_text
 
-    given: dict[str, Any] = {
-        **{"samples": samples, "seq_len": seq_len, "mix": mix, "refit": refit, "finish": finish},
-        **{"rounds": rounds, "blocks": blocks, "group": group},
-        **{"include": include or None, "exclude": exclude or None},
-    }
+    gpu = common.pop("gpu")
+    common = {name: value for name, value in common.items() if value not in (None, [])}
     lines = () if plain == NONE else listed("--plain", plain)
     sizes = (
         *(listed("--cf", cf, float), listed("--quantize", quantize, least=1)),
@@ -142,7 +116,7 @@ def sweep(
     )
     seeds = listed("--seed", seed, int)
     if len(seeds) == 1:
-        given["seed"], seeds = seeds[0], ()
+        common["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
     named = listed("--methods", usual if methods is None else methods, least=bool(usual))
     heals = listed("--heal", heal, float, least=1)
@@ -150,7 +124,6 @@ def sweep(
         checked_minutes(minutes)
     grid = Grid(named, *sizes, lines, heals, seeds)
     card, _ = chosen_gpu(gpu)
-    common = {k: v for k, v in given.items() if v is not None}
     recipes = points_of(grid, common, calibration is not None)
     judging = (("--window", window), ("--max-tokens", max_tokens))
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))

@@ -16,6 +16,7 @@ import typer
 from blr.compressor.base.device import check_device
 from blr.compressor.base.dtypes import COMPUTED
 from blr.compressor.base.errors import UsageError
+from blr.compressor.checkpoint.sizes import parse_size
 
 MOST = 2**31 - 1
 COLDEST = 1e-4  # a temperature below it takes logits out of the range of float32
@@ -83,6 +84,16 @@ def seed(param: typer.CallbackParam, value: int) -> int:
     if value not in SEEDS:
         _refuse(param, value, "an integer of 64 bits")
     return value
+
+
+def size(value: str) -> int:
+    """Bytes, as 5GB."""
+    return parse_size(value)
+
+
+def listed(value: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def dtype(param: typer.CallbackParam, value: str | None) -> str | None:

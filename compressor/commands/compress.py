@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +10,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base import process_environment as environment
-from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.threads import use_threads
 from blr.compressor.checkpoint.header import TensorEntry
@@ -22,52 +19,28 @@ from blr.compressor.fitting.memory_forecast import disk_bytes
 from blr.compressor.fitting.time_forecast import Work as Sized
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
+from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.next_command import advice, better_fit
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
 from blr.compressor.planning.storage_choice import what_became
+from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.workspace.destination import check_apart
 from blr.compressor.workspace.fingerprint import headers_digest, versions
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES, assign_shards
+from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
+    from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.work import Work
     from blr.compressor.output.check import Check
     from blr.compressor.output.library_adapters import Door
-    from blr.compressor.output.produce import Written
+    from blr.compressor.output.produce import Contents
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is not part of the recipe: where and how to run.
-
-    `source_name` and `revision` are recorded in the output; `device` is a torch device name or
-    "auto"; `threads` are those of the CPU, None as `use_threads` takes it; `max_shard_size` is in
-    bytes; `calibration` names a text file or data set; `check` runs the output before it is committed;
-    `heal` are minutes of training after it; `force` writes what loses over a nat a token, too; the rest
-    is as on the command line.
-    """
-
-    source_name: str
-    revision: str | None = None
-    device: str = "auto"
-    threads: int | None = None
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    calibration: str | None = None
-    offline: bool = False
-    check: bool = True
-    heal: float | None = None
-    force: bool = False
 
 
 @dataclass
@@ -122,17 +95,9 @@ def compress(
     """
     started = monotonic()
     progress.loading()
-    check_apart(output, folder)
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
-    if settings.allow_pickle and environment.count() > 1:
-        raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
     first = environment.is_first()
-    workspace = Workspace(
-        output, overwrite=settings.overwrite, restart=settings.restart, visiting=not first
-    )
-    with workspace if first else nullcontext():
-        if settings.allow_pickle:
-            workspace.claim()
+    with opened(output, settings, folder) as workspace:
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
             check_transformers(source, "--calibration and --heal take")
@@ -142,9 +107,9 @@ def compress(
         if settings.calibration is None:
             plan.notes += unmeasured(recipe, False)
         progress.notes(plan.notes + source.notes() + source.extras.notes())
-        job = Job(source, plan, recipe, settings, workspace, progress)
-        records = job.run() if first else job.help()
-    return job.summary(records, monotonic() - started) if first else None
+        run = CompressRun(source, plan, recipe, settings, workspace, progress)
+        run.run(first)
+    return run.summary(monotonic() - started) if first else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +123,7 @@ class Fitted:
 
 
 @dataclass
-class Job:
+class CompressRun(FolderRun):
     """One compression. `plan` is that of the headers until calibration gives a better one."""
 
     source: Source
@@ -167,50 +132,9 @@ class Job:
     settings: Settings
     workspace: Workspace
     progress: Progress
-    checked: dict[str, Any] | None = None
+    healing: Healing | None = None
     healed: HealSummary | None = None
-
-    def run(self) -> dict[str, Any]:
-        """Fit, write, check and commit, or finish what a killed run had all but committed; every
-        layer's record by name."""
-        workspace, needed = self.workspace, self._estimate()
-        with workspace.room(needed):
-            workspace.open(self._fingerprint())
-            if kept := workspace.journal.count(is_layer):
-                self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
-            steps = steps_of(self.settings, self.recipe, workspace.fingerprint["device"])
-            self.progress.expect(*steps)
-            from blr.compressor.loading.sidecar_files import check_carried
-
-            self.door.check_fits(self.source, self.plan)
-            check_carried(self.source, self.door.config(self.source.config, self.plan))
-            healing = Healing(self.source, self.settings) if self.settings.heal else None
-            with self.progress.timed("reading"):
-                read = self._digest()
-            if not self.work.processes.told(workspace.finished(read)):
-                self._produce(read, healing)
-            self.work.processes.leave()
-            return read_records(workspace.output)
-
-    def help(self) -> dict[str, Any]:
-        """What a process beside the first does: its share of fits and training. It has no records."""
-        processes = self.work.processes
-        with self.workspace.room(0, check=False):
-            if not processes.told(None):
-                self._help_produce()
-            processes.leave()
-        return {}
-
-    def _help_produce(self) -> None:
-        if not self.settings.heal:
-            self._fit(None)
-            return
-        healing = Healing(self.source, self.settings)
-        if self.work.processes.told(None):
-            self._fit(None)
-        read = self.work.processes.told(None)
-        folder, place = self.workspace.partial / UNHEALED, (self.workspace, self.progress)
-        healing.run(folder, None, read, *place, self.work.processes)
+    made: dict[str, Any] = field(default_factory=dict)  # the manifest's account, once layers are fitted
 
     @cached_property
     def door(self) -> Door:
@@ -220,7 +144,7 @@ class Job:
         return door_of(self.source)
 
     @cached_property
-    def work(self) -> Work:
+    def fits(self) -> Work:
         """What fits are done with; the processes of a run wait here for each other."""
         from blr.compressor.fitting.work import Work
 
@@ -230,22 +154,41 @@ class Job:
         self.progress.notes(work.processes.notes)
         return work
 
-    def _produce(self, read: str, healing: Healing | None) -> None:
-        check = self._check(healing)
-        if healing is None:
-            self._write(self.workspace.partial, check, read)
-            self.workspace.commit()
-        else:
-            folder = self.workspace.partial / UNHEALED
-            processes = self.work.processes
-            if processes.told(not self.workspace.holds_result(folder, read)):
-                self._write(folder, check.unjudged, read)
-            place = self.workspace, self.progress
-            with self.progress.timed("healing"):
-                self.healed = healing.run(folder, check, processes.told(read), *place, processes)
-        self.checked = check.facts
+    @property
+    def processes(self) -> Processes:  # type: ignore[override]
+        return self.fits.processes
 
-    def _check(self, healing: Healing | None) -> Check:
+    def prepare(self) -> None:
+        """Say what is there already, and check that the output will load and can be healed."""
+        from blr.compressor.base.device import pick_device
+        from blr.compressor.loading.sidecar_files import check_carried
+
+        if kept := self.workspace.journal.count(is_layer):
+            self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
+        device = pick_device(self.settings.device).type
+        self.progress.expect(*steps_of(self.settings, self.recipe, device))
+        self.door.check_fits(self.source, self.plan)
+        check_carried(self.source, self.door.config(self.source.config, self.plan))
+        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
+
+    def produce(self, read: str, check: Check | None = None) -> None:
+        """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
+        healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
+        if healing is None:
+            super().produce(read)
+            return
+        check = self.make_check() if processes.first else None
+        if processes.told(check is not None and not self.workspace.holds_result(folder, read)):
+            contents = self.work(read)
+            if contents is not None and check is not None:
+                self.write(folder, contents, check.unjudged, read)
+        processes.wait()
+        with self.progress.timed("healing"):
+            place = self.workspace, self.progress, processes
+            self.healed = healing.run(folder, check, read, *place)
+        self.checked = check.facts if check else None
+
+    def make_check(self) -> Check:
         """Compares the output with the source, which runs now."""
         from blr.compressor.output.check import Bar, Check
         from blr.compressor.output.sample import calibration_text
@@ -255,38 +198,35 @@ class Job:
         bar = Bar(self.workspace.output, remedy, settings.force, self.progress.warn)
         reload = partial(self.door.check_reload, self.source)
         given = (self.source, self.recipe, settings.calibration, settings.offline)
-        held = partial(calibration_text, *given) if healing is None else healing.held
+        held = partial(calibration_text, *given) if self.healing is None else self.healing.held
         return Check(self.source, reload, bar, settings.check, held)
 
-    def _write(self, folder: Path, check: Callable[[Path], Written], read: str) -> None:
-        """The compressed checkpoint, whole, in the partial folder or one in it."""
+    def work(self, read: str) -> Contents | None:
+        """Fit the layers."""
+        fitted, source = self._fit(read), self.source
+        if not self.processes.first:
+            return None
         from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import Contents, slots_of, write_whole
+        from blr.compressor.output.produce import Contents, slots_of
 
-        source, fitted = self.source, self._fit(read)
-        results, measured = fitted.results, fitted.measured
-        if not self.settings.heal:
-            self.work.processes.leave()
-        records = {module: record for module, (_, record) in results.items()}
-        facts = self._facts(records)
-        contents = Contents(
-            assign_shards(
-                slots_of(source, self.plan, results, fitted.norms),
-                *(self.settings.max_shard_size, source.library),
-            ),
+        records = {module: record for module, (_, record) in fitted.results.items()}
+        self.made = self._account(records)
+        slots = slots_of(source, self.plan, fitted.results, fitted.norms)
+        return Contents(
+            assign_shards(slots, self.settings.max_shard_size, source.library),
             self.workspace.journal.reader(source),
             small_files(
-                *(source, self.recipe, self.plan, records, {**facts, **measured}),
+                *(source, self.recipe, self.plan, records, {**self.made, **fitted.measured}),
                 config=self.door.config(source.config, self.plan),
                 code=self.door.code(),
             ),
         )
-        facts["input_sha256"] = read
-        write_whole(self.workspace, folder, contents, check, lambda: facts, self.progress)
 
-    def _fit(self, read: str | None) -> Fitted:
-        """`read`: the digest of all that is read, None where the first process has it."""
-        source, recipe, settings, work = self.source, self.recipe, self.settings, self.work
+    def facts(self, read: str) -> dict[str, Any]:
+        return {**self.made, "input_sha256": read}
+
+    def _fit(self, read: str) -> Fitted:
+        source, recipe, settings, work = self.source, self.recipe, self.settings, self.fits
         if settings.calibration is None:
             from blr.compressor.fitting.factorize import factorize_layers
 
@@ -295,19 +235,19 @@ class Job:
         from blr.compressor.fitting.engine import compress_calibrated
 
         replan = partial(make_plan, source, recipe, calibrated=True)
-        found = compress_calibrated(work, replan, settings.calibration, work.processes.told(read))
+        found = compress_calibrated(work, replan, settings.calibration, read)
         self.plan = found.plan
         return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
 
-    def _estimate(self) -> int:
-        """Upper estimate of the disk a run needs: output, journal of factors and small files."""
+    def estimate(self) -> int:
+        """Of output, journal of factors and small files."""
         calibrated = self.settings.calibration is not None
         sized = Sized(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must agree on. Weights are not in it: each layer's key covers its own,
-        or all where statistics depend on them."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Weights are not in it: each layer's key covers its own, or all where statistics depend on
+        them."""
         from blr.compressor.base.device import pick_device
 
         settings, device = self.settings, pick_device(self.settings.device).type
@@ -323,16 +263,15 @@ class Job:
             "versions": versions(),
         }
 
-    def _digest(self) -> str:
-        """SHA-256 over everything that is read. Raises NumericsError for weights that are not finite."""
+    def digest(self) -> str:
+        """Raises NumericsError for weights that are not finite."""
         from blr.compressor.workspace.scan import scan_source
 
         replaced = {planned.layer.entry.name for planned in self.plan.layers}
         remedy = "repair the checkpoint or --exclude the layer"
         return scan_source(self.source, replaced, remedy, self.progress).digest
 
-    def _facts(self, records: dict[str, Any]) -> dict[str, Any]:
-        """The manifest's account of where the output came from."""
+    def _account(self, records: dict[str, Any]) -> dict[str, Any]:
         recipe = canonical_json(self.recipe.model_dump())
         return {
             "source": {"name": self.settings.source_name, "revision": self.settings.revision},
@@ -341,9 +280,10 @@ class Job:
             "run": self.workspace.fingerprint,
         }
 
-    def summary(self, records: dict[str, Any], seconds: float) -> Summary:
+    def summary(self, seconds: float) -> Summary:
         """Of this run."""
-        source, plan, output = self.source, as_recorded(self.plan, records), self.workspace.output
+        source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)
+        plan = as_recorded(self.plan, records)
         before = sum(entry.parameters for entry in source.entries.values())
         bytes_before = sum(entry.nbytes for entry in source.entries.values())
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))

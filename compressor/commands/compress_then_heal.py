@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.heal import Job
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.commands.heal import HealRun
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.forecast import kept_bytes
 from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.healing.summary import HealSummary
@@ -62,10 +62,10 @@ class Healing:
         started = monotonic()
         student = open_checkpoint(folder)
         place = processes, workspace, progress
-        job = Job(student, self.teacher, self.options, *place, self.reading)
-        job.teacher_digest = read  # it is all that the compression reads
-        job.work(read, check)
-        return job.summary(monotonic() - started)
+        run = HealRun(student, self.teacher, self.options, *place, self.reading)
+        run.teacher_digest = read  # it is all that the compression reads
+        run.produce(read, check)
+        return run.summary(monotonic() - started)
 
 
 def options_of(settings: Any) -> HealOptions:

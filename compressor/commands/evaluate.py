@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,10 +19,13 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
-from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.loading.sentences import Sentences
+from blr.compressor.checkpoint.regular import read_start, read_text
+from blr.compressor.integrations.lm_eval import Asked, run_tasks
+from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
+from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
-from blr.compressor.text.beginning import Beginning, begun, room_in
+from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
+from blr.compressor.text.beginning import Beginning, beginning_of, begun, room_in
 from blr.compressor.text.reading import read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
@@ -49,6 +52,54 @@ class Spearman:
 
     spearman: float
     pairs: int
+
+
+def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, Any]:
+    """What `asked` says of the model in `folder`, JSON-ready; what is read is checked before the model.
+
+    Raises as `read_tokens`, `read_pairs`, `load_model`, `perplexity`, `sts_spearman` and `run_tasks`.
+    """
+    pairs = read_pairs(asked.sts) if asked.sts else []
+    if asked.sts:
+        check_embeds(folder)
+    data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
+    tokenizer = load_tokenizer(folder, trust=trust, text=read_start(data[0]) if data else "")
+    part = asked.max_tokens, asked.skip_tokens or 0
+    tokens = [read_tokens(path, tokenizer, *part) for path in asked.text]
+    task, how = EMBEDS if asked.sts else GENERATES, {"trust": trust, "verify": asked.verify}
+    model = load_model(folder, task, dtype=asked.dtype, device=asked.device, progress=progress, **how)
+    if pairs:
+        head = read_sentences(folder)
+        return asdict(sts_spearman(model, tokenizer, pairs, asked.batch, progress, head))
+    result = _of_texts(model, tokenizer, tokens, asked, progress) if tokens else {}
+    if asked.tasks:
+        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit)
+        result |= asdict(run_tasks(model, tokenizer, wanted, asked.batch))
+    return result
+
+
+def _of_texts(
+    model: Any, tokenizer: Any, tokens: list[Tensor], asked: EvalSettings, progress: Progress
+) -> dict[str, Any]:
+    """The result on one text, or those on several."""
+    size = asked.window or fitting_window(model, USUAL_WINDOW)
+    begins = beginning_of(tokenizer)
+    how = size, asked.stride or size, asked.batch, progress, begins
+    counted = _counted(size, asked.stride, tokenizer.convert_ids_to_tokens(list(begins)))
+    found = [
+        {"text": str(path), **asdict(perplexity(model, ids, *how)), "counted": counted}
+        for path, ids in zip(asked.text, tokens, strict=True)
+    ]
+    return found[0] if len(found) == 1 else {"texts": found}
+
+
+def _counted(window: int, stride: int | None, begins: list[str]) -> str:
+    """How tokens of a text are counted, as a sentence."""
+    if begins:
+        told = f"every token of the text, in windows of {window}"
+        return f"{told} that each begin with {' '.join(map(str, begins))}, which is not counted"
+    first = "the text" if stride is not None and stride < window else "each"
+    return f"every token, in windows of {window}, but the first of {first}"
 
 
 def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:

@@ -12,13 +12,12 @@ from statistics import median
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from blr.compressor.base import process_environment as environment
 from blr.compressor.base.device import device_name
-from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
+from blr.compressor.base.errors import CapabilityError, OutputError
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.settings import (
     HealOptions,
     check_options,
@@ -27,8 +26,8 @@ from blr.compressor.healing.settings import (
 )
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import recorded_digest
+from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.workspace.destination import check_apart
 from blr.compressor.workspace.fingerprint import headers_digest, versions
 from blr.compressor.workspace.journal import canonical_json, layer_key
 from blr.compressor.workspace.manifest import read_manifest
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from blr.compressor.healing.state import State
     from blr.compressor.healing.student_and_teacher import Pair
     from blr.compressor.output.check import Check
+    from blr.compressor.output.produce import Contents
     from blr.compressor.text.own import OwnText
 
 
@@ -61,46 +61,28 @@ def heal(
     """
     started = monotonic()
     options = check_options(options)
-    for place in (folder, teacher):
-        check_apart(output, place)
     from blr.compressor.base.processes import Processes
 
     if options.track:
         from blr.compressor.healing.tracking import check_tracker
 
         check_tracker(options.track)
-    if options.allow_pickle and environment.count() > 1:
-        raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
-    processes = Processes(options.device)
-    progress = progress if processes.first else Progress(silent=True)
-    with _workspace(output, options, processes) as workspace:
-        scratch = workspace.pickled
+    with opened(output, options, folder, teacher) as workspace:
+        processes, scratch = Processes(options.device), workspace.pickled
+        progress = progress if processes.first else Progress(silent=True)
         student = open_checkpoint(folder, options.allow_pickle, scratch)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
         progress.notes(dense.source.notes())
-        job = Job(student, dense, options, processes, workspace, progress)
-        job.run()
-    return job.summary(monotonic() - started) if processes.first else None
-
-
-@contextmanager
-def _workspace(output: Path, options: HealOptions, processes: Processes) -> Iterator[Workspace]:
-    """The output's workspace: entered by the first process, only known to the others."""
-    settings = {"overwrite": options.overwrite, "restart": options.restart}
-    workspace = Workspace(output, **settings, visiting=not processes.first)
-    if not processes.first:
-        yield workspace
-        return
-    with workspace:
-        if options.allow_pickle:
-            workspace.claim()
-        yield workspace
+        run = HealRun(student, dense, options, processes, workspace, progress)
+        run.check_student()
+        run.run(processes.first)
+    return run.summary(monotonic() - started) if processes.first else None
 
 
 @dataclass
-class Job:
-    """One healing run. `reading` is made here where there is none; `state` and `facts` are there once it
-    is trained."""
+class HealRun(FolderRun):
+    """One healing. `reading` is made here where there is none; `state` and `told`, what is told of the
+    training, are there once it is done."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -111,14 +93,13 @@ class Job:
     reading: Reading | None = None
     state: State | None = None
     packed: Packed = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    checked: dict[str, Any] | None = None
+    told: dict[str, Any] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
     teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
     doubted: bool = False  # whether the teacher may be another model than the student came from
 
-    def run(self) -> None:
-        """Train, write, check and commit, or finish what a killed run had all but committed."""
+    def check_student(self) -> None:
+        """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
         from blr.compressor.healing.additions import growth
         from blr.compressor.healing.choice import check_has_kinds
         from blr.compressor.healing.output import check_told
@@ -132,43 +113,25 @@ class Job:
         else:
             check_has_kinds(self.checkpoint, self.options.train)
         self.progress.notes(told)
-        fingerprint = self._fingerprint() if self.processes.first else {}
-        reading = self._read()
+
+    def prepare(self) -> None:
+        """Find out how the teacher reads."""
+        self._read()
         self.progress.expect(READING, *healing_steps(self.options))
-        workspace, needed = self.workspace, self._estimate(reading)
-        with workspace.room(needed, check=self.processes.first):
-            if self.processes.first:
-                workspace.open(fingerprint)
-            self.processes.wait()
-            read = self._digest()
-            if not self._finished(read):
-                self.work(read)
-            self.processes.leave()
 
-    def work(self, read: str, check: Check | None = None) -> None:
-        """Train, write, check and commit in a workspace that is open.
-
-        Args:
-            read: digest of all that the run reads. check: what the output must pass, made here if None.
-        """
-        if self.processes.first:
-            self.workspace.claim({METRICS})
-            check = check or self._make_check()
-        self.processes.wait()
-        pair, data = self._train(read)
-        self.processes.leave()
-        if check is not None:
-            self._write(pair, data, read, check)
-
-    def _make_check(self) -> Check:
+    def make_check(self) -> Check:
         from blr.compressor.healing.output import make_check
 
         place = self.workspace.output, self.progress.warn
         return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
 
-    def _finished(self, read: str) -> bool:
-        done = self.processes.first and self.workspace.finished(read)
-        return bool(self.processes.agreed(done)[0])
+    def work(self, read: str) -> Contents | None:
+        """Train."""
+        if self.processes.first:
+            self.workspace.claim({METRICS})
+        self.teacher_digest, self.doubted = self.processes.told((self.teacher_digest, self.doubted))
+        pair, data = self._train(read)
+        return self._contents(pair, data, read) if self.processes.first else None
 
     def _train(self, read: str) -> tuple[Pair, Data]:
         from blr.compressor.healing.output import round_layers
@@ -190,7 +153,7 @@ class Job:
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
-        self.facts = self._facts(pair, data, trainer.objective.weight)
+        self.told = self._told(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
 
     def _read(self) -> Reading:
@@ -305,9 +268,9 @@ class Job:
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _write(self, pair: Pair, data: Data, read: str, check: Check) -> None:
+    def _contents(self, pair: Pair, data: Data, read: str) -> Contents:
         from blr.compressor.healing import output
-        from blr.compressor.output.produce import Contents, produce
+        from blr.compressor.output.produce import Contents
         from blr.compressor.workspace.shards import assign_shards
 
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
@@ -316,12 +279,10 @@ class Job:
         place = workspace.journal, layer_key(output=[read, data.digest])
         trained = output.store_trained(better, self.checkpoint, *place, packed) if better else {}
         shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
-        files = output.small_files(self.checkpoint, better, packed, self.facts, self.state.log)
-        contents = Contents(shards, workspace.journal.reader(source), files)
-        produce(workspace, contents, check, lambda: self._origin(read), self.progress)
-        self.checked = check.facts
+        files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
+        return Contents(shards, workspace.journal.reader(source), files)
 
-    def _facts(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
+    def _told(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
         """What the card, the report and the summary tell of the training, in which the blocks' outputs
         weighed `hidden`."""
         state, options = self.state, self.options
@@ -341,8 +302,7 @@ class Job:
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 
-    def _origin(self, read: str) -> dict[str, Any]:
-        """The manifest's account of where the output came from."""
+    def facts(self, read: str) -> dict[str, Any]:
         try:
             earlier = read_manifest(self.checkpoint.source.folder)
         except OutputError:  # one without its manifest
@@ -358,16 +318,16 @@ class Job:
         }
         return json.loads(canonical_json(facts))
 
-    def _estimate(self, reading: Reading) -> int:
+    def estimate(self) -> int:
         from blr.compressor.healing.data import own_tokens
         from blr.compressor.healing.forecast import disk_bytes
 
         gpu = self.processes.device.type == "cuda"
-        written = own_tokens(self.options, reading, self._parameters(), gpu)
+        written = own_tokens(self.options, self._read(), self._parameters(), gpu)
         return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must agree on; not how many processes there are."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Without the number of processes."""
         from blr.compressor.healing.data import text_digests
 
         return {
@@ -378,8 +338,8 @@ class Job:
             "versions": versions(),
         }
 
-    def _digest(self) -> str:
-        """SHA-256 over everything that is read but the texts, which the fingerprint holds."""
+    def digest(self) -> str:
+        """Of all but the texts, which the fingerprint holds."""
         found = [self._scan(checkpoint.source) for checkpoint in (self.checkpoint, self.teacher)]
         self.teacher_digest = found[1]
         self.doubted = found[1] != recorded_digest(self.checkpoint.source.folder)
@@ -399,5 +359,5 @@ class Job:
             found.trained_seconds = self.state.seconds
             found.tokens_per_second = median(self.speeds or [0.0])
             for name in ("steps", "tokens", "parameters", "best_step", "before", "after"):
-                setattr(found, name, self.facts[name])
+                setattr(found, name, self.told[name])
         return found

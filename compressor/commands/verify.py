@@ -51,7 +51,7 @@ def _saved(folder: Path) -> str | None:
 def _check_saved(folder: Path) -> int:
     """Check headers, the tensors against the model, and that the code it names is there."""
     from blr.compressor.checkpoint.source import open_source
-    from blr.compressor.export.origin import native_config
+    from blr.compressor.exporting.origin import native_config
     from blr.compressor.loading.native import native_class, native_errors
     from blr.compressor.modeling.models import model_class
     from blr.compressor.output.files import misfits

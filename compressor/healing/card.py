@@ -37,7 +37,7 @@ COSINES = """there:
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:
-    """`card` with a section on a run of which `facts` are told (`Job.facts`), behind earlier ones."""
+    """`card` with a section on a run of which `facts` are told (`HealRun.told`), behind earlier ones."""
     texts = " and ".join(_label(name, "its own text") for name in facts["before"])
     section = SECTION.format(
         **{key: facts[key] for key in ("steps", "tokens", "device", "teacher", "rate")},

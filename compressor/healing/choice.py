@@ -9,7 +9,7 @@ from torch import nn
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.additions import is_addition
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.loading.native import native_errors

@@ -16,7 +16,7 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import printable
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.embedding import BRIEF, sentence_stream
 from blr.compressor.healing.settings import MINUTES, SELF, HealOptions
 from blr.compressor.healing.student_and_teacher import EMBEDS, task_of

@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card

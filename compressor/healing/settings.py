@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
-from blr.compressor.export.origin import Checkpoint
-from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.recipe.option import Limits, check_limits
+from blr.compressor.recipe.run_settings import RunSettings
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -21,62 +22,83 @@ HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the d
 VARY = 0.2  # of the tokens where a text is read for the fourth time and on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
-    *("force", "fsdp", "micro", "track"),
+    *("force", "fsdp", "micro", "track", "threads"),
 )
 
 
-@dataclass(frozen=True)
-class HealOptions:
-    """What the command line says.
+Count = Annotated[int, Limits(1)]
 
-    Exactly one of `minutes`, `epochs` (of the user's text, or of the own text where that is all) and
-    `steps` is set once checked. `data` holds file names, and "self" for the teacher's own text, whose
-    share of every batch is `mix`; `vary` is the share of tokens that are others where a text is read
-    for the fourth time and on (None: `VARY` under the loss kl). `rate` is relative to a tensor's root
-    mean square; `batch` and `own_tokens` are tokens (None: by device); `train` are `KINDS`; `top_k` and
-    `hidden` shape the loss (None: blocks' outputs count `HIDDEN` beside kl, 1 for encoders); `lora` is
-    the rank of additions that are trained in place of factors; `fsdp` shares the model out over
-    processes (None: where it must), of which each takes `micro` windows a pass (None: what fits);
-    `track` names a tracker; `patience` counts evaluations on held-back windows without a new best;
-    `force` goes on with a teacher that does not fit, and writes a result that loses over one nat.
+
+@dataclass(frozen=True)
+class HealOptions(RunSettings):
+    """What `blr heal` is asked for.
+
+    Attributes:
+        teacher_name: of the dense model; recorded in the output.
+        minutes, epochs, steps: exactly one is set once checked; epochs are of the user's text, or of the
+            own text where that is all.
+        micro: windows that a process takes a pass; None what fits.
+
+    Options:
+        data (--text, --data): Text, .jsonl or data set, repeatable; self: the teacher's own text. [self]
+        mix: Share of the teacher's own text beside yours. [0.67]
+        own_tokens: Tokens of own text to write.
+            [by the budget, at most 16777216 on a GPU, 65536 on a CPU]
+        vary: Share of tokens replaced where a text is read for the fourth time and on, lest it be learnt
+            by heart. [0.2; 0 for --loss lm and encoders]
+        minutes: Minutes of training. [3]
+        epochs: Passes over the text instead.
+        steps: Steps instead.
+        rate (--lr): Rate a step, relative to the root mean square of each tensor.
+        batch: Tokens a step, of all processes. [64 windows on a GPU, 8 on a CPU]
+        window: Tokens a window.
+        loss: kl: distance from the teacher's answers; lm: loss on the text.
+        top_k: Compare only the teacher's K likeliest tokens. [all]
+        hidden: Weight of the distance between the blocks' outputs.
+            [4; 1 for encoders, 0 with --loss lm]
+        train: Some of factors, norms, biases, dense, embeddings, head.
+        lora: Train additions of this rank to every layer, merged in the end, not factors. [factors]
+        warmup: Share of the run in which the rate rises.
+        clip: Largest norm of the gradient.
+        patience: Stop after so many tenths of the run without a new best.
+        checkpointing: Less memory: keep only the inputs of the blocks. [where it would not fit a GPU]
+        compile: torch.compile blocks and loss.
+        fsdp: Share both models out over the processes (FSDP2), so that none holds all.
+            [where they would not fit a GPU]
+        track: Also log to tensorboard, wandb or another of accelerate's. [none]
+        save_minutes: Minutes between saved states.
+        seed: Seed of own text and of the order of windows.
+        device: auto, cpu, cuda or cuda:N.
+        force: Go on with a teacher that does not fit, and write a result that loses over one nat.
     """
 
-    source_name: str
     teacher_name: str = ""
-    revision: str | None = None
     data: tuple[str, ...] = ()
     mix: float | None = None
-    own_tokens: int | None = None
+    own_tokens: Count | None = None
     vary: float | None = None
-    loss: str = "kl"
-    top_k: int | None = None
-    hidden: float | None = None
-    train: tuple[str, ...] = KINDS[:3]
-    lora: int | None = None
     minutes: float | None = None
     epochs: float | None = None
     steps: int | None = None
     rate: float = 0.003
-    warmup: float = 0.05
+    batch: Count | None = None
+    window: Annotated[int, Limits(8)] = 512
+    loss: str = "kl"
+    top_k: Count | None = None
+    hidden: Annotated[float, Limits(0)] | None = None
+    train: tuple[str, ...] = KINDS[:3]
+    lora: Count | None = None
+    warmup: Annotated[float, Limits(0, 0.9)] = 0.05
     clip: float = 1.0
-    batch: int | None = None
-    window: int = 512
-    patience: int | None = None
+    patience: Count | None = None
     checkpointing: bool | None = None
     compile: bool = False
     fsdp: bool | None = None
     micro: int | None = None
     track: str | None = None
+    save_minutes: Annotated[float, Limits(0)] = 5.0
     seed: int = 0
     device: str = "auto"
-    save_minutes: float = 5.0
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    offline: bool = False
-    check: bool = True
-    force: bool = False
 
     @property
     def files(self) -> list[str]:
@@ -97,10 +119,6 @@ class HealOptions:
         """What is trained, in words, where that is parameters of these `kinds` beside additions."""
         return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
 
-    def named(self, name: str, revision: str | None, teacher: str) -> HealOptions:
-        """The same for checkpoints found under other names."""
-        return replace(self, source_name=name, revision=revision, teacher_name=teacher)
-
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must agree on."""
         kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
@@ -109,6 +127,7 @@ class HealOptions:
 
 def check_options(options: HealOptions) -> HealOptions:
     """`options` with one budget and the share of own text filled in. Raises UsageError."""
+    check_limits(options)
     budgets = [options.minutes, options.epochs, options.steps]
     if sum(budget is not None for budget in budgets) > 1:
         raise UsageError("give one of --minutes, --epochs and --steps, not several")

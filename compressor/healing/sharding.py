@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.processes import Processes
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.dense_weights import blocks_of
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.structures.latent import Plain

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.equal_weights import Twin, make_twin
 from blr.compressor.healing.additions import add_products, attach, is_addition

@@ -19,7 +19,7 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.sidecar_files import token_ids
 
 NUMBERS = 1 << 20  # of a tensor that are read

@@ -10,7 +10,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.export.origin import EXPORTED
+from blr.compressor.exporting.origin import EXPORTED
 from blr.compressor.integrations.vllm_plugin import INSTEAD, StructuredConfig
 
 

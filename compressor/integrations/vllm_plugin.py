@@ -39,8 +39,9 @@ def register() -> None:
     """Make vLLM know the configurations and the models. May be called any number of times."""
     from vllm import ModelRegistry
 
-    import blr.compressor.modeling  # noqa: F401  (configurations)
+    from blr.compressor.modeling import register as register_configurations
 
+    register_configurations()
     for family in FAMILIES:
         name = f"Blr{family}ForCausalLM"
         ModelRegistry.register_model(name, f"blr.compressor.integrations.vllm_models:{name}")

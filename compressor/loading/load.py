@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.dtypes import COMPUTED
 from blr.compressor.base.errors import CapabilityError, InputError, UsageError
@@ -27,6 +26,7 @@ from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.sidecar_files import VOCABULARIES, check_generation
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
+from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX, misloaded
 from blr.compressor.workspace.trust import check_listed
 
@@ -161,6 +161,7 @@ def _open(folder: Path) -> Source:
 
     Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
     """
+    register()
     source = open_source(folder)
     check_transformers(source, "text is read and written by")
     check_defaults(folder)  # whose errors would otherwise be said to be the tokenizer's

@@ -17,11 +17,11 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.native import decoded, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors
+from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_classes
@@ -65,6 +65,7 @@ def empty_model(source: Source) -> Any:
 def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
     """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
     block and as stored."""
+    register()
     source = open_source(folder)
     if not is_small(source):
         return streamed_model(source)

@@ -1,21 +1,25 @@
-"""Importing this teaches `transformers` to load structured checkpoints without remote code.
-
-After ``import blr.compressor.modeling``, ``AutoModelForCausalLM.from_pretrained(OUT)`` works for every
-model type that transformers has, and
-``save_pretrained`` writes folders that load where `blr` is not installed.
-"""
+"""The structured layers and models, and the file that travels. Importing it changes nothing."""
 
 from __future__ import annotations
 
-from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.registry import register_on_demand
+from functools import cache
+
+
+@cache
+def register() -> None:
+    """Teach transformers and peft about structured checkpoints, once for this process.
+
+    From then on ``AutoModelForCausalLM.from_pretrained(OUT)`` loads outputs of blr without remote code,
+    as classes with kernels, and LoRA of peft, whenever that is imported, takes structured layers.
+    """
+    from blr.compressor.modeling.after_import import after_import
+    from blr.compressor.modeling.registry import register_on_demand
+
+    after_import("peft", _register_lora)
+    register_on_demand()
 
 
 def _register_lora() -> None:
-    from blr.compressor.integrations.peft import register
+    from blr.compressor.integrations.peft import register as register_lora
 
-    register()
-
-
-after_import("peft", _register_lora)
-register_on_demand()
+    register_lora()

@@ -9,8 +9,8 @@ transformers load the weights::
 
 ``blr compress``, ``blr heal`` and ``blr export`` copy the file unchanged into every folder: compare it
 with ``blr/compressor/modeling/modeling_blr.py`` in the version of the package blr-compress that the
-model card names. Where that package is installed, ``import blr.compressor.modeling`` takes its own
-classes instead, which compute the same with kernels and less memory.
+model card names. Where that package is installed, ``blr.compressor.register()`` has its own
+classes taken instead, which compute the same with kernels and less memory.
 
 Before you trust a copy, check that it
 
@@ -846,7 +846,7 @@ def _name_beside(native: str) -> None:
 # 9. Native classes ------------------------------------------------------------------------------------
 
 REMEDY = "load it by AutoModelForCausalLM or the Auto class of its task, after "
-REMEDY += "'import blr.compressor.modeling' or with trust_remote_code=True"
+REMEDY += "blr.compressor.register() or with trust_remote_code=True"
 
 
 def guard(native_type: str) -> dict[str, str]:

@@ -34,8 +34,9 @@ LOADING = {
     TRANSFORMERS: """Load it with `blr-compress` installed:
 
 ```python
-import blr.compressor.modeling
+from blr.compressor import register
 from transformers import {auto}
+register()
 model = {auto}.from_pretrained(folder)
 ```
 

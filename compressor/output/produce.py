@@ -34,21 +34,6 @@ class Contents:
     later: tuple[str, ...] = ()
 
 
-def produce(
-    workspace: Workspace,
-    contents: Contents,
-    check: Callable[[Path], Written],
-    facts: Callable[[], Mapping[str, Any]],
-    progress: Progress,
-) -> None:
-    """Write `contents` into the partial folder and make it the output.
-
-    Arguments and errors are those of `write_whole`; nothing is committed after an error.
-    """
-    write_whole(workspace, workspace.partial, contents, check, facts, progress)
-    workspace.commit()
-
-
 def write_whole(
     workspace: Workspace,
     folder: Path,

@@ -95,10 +95,8 @@ class Rule(_Settings):
         method: a family, or `dense` to keep the layers; None takes the recipe's.
         cf: compression factor of these layers together; without it and `rank` they share
             the recipe's budget with all other layers.
-        rank, blocks, pattern, pivot, heads, solver, rounds: as in `Recipe`; None takes the recipe's
-            where the method is the recipe's too.
-        quantize, group, couplings, base, bpw: as in `Recipe`; None takes the recipe's, and a dense
-            layer has neither base nor bpw.
+        blocks, pattern, pivot, solver, rounds: None takes the recipe's where the method is its, too.
+        base, bpw: a dense layer has neither.
     """
 
     match: Glob
@@ -150,43 +148,54 @@ class Recipe(RecipeFields):
 
     Attributes:
         extends: a shipped recipe or a path relative to this one; None once resolved.
-        method: structured family of the replaced layers, or dense, which it is where `quantize` stands
-            without a structure or a size.
-        cf: compression factor, dense over structured parameters, of all layers that are
-            neither excluded nor left out; layers that a rule keeps dense count in it.
-        rank: fixed rank instead of one that follows from `cf`; of each group of heads.
-        blocks: number of blocks b of Monarch and BLAST.
-        pattern: Kronecker-sparse chain, "butterfly", or None to choose one.
-        pivot: low rank is held by as many of its own rows and what the others are made of them: the
-            same function in fewer numbers.
-        heads: low-rank attention projections `whole`, in `grouped:G` groups of heads,
-            `per-head`, or `auto` by the thresholds of `blr.compressor.planning.heads`.
-        solver, rounds: how to fit; None takes the family's default.
-        quantize: what factors, or the dense weights of method dense, are stored in; group: numbers that
-            share a scale, 128 unless told, of fp8 a whole row; couplings: of BLAST, in int8 as well.
-        base: what dense weights are stored in, to which the structure of `method` is added as a
-            correction, its factors in int4 unless `quantize` says otherwise, its size by `rank`, or
-            `bpw`: bits of all that is stored for each weight.
+        cf: dense over structured parameters; layers that a rule keeps dense count in it.
+        heads: `auto` goes by the thresholds of `blr.compressor.planning.heads`.
         rules: what differs by layer, the first match counting.
-        include, exclude: globs over module names; include also admits heads.
+        include: globs over module names, which admit heads, too.
         kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank, in groups of heads of some 256
             features or in `heads`: each group of this rank, or all together of their width over this
-            factor, shared out by sensitivity where it is measured; the cache of keys and values then
-            holds the ranks, in int8 or, three quarters of them, in int4 if `kv_quantize` says so.
-        allocation: of the budget between layers; None is `sensitivity` when calibrated.
-        floor: least share of its uniform rank that `sensitivity` leaves a layer.
+            factor, shared out by sensitivity where it is measured.
+        floor: least share of its uniform rank that allocation by sensitivity leaves a layer.
         strength: weight of the sensitivities against uniform ranks.
-        samples, seq_len: calibration windows and tokens in each.
-        mix: share of the windows that is text of the model's own, beside the user's.
         sequential: fit each layer to the inputs that the compressed layers before it give.
-        refit: epochs of the joint refit of each block; None takes the device's default.
-        finish: epochs of the last pass, which trains all blocks together to predict what the dense model
-            does; None takes the device's default.
-        dtype: stored dtype of the factors; None keeps that of each weight.
-        seed: of the solvers that start from random numbers.
-        gpu: name in configs/gpus.yaml that times are predicted for.
-        tokens_per_second: of one sequence on `gpu`, predicted: as many bits are stored as allow it, in
-            place of the sizes above.
+
+    Options:
+        method (--method, -m): svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.
+            [svd; dense for --quantize alone]
+        cf: Compression factor of the replaced layers, over 1. [2 of a structure]
+        rank: Fixed rank in place of --cf.
+        blocks: Blocks b of Monarch and BLAST. [4 for Monarch, 16 for BLAST]
+        pattern: Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly.
+            [the least predicted error]
+        pivot: svd held by rows of its own: the same function in r(o + i - r) numbers. [no-pivot]
+        heads: Attention by svd: whole, grouped:G, per-head or auto. [whole]
+        kv_rank: Rank of k and v, of each group of heads; the cache of keys and values then holds ranks.
+            [none]
+        kv_cf: The same by how much smaller the cache becomes; 1 with --kv-quantize. [none]
+        kv_quantize: int8, or int4 for the lesser three quarters: what such a cache holds its ranks in.
+            [none]
+        quantize: int8, int4, int3, int2 or fp8: what dense weights are stored in, or --method's factors.
+            [none; int4 of a correction]
+        group: Numbers that share a scale: 128, 64, 32. [128; a row of fp8]
+        base: int2, int3, int4 or int8: dense weights stored so, which --method corrects. [none]
+        bpw: Bits a weight in all, in place of --rank: of a --base and its correction.
+        tokens_per_second: In place of sizes: the most bits that decode one sequence so fast on --gpu
+            (predicted).
+        gpu: GPU that times are predicted for, as configs/gpus.yaml. [this machine's, else h200]
+        couplings: BLAST's couplings in int8, or none. [int8 of a correction]
+        solver: BLAST: varpro or precgd. [varpro]
+        rounds: Rounds or steps of the solver. [the solver's]
+        include: Only modules matching this glob; repeatable.
+        exclude: Not the modules matching this glob; repeatable.
+        dtype: Stored dtype of the factors. [the weight's own]
+        seed: Seed of solvers that start at random. [0]
+        samples: Calibration windows or sentences at most. [256]
+        seq_len: Tokens a calibration window. [512]
+        mix: Share of the calibration that is the model's own text. [none]
+        allocation: uniform, or sensitivity, which needs --text. [sensitivity if it can be]
+        refit: Epochs of the joint refit of each block. [2 on a GPU, 4 of packed weights, 0 on a CPU]
+        finish: Epochs of a last pass, which trains all blocks together to predict as dense.
+            [8 on a GPU with the room, else 0]
     """
 
     @model_validator(mode="before")

@@ -26,7 +26,9 @@ CACHES = {"kv_rank", "kv_cf"}
 BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under another method
 
 
-def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(
+    recipe: Recipe | str | Path | None, overrides: Mapping[str, Any] | None = None
+) -> Recipe:
     """The resolved recipe of a name or path, with settings given on the command line on top.
 
     An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
@@ -46,10 +48,13 @@ def load_recipe(recipe: str | Path | None, overrides: Mapping[str, Any] | None =
         if CACHES & overrides.keys() and not {"method", "pivot", *SIZES} & overrides.keys():
             overrides["method"] = DENSE  # nothing else was asked for
         return make_recipe(**overrides)
-    path = find_recipe(str(recipe))
-    file = read_recipe(path)
-    data = _resolved(path, file, [])
-    resolved = _checked(file, data)
+    if isinstance(recipe, Recipe):
+        resolved, data = recipe, recipe.model_dump(exclude_unset=True)
+    else:
+        path = find_recipe(str(recipe))
+        file = read_recipe(path)
+        data = _resolved(path, file, [])
+        resolved = _checked(file, data)
     if not overrides:
         return resolved
     rules = [_overridden(rule, resolved.method, overrides) for rule in data.get("rules", [])]

@@ -102,7 +102,7 @@ LACKING: dict[str, str] = {
     "library": "import blr.compressor.loading.load as l\ndef f(*a, **k):\n"
     " raise ImportError('libtorch.so: failed to map segment from shared object')\n"
     "l.load_tokenizer = f\nimport blr.compressor.planning.plan as p\np.make_plan = f\n"
-    "import blr.compressor.export.options as e\ne.check_options = f",
+    "import blr.compressor.exporting.options as e\ne.check_options = f",
 }
 
 

@@ -21,8 +21,10 @@ from transformers import (
     DistilBertModel,
 )
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.checkpoint.hints import inert
+
+register()
 
 TEXT = "the protocol is " * 200
 

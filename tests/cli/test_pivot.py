@@ -16,7 +16,7 @@ from spoiling import words_tokenizer
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
@@ -28,6 +28,8 @@ from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import LowRankSpec, PivotedSpec, spec_from_dict
 from blr.kernels.common.available import has_triton
+
+register()
 
 WEIGHTS = "model.safetensors"
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}

@@ -260,7 +260,9 @@ def test_the_shipped_code_refuses_it_too(
 def test_a_head_that_the_checkpoint_never_had_is_no_fault(tiny: Path, tmp_path: Path) -> None:
     import transformers
 
-    import blr.compressor.modeling  # noqa: F401
+    from blr.compressor import register
+
+    register()
 
     output = compress_to(save_pico("bert", tmp_path / "bert"), tmp_path / "out", method="svd", cf=1.25)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(output)

@@ -14,7 +14,9 @@ from rows import Row, bounded, relative, row, tokens_row
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor import register
+
+register()
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]

@@ -13,8 +13,8 @@ import torch
 from heal_models import QUIET
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.commands.heal import Job, heal
-from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.commands.heal import HealRun, heal
+from blr.compressor.exporting.origin import open_checkpoint
 from blr.compressor.healing.forecast import (
     HOST,
     SLICED,
@@ -217,7 +217,7 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     processes: Any = SimpleNamespace(device=torch.device("cuda"), count=1, gather=lambda value: [value])
     student, teacher = open_checkpoint(compressed), open_checkpoint(dense)
     workspace: Any = None
-    job = Job(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)
+    job = HealRun(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)
     with pytest.raises(CapabilityError, match=r"does not fit: .* of the 0 that may be filled of a card"):
         job._plan_memory()
     room[0] = 140_000_000_000

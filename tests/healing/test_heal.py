@@ -21,8 +21,8 @@ from blr.compressor.checkpoint.library import TRANSFORMERS
 from blr.compressor.commands import heal as healing_run
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
-from blr.compressor.export.job import export
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import passes, trainer
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.summary import HealSummary
@@ -324,7 +324,9 @@ def test_a_left_state_of_other_settings_is_refused(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(healing_run.Job, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            healing_run.HealRun, "_contents", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             run(compressed, dense, tmp_path / "out")
     with pytest.raises(BlrError, match=r"heal\.rate was 0\.01, now 0\.02") as raised:

@@ -13,8 +13,8 @@ import pytest
 from heal_models import QUIET
 from killer import Killer, Outcome
 
-from blr.compressor.export.job import export
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 
 OPTIONS = ("--quiet", "--window", 16, "--batch", 64, "--own-tokens", 400, "--lr", 0.01, "--steps", 6)

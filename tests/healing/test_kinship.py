@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.commands.heal import heal
-from blr.compressor.export.origin import open_checkpoint
+from blr.compressor.exporting.origin import open_checkpoint
 from blr.compressor.healing import teacher_match as kinship
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.teacher import named_teacher

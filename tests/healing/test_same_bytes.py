@@ -12,8 +12,8 @@ from producing import files
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
-from blr.compressor.export.job import export
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.recipe.schema import Recipe

@@ -18,7 +18,9 @@ import torch
 from running import Run
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 COMPRESSED = ("svd", "monarch", "blast", "ks")
 EXPORTED = ("export", "export-int8")

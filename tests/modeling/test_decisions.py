@@ -33,9 +33,11 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pipelines import SUPPORTED_TASKS
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.modeling.modeling_blr import PREFIX, config_class
 from blr.compressor.modeling.models import model_class
+
+register()
 
 pytestmark = pytest.mark.fast
 

@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.loading.vendor import code_files
+
+register()
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "outputs-0.1.1.tar.xz"
 STRUCTURES = ("svd", "pivoted", "monarch", "blast", "kronecker")

@@ -14,11 +14,13 @@ from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors.torch import load_file
 from tolerances import TOLERANCES
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.recipe.schema import make_recipe
+
+register()
 
 pytestmark = pytest.mark.fast
 
@@ -113,11 +115,12 @@ def test_new_model_from_configuration_has_finite_weights(tmp_path: Path) -> None
 
 
 def test_every_family_is_registered_when_it_is_asked_for(tmp_path: Path) -> None:
-    """`import blr.compressor.modeling` alone, in a process that asked for no other."""
+    """`blr.compressor.register()` alone, in a process that asked for no other."""
     folders = [str(compress_pico(name, tmp_path / name)[1]) for name in ("electra", "t5", "opt")]
     code = """
 import json, sys
-import blr.compressor.modeling
+from blr.compressor import register
+register()
 from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 assert "blr_nothing" not in CONFIG_MAPPING and "blr_t5" in CONFIG_MAPPING

@@ -15,7 +15,7 @@ from pico import save_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import models
@@ -36,6 +36,8 @@ from blr.compressor.structures.specs import (
 )
 from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
 from blr.kernels.common.orders import LAYOUTS, order_of
+
+register()
 
 pytestmark = pytest.mark.fast
 

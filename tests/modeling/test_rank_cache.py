@@ -15,7 +15,7 @@ from structured import low_rank, per_head, structured_model
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.errors import UsageError
 from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Source
 from blr.compressor.modeling.layers import defer_large
@@ -23,6 +23,8 @@ from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
 from blr.compressor.modeling.rank_store import again
 from blr.compressor.structures.cached import KV_CACHES
 from blr.compressor.structures.specs import LowRankSpec, Spec
+
+register()
 
 LENGTH, NEW = 21, 9
 

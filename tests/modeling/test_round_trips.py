@@ -20,7 +20,7 @@ from fresh import shared
 from pico import MODELS, MORE, inputs_for, save_pico
 from safetensors import safe_open
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.streamed import load_written
@@ -29,6 +29,8 @@ from blr.compressor.modeling.table import Replaced
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.restore import restored
+
+register()
 
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},

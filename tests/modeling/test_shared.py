@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blr.compressor.export.pack import quantize_layer
+from blr.compressor.exporting.pack import quantize_layer
 from blr.compressor.modeling import shared_input as shared
 from blr.compressor.modeling.kernel_layout import to_kernel_layout
 from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, structured_linear

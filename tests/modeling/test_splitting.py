@@ -13,8 +13,10 @@ from pico import save_pico
 from processes import run_split
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.modeling.splitting import split_plan
+
+register()
 
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {},

@@ -15,7 +15,9 @@ from pico import VOCAB, inputs_for, save_pico
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 pytestmark = pytest.mark.fast
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 1}, "ks": {}}

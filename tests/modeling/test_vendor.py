@@ -18,7 +18,7 @@ from patience import PATIENCE
 from pico import MODELS, save_model, save_pico
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.bundling.module import BundleError
 from blr.compressor.bundling.scopes import bound_names
@@ -35,6 +35,8 @@ from blr.compressor.modeling import modeling_blr
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS
+
+register()
 
 # Loads checkpoints one after the other without blr; prints the logits and a generation of each. A trace
 # of each holds plain torch alone.

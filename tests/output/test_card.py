@@ -14,11 +14,13 @@ from exporting import compress_to, export_to
 from heal_models import save_dense, write_text
 from pico import MODELS, MORE, inputs_for, save_model
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.inspect import inspect_output, inspect_text
 from blr.compressor.recipe.schema import make_recipe
+
+register()
 
 pytestmark = pytest.mark.fast
 

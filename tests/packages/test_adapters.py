@@ -15,7 +15,9 @@ from running import Invoke
 from spoiling import give_words
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 LEFT: dict[str, Any] = {
     "no base": {"peft_type": "LORA", "base_model_name_or_path": None, "r": 4},

@@ -15,7 +15,9 @@ from pico import save_pico
 from running import Invoke
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 PAIRS = [("The protocol is", " a set of rules"), ("A computer", " network")]
 

@@ -15,7 +15,9 @@ from running import Invoke
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 1}, "ks": {}}
 CLASSES: dict[str, Any] = {"bert": AutoModel, "llama": AutoModelForCausalLM}

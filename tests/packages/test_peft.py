@@ -18,9 +18,11 @@ from running import Invoke
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.integrations.peft import StructuredLora, StructuredLoraModel
 from blr.compressor.modeling.layers import StructuredLinear
+
+register()
 
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},
@@ -37,7 +39,8 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 # peft imported after blr and the model, as in a notebook.
 LATER = """
 import sys
-import blr.compressor.modeling
+from blr.compressor import register
+register()
 from transformers import AutoModelForCausalLM
 assert "peft" not in sys.modules
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])

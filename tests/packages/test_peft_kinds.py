@@ -24,9 +24,11 @@ from pico import VOCAB, save_pico
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.integrations.peft import StructuredLora
 from blr.compressor.modeling.table import Replaced
+
+register()
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},

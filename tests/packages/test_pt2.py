@@ -17,8 +17,10 @@ from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-import blr.compressor.modeling  # noqa: F401
-from blr.compressor.export.pt2 import COMPILERS
+from blr.compressor import register
+from blr.compressor.exporting.pt2 import COMPILERS
+
+register()
 
 # Runs a compiled forward pass with torch alone.
 WITH_TORCH = """

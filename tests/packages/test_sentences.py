@@ -23,7 +23,9 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 WORDS = [f"w{n}" for n in range(VOCAB - 3)]
 SENTENCES = [

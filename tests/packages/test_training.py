@@ -23,7 +23,9 @@ from transformers import (
     default_data_collator,
 )
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 1}, "ks": {}}
 IDS = torch.arange(2, 26).view(2, 12) % VOCAB

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pico import inputs_for, save_pico
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
@@ -29,6 +29,8 @@ from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.specs import LowRankSpec, spec_from_dict
+
+register()
 
 pytestmark = pytest.mark.fast
 

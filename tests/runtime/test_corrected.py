@@ -12,10 +12,12 @@ from pico import MODELS, save_pico
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor import register
 from blr.compressor.modeling.quantized import QuantizedStructured
 from blr.compressor.runtime.decoder import Decoder
 from blr.kernels.common.available import has_triton
+
+register()
 
 # What is packed how, and the phases of a layer that corrections bring: rank 4 in one launch; of plain
 # numbers and in blocks with launches of their own; a mixture.

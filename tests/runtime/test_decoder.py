@@ -12,7 +12,7 @@ from pico import VOCAB, save_pico
 from tolerances import TOLERANCES
 from torch import Tensor, nn
 
-import blr.compressor.modeling  # noqa: F401  (registers the structured model types)
+from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import shared_input
@@ -27,6 +27,8 @@ from blr.compressor.runtime.phases import TOGETHER, make_plan
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.attention.reference import pack, unpack
+
+register()
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
 FAMILIES = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")

@@ -11,8 +11,8 @@ import bare
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.export.job import export
-from blr.compressor.export.options import ExportOptions
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.recipe.schema import make_recipe
 
 # Loads exports where blr cannot be imported and prints the tokens that each generates;

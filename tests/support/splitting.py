@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Pair
+
+register()
 
 
 def main(folder: str) -> None:

@@ -17,7 +17,9 @@ from patience import PATIENCE
 from pico import save_model
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 PROMPT = [5, 17, 90, 33, 64, 8, 101, 77, 21, 50]
 SIZES = {

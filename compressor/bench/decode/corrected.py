@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.export.pack import quantizable
+from blr.compressor.exporting.pack import quantizable
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec

@@ -104,7 +104,7 @@ class Models:
         model = self._loaded() if structure == OWN else self._random(structure)
         if kind or head:
             from blr.compressor.bench.decode.corrected import correct_model
-            from blr.compressor.export.pack import quantize_head, quantize_model
+            from blr.compressor.exporting.pack import quantize_head, quantize_model
 
             if structure == CORRECTED:
                 correct_model(model, FEW_BITS[kind], self.rank)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blr.compressor.checkpoint.source import Source
-    from blr.compressor.export.origin import Checkpoint
+    from blr.compressor.exporting.origin import Checkpoint
 
 
 def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:

@@ -13,7 +13,7 @@ import torch
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
 from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.pack import parse_kind
+from blr.compressor.exporting.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
 from blr.compressor.recipe.architectures import Family, find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec

@@ -15,7 +15,9 @@ from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
+
+register()
 
 # Loads folders as a tool does that knows nothing of blr, and prints the class and the logits of each.
 WITHOUT_BLR = (

@@ -6,31 +6,33 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
-from blr.compressor.export.options import (
+from blr.compressor.exporting.options import (
     COMPILED,
     GRAPH,
     GRAPH_WEIGHTS,
     ExportOptions,
     check_options,
 )
-from blr.compressor.export.origin import Checkpoint, open_checkpoint
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
+from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.workspace.destination import check_apart
 from blr.compressor.workspace.fingerprint import headers_digest, versions
 from blr.compressor.workspace.journal import canonical_json
 from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
-    from blr.compressor.export.plan import ExportPlan
+    from blr.compressor.base.processes import Processes
+    from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import Check
+    from blr.compressor.output.produce import Contents
 
 
 @dataclass
@@ -74,16 +76,13 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     started = monotonic()
     options = check_options(options)
     progress.loading()
-    check_apart(output, folder)
-    with Workspace(output, overwrite=options.overwrite, restart=options.restart) as workspace:
-        if options.allow_pickle:
-            workspace.claim()
+    with opened(output, options, folder, alone=True) as workspace:
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())
-        job = _make_job(checkpoint, options, workspace, progress)
-        progress.notes(job.plan.notes)
-        job.run()
-    plan = job.plan
+        run = _planned(checkpoint, options, workspace, progress)
+        progress.notes(run.plan.notes)
+        run.run()
+    plan = run.plan
     before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
     return ExportSummary(
         output=str(workspace.output),
@@ -102,14 +101,14 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         untied_bytes=plan.untied_bytes,
         plain=plan.plain,
         seconds=monotonic() - started,
-        errors=job.errors(),
-        check=job.checked,
+        errors=run.errors(),
+        check=run.checked,
     )
 
 
-def _make_job(
+def _planned(
     checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
-) -> Job:
+) -> ExportRun:
     """Find out, from headers alone, what is to be written and that it will load."""
     from blr.compressor.loading.native import continues_text
 
@@ -117,78 +116,72 @@ def _make_job(
         kind = checkpoint.source.model_type
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind == "dense":
-        from blr.compressor.export.dense import DenseJob, plan_dense
+        from blr.compressor.exporting.dense import DenseExport, plan_dense
 
-        return DenseJob(plan_dense(checkpoint, options), options, workspace, progress)
+        return DenseExport(plan_dense(checkpoint, options), options, workspace, progress)
     if options.kind == "plain":
-        from blr.compressor.export.plain import PlainJob, plan_plain
+        from blr.compressor.exporting.plain import PlainExport, plan_plain
 
-        return PlainJob(plan_plain(checkpoint, options), options, workspace, progress)
-    from blr.compressor.export.plan import plan_export
+        return PlainExport(plan_plain(checkpoint, options), options, workspace, progress)
+    from blr.compressor.exporting.plan import plan_export
 
-    return Job(plan_export(checkpoint, options), options, workspace, progress)
+    return ExportRun(plan_export(checkpoint, options), options, workspace, progress)
 
 
 STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
 
 
 @dataclass
-class Job:
-    """One export. `checked` says, once it is written, what was run of it."""
+class ExportRun(FolderRun):
+    """One export."""
 
     plan: ExportPlan
     options: ExportOptions
     workspace: Workspace
     progress: Progress
-    checked: dict[str, Any] | None = None
+
+    @cached_property
+    def processes(self) -> Processes:  # type: ignore[override]
+        """This one alone."""
+        from blr.compressor.base.processes import Processes
+
+        return Processes("cpu", alone=True)
 
     def errors(self) -> dict[str, float]:
         """What quantization added to the relative error of the weights, by layer type."""
         return read_manifest(self.workspace.output).get("quantization_errors", {})
 
-    def run(self) -> None:
-        """Write, check and commit, or finish what a killed run had all but committed."""
+    def prepare(self) -> None:
+        """Check what is carried along."""
         from blr.compressor.loading.sidecar_files import check_carried
 
-        workspace = self.workspace
         self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
-        needed = self._estimate()
-        with workspace.room(needed):
-            workspace.open(self._fingerprint())
-            check_carried(self.plan.checkpoint.source, self.plan.config)
-            read = self._digest()
-            if workspace.finished(read):
-                return
-            self._produce(read)
+        check_carried(self.plan.checkpoint.source, self.plan.config)
 
-    def _produce(self, read: str) -> None:
-        from blr.compressor.export.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import Contents, produce
+    def work(self, read: str) -> Contents:
+        """What is planned: tensors are re-laid as they are written."""
+        from blr.compressor.exporting.tensors import in_order, read_tensor
+        from blr.compressor.output.produce import Contents
         from blr.compressor.workspace.shards import assign_shards
 
-        source, slots = self.plan.checkpoint.source, self.plan.tensors.slots
-        shards = assign_shards(slots, self.options.max_shard_size)
-        shards = {name: in_order(group, slots) for name, group in shards.items()}
-        contents = Contents(
-            shards,
-            lambda entry: read_tensor(source, self.plan.tensors, entry),
+        source, tensors = self.plan.checkpoint.source, self.plan.tensors
+        shards = assign_shards(tensors.slots, self.options.max_shard_size)
+        return Contents(
+            {name: in_order(group, tensors.slots) for name, group in shards.items()},
+            lambda entry: read_tensor(source, tensors, entry),
             self._small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
         )
-        facts = partial(self._facts, read)
-        check = self._make_check()
-        produce(self.workspace, contents, check, facts, self.progress)
-        self.checked = check.facts
 
     def _small_files(self) -> dict[str, bytes | Path]:
         """Everything but weights and manifest."""
-        from blr.compressor.export.files import small_files
+        from blr.compressor.exporting.files import small_files
 
         plan, name, kind = self.plan, self.options.source_name, self.options.kind
         assert plan.settings is not None
         return small_files(plan.checkpoint, plan.config, plan.settings, name, kind)
 
-    def _make_check(self) -> Check:
+    def make_check(self) -> Check:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
         from blr.compressor.output.check import Bar, Check
@@ -215,30 +208,28 @@ class Job:
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
-        from blr.compressor.export.reload import check_reload, load_export
+        from blr.compressor.exporting.reload import check_reload, load_export
 
         written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
         if self.options.kind == "pt2":
-            from blr.compressor.export.pt2 import write_pt2
+            from blr.compressor.exporting.pt2 import write_pt2
 
             self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
-            from blr.compressor.export.onnx import write_onnx
+            from blr.compressor.exporting.onnx import write_onnx
 
             self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
         return written
 
-    def _estimate(self) -> int:
-        """Upper estimate of the bytes of the output."""
+    def estimate(self) -> int:
         source = self.plan.checkpoint.source
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.plan.tensors.nbytes + compiled + extra + (4 << 20)
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """What a run that finishes another's work must agree on."""
+    def fingerprint(self) -> dict[str, Any]:
         options = self.options
         return {
             "source": headers_digest(self.plan.checkpoint.source),
@@ -253,14 +244,14 @@ class Job:
         """What the folder says it was made for."""
         return self.plan.config["blr"]["export"]
 
-    def _digest(self) -> str:
-        """SHA-256 over everything that is read, which is compared with its manifest as it is.
+    def digest(self) -> str:
+        """All is compared with its manifest as it is read.
 
         Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
         """
         from blr.compressor.base.disk import sha256_file
-        from blr.compressor.export.files import kept_files
-        from blr.compressor.export.tensors import check_products
+        from blr.compressor.exporting.files import kept_files
+        from blr.compressor.exporting.tensors import check_products
         from blr.compressor.workspace.scan import scan_source
 
         source = self.plan.checkpoint.source
@@ -270,8 +261,7 @@ class Job:
         check_products(source, self.plan.stored, self.options.dtype, scan.norms)
         return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
 
-    def _facts(self, read: str) -> dict[str, Any]:
-        """The manifest's account of where the export came from."""
+    def facts(self, read: str) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "source": {"name": self.options.source_name, "revision": self.options.revision},
             "run": self.workspace.fingerprint,

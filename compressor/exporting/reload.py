@@ -14,7 +14,7 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, InputError, OutputError, UsageError
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.origin import Checkpoint
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.sidecar_files import keep_tokenizer

@@ -18,7 +18,7 @@ from blr.compressor.checkpoint.header import BITS, TensorEntry
 from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.export.densify import dense_weight
+from blr.compressor.exporting.densify import dense_weight
 from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of
@@ -40,7 +40,7 @@ from blr.kernels.fp8.reference import LARGEST
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blr.compressor.export.quantizer import Quantizer
+    from blr.compressor.exporting.quantizer import Quantizer
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], "Tensor"]

@@ -21,12 +21,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AutoModel
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.modeling import cuda_graphs as captured
 from blr.compressor.modeling import settings
 from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.cuda_graphs import MAX_GRAPHS, ForwardGraphs
 from blr.kernels.common import capturing
+
+register()
 
 pytestmark = pytest.mark.fast
 

@@ -21,11 +21,11 @@ from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.export.job import Job
-from blr.compressor.export.options import ExportOptions
-from blr.compressor.export.origin import Checkpoint
-from blr.compressor.export.plan import ExportPlan
-from blr.compressor.export.tensors import plan_tensors
+from blr.compressor.exporting.job import ExportRun
+from blr.compressor.exporting.options import ExportOptions
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.plan import ExportPlan
+from blr.compressor.exporting.tensors import plan_tensors
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
@@ -43,7 +43,7 @@ by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 {loss}"""
 
 
-class DenseJob(Job):
+class DenseExport(ExportRun):
     """An export in which no layer is structured."""
 
     def _small_files(self) -> dict[str, bytes | Path]:

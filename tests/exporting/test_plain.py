@@ -17,8 +17,10 @@ from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModel, AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
+
+register()
 
 # Loads folders where blr cannot be imported; prints the results of each, and what its linear layers are.
 WITHOUT_BLR = (

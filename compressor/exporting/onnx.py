@@ -20,8 +20,8 @@ from torch import Tensor
 from blr.compressor.base.disk import flush, sha256_file
 from blr.compressor.base.packages import is_missing
 from blr.compressor.base.progress import Progress
-from blr.compressor.export.forward import compare, example_inputs, plain_forward, traced
-from blr.compressor.export.options import GRAPH
+from blr.compressor.exporting.forward import compare, example_inputs, plain_forward, traced
+from blr.compressor.exporting.options import GRAPH
 
 CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
 ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced

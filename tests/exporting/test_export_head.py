@@ -15,14 +15,16 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
-from blr.compressor.export.pack import quantize_head, quantize_model
+from blr.compressor import register
+from blr.compressor.exporting.pack import quantize_head, quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedLowRankLinear
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.workspace.manifest import read_manifest
+
+register()
 
 COMBINATIONS = [(None, "int8"), (None, "int4"), ("int8", "int4"), ("int4", "int8")]
 IDS = torch.arange(40, 60)[None]

@@ -11,9 +11,11 @@ from running import Invoke
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401  (registers our model types)
+from blr.compressor import register
 from blr.compressor.recipe.tuned_table import table_text, user_table, write_table
 from blr.kernels.common import tables
+
+register()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.base.errors import NumericsError, UsageError
-from blr.compressor.export.pack import (
+from blr.compressor.exporting.pack import (
     parse_kind,
     quantizable,
     quantize_head,

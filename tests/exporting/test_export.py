@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-import blr.compressor.modeling
-from blr.compressor.export import origin as checkpoint
+from blr.compressor import __version__, register
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.exporting import origin as checkpoint
 from blr.compressor.loading.vendor import Contents, code_files, runtime_files
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
@@ -27,6 +28,8 @@ from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files
 from blr.compressor.workspace.workspace import Workspace
+
+register()
 
 WEIGHTS = "model.safetensors"
 STRUCTURES = ["svd", "monarch", "blast", "ks"]
@@ -77,7 +80,7 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     config = json.loads((folder / "config.json").read_bytes())
     assert config["blr"]["export"] == {
         **{"layout": LAYOUT, "gpu": "h200", "batch": 2, "context": 128, "cache": "whole"},
-        "blr_version": blr.compressor.__version__,
+        "blr_version": __version__,
     }
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_blr.BlrLlamaForCausalLM"
     files = {path.name: path.read_bytes() for path in folder.glob("*.py")}
@@ -135,9 +138,7 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
     tensors = load_file(source / WEIGHTS)
     tensors["model.norm.weight"][:3] = 1e6
     save_file(tensors, source / WEIGHTS)
-    with pytest.raises(
-        blr.compressor.base.errors.NumericsError, match=r"3 values of 'model\.norm\.weight'"
-    ):
+    with pytest.raises(NumericsError, match=r"3 values of 'model\.norm\.weight'"):
         export_to(source, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 
@@ -179,7 +180,7 @@ def test_bad_options_get_one_line_and_write_nothing(
 def test_what_is_not_installed_is_named_with_its_remedy(
     tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blr.compressor.export.options.GRAPH_WRITERS", ("no_onnx", "no_onnxscript"))
+    monkeypatch.setattr("blr.compressor.exporting.options.GRAPH_WRITERS", ("no_onnx", "no_onnxscript"))
     outcome = invoke("export", tiny, "-o", tmp_path / "out", "--as", "onnx")
     refused(
         outcome, 9, "no_onnx and no_onnxscript are not installed", "pip install 'blr-compress[onnx]'"

@@ -15,11 +15,13 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
-from blr.compressor.export.pack import quantize_model
+from blr.compressor.exporting.pack import quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.workspace.manifest import read_manifest
+
+register()
 
 
 def exported(source: Path, output: Path, **options: object) -> dict[str, torch.Tensor]:

@@ -8,13 +8,13 @@ from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
-from blr.compressor.export.densify import slower_layers
-from blr.compressor.export.files import export_config
-from blr.compressor.export.options import DEFAULT_CONTEXT, ExportOptions
-from blr.compressor.export.origin import Checkpoint
-from blr.compressor.export.quantizer import Head, Quantizer, find_head, make_quantizer
-from blr.compressor.export.reload import check_fits, export_context
-from blr.compressor.export.tensors import STORED, Tensors, plan_tensors
+from blr.compressor.exporting.densify import slower_layers
+from blr.compressor.exporting.files import export_config
+from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.quantizer import Head, Quantizer, find_head, make_quantizer
+from blr.compressor.exporting.reload import check_fits, export_context
+from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 from blr.compressor.runtime.modes import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
@@ -94,7 +94,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
     """Raise CapabilityError where a forward pass of `kind` cannot be written."""
     if kind == "pt2":
-        from blr.compressor.export.pt2 import check_pt2
+        from blr.compressor.exporting.pt2 import check_pt2
 
         check_pt2(checkpoint.source.model_type, generates)
 

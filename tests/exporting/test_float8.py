@@ -12,10 +12,12 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.fitting.equal_weights import make_twin
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import spec_from_dict
+
+register()
 
 CASES = {
     "svd": {"method": "svd", "cf": 1.5, "quantize": "fp8"},

@@ -9,7 +9,7 @@ from blr.compressor.base.dtypes import DTYPES
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.packages import check_packages
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
+from blr.compressor.recipe.run_settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
@@ -28,16 +28,28 @@ DEFAULT_CONTEXT = 8192  # tokens; a larger one must be asked for, since a cache 
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """What the command line says; `source_name` and `revision` are recorded in the output.
+class ExportOptions(RunSettings):
+    """What `blr export` is asked for. `quantize` leaves the output head, which has a kind of its own.
 
-    `context` None is the model's own maximum or `DEFAULT_CONTEXT`, whichever is less. `quantize` leaves
-    the output head, which has a kind of its own. `kv_quantize` is of the runtime's cache, None as the
-    checkpoint says. `self_contained`: with kernels and runtime in the folder.
+    Options:
+        kind (--as): folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; dense:
+            the ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers as two
+            linear ones each, for tools that look for those.
+        gpu: The GPU it is for, a name in configs/gpus.yaml. [this machine's, else h200]
+        batch: Sequences decoded at once, at most: 1 to 16.
+        context: Tokens of prompt and answer. [the model's maximum, 8192 at most]
+        dtype: bfloat16, float16 or float32. [as stored]
+        quantize: int8 or int4: weights in groups of 128, activations as before.
+        quantize_head: int8, int4 or none: the output head of a causal language model, with or without
+            --quantize; a head tied to the embedding gets weights of its own. [none]
+        kv_quantize: int8 or none: keys and values that the runtime keeps; int8 is half the memory.
+            [as the checkpoint's cache]
+        self_contained: Put kernels and decoding runtime into the folder, for machines without
+            blr-compress; without this it carries one file of plain torch.
+        text: Text on which the loss of a decoder is measured. [what a small model writes itself]
     """
 
-    source_name: str
-    revision: str | None = None
+    kind: str = KINDS[0]
     gpu: str | None = None
     batch: int = 1
     context: int | None = None
@@ -45,24 +57,13 @@ class ExportOptions:
     quantize: str | None = None
     quantize_head: str | None = None
     kv_quantize: str | None = None
-    kind: str = "folder"
     self_contained: bool = False
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    overwrite: bool = False
-    restart: bool = False
-    allow_pickle: bool = False
-    check: bool = True
     text: Path | None = None
-    force: bool = False
 
     @property
     def target(self) -> str:
         """The GPU that it is for, as configs/gpus.yaml writes it."""
         return chosen_gpu(self.gpu)[0].name
-
-    def named(self, name: str, revision: str | None) -> ExportOptions:
-        """The same for a checkpoint found under another name."""
-        return replace(self, source_name=name, revision=revision)
 
 
 def check_options(options: ExportOptions) -> ExportOptions:

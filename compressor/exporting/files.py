@@ -11,7 +11,7 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
-from blr.compressor.export.origin import FORMAT, Checkpoint
+from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
@@ -73,7 +73,7 @@ results = session.run(None, {"input_ids": ids, "attention_mask": mask})  # or pi
 KERNELS = {
     True: "The folder carries the kernels and the runtime that this takes, in Python files to read"
     " before one trusts them.",
-    False: "That takes `pip install blr-compress` and `import blr.compressor.modeling`; the one Python"
+    False: "That takes `pip install blr-compress` and `blr.compressor.register()`; the one Python"
     " file here, `modeling_blr.py`, computes the same in plain torch.",
 }
 PASSES = {"pt2": COMPILED, "onnx": GRAPH}

@@ -21,8 +21,14 @@ from torch import Tensor
 from blr.compressor.base.disk import flush, sha256_file
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.scratch import scratch_folder
-from blr.compressor.export.forward import compare, eager_attention, example_inputs, plain_forward, traced
-from blr.compressor.export.options import COMPILED
+from blr.compressor.exporting.forward import (
+    compare,
+    eager_attention,
+    example_inputs,
+    plain_forward,
+    traced,
+)
+from blr.compressor.exporting.options import COMPILED
 
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.

@@ -17,8 +17,10 @@ from pico import save_pico
 from running import Invoke
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.workspace.manifest import MANIFEST
+
+register()
 
 IDS = torch.arange(2, 14).view(1, 12)
 KINDS = ["checkpoint", "export", "int8", "int4"]  # the last of layers without a bias, too
@@ -46,7 +48,8 @@ for folder in folders:
     found[folder.name] = logits.tolist()
     model.save_pretrained(again / folder.name)
 sys.meta_path.remove(refuse)
-import blr.compressor.modeling
+from blr.compressor import register
+register()
 for folder in folders:
     for trust in (True, None):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)

@@ -13,10 +13,12 @@ from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import blr.compressor.modeling  # noqa: F401
+from blr.compressor import register
 from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.quantized import QuantizedLinear
 from blr.compressor.runtime.decoder import Decoder
+
+register()
 
 CORRECTED = {"method": "svd", "base": "int2", "rank": 16, "group": 64}
 

@@ -15,13 +15,13 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.export.dense import dense_config, transposed_modules
-from blr.compressor.export.job import Job
-from blr.compressor.export.options import ExportOptions
-from blr.compressor.export.origin import FORMAT, Checkpoint
-from blr.compressor.export.plan import ExportPlan
-from blr.compressor.export.reload import check_fits
-from blr.compressor.export.tensors import plan_tensors, whole_factors
+from blr.compressor.exporting.dense import dense_config, transposed_modules
+from blr.compressor.exporting.job import ExportRun
+from blr.compressor.exporting.options import ExportOptions
+from blr.compressor.exporting.origin import FORMAT, Checkpoint
+from blr.compressor.exporting.plan import ExportPlan
+from blr.compressor.exporting.reload import check_fits
+from blr.compressor.exporting.tensors import plan_tensors, whole_factors
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.output.files import carried_files, structured_config
@@ -44,7 +44,7 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 """
 
 
-class PlainJob(Job):
+class PlainExport(ExportRun):
     """An export in which every layer is linear, or two linear ones."""
 
     def _small_files(self) -> dict[str, bytes | Path]:

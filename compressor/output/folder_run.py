@@ -1,0 +1,133 @@
+"""The course of every command that makes a folder: open, plan, work, write, check, commit.
+
+`compress`, `heal` and `export` open the workspace of their output, plan from headers, and give a
+`FolderRun` their work; it goes through the rest, or finishes what a killed run had all but committed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blr.compressor.base import process_environment as environment
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
+from blr.compressor.recipe.run_settings import RunSettings
+from blr.compressor.workspace.destination import check_apart
+from blr.compressor.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from blr.compressor.base.processes import Processes
+    from blr.compressor.output.check import Check
+    from blr.compressor.output.produce import Contents, Written
+
+
+@contextmanager
+def opened(
+    output: Path, settings: RunSettings, *reads: Path, alone: bool = False
+) -> Iterator[Workspace]:
+    """The workspace of a run that reads those folders: the first process enters it, others know it.
+
+    Args:
+        alone: the run is of this process, whatever others there are.
+
+    Raises:
+        OutputError: as `check_apart` and `Workspace`. UsageError: pickles for several processes.
+    """
+    for folder in reads:
+        check_apart(output, folder)
+    if settings.allow_pickle and environment.count() > 1 and not alone:
+        raise UsageError("--allow-pickle is for one process; convert the weights to safetensors first")
+    first = alone or environment.is_first()
+    how = {"overwrite": settings.overwrite, "restart": settings.restart}
+    workspace = Workspace(output, **how, visiting=not first)
+    with workspace if first else nullcontext():
+        if settings.allow_pickle:
+            workspace.claim()
+        yield workspace
+
+
+class FolderRun(ABC):
+    """One run in an open workspace, in each of its processes; the first one writes.
+
+    `processes` are asked for once the headers are checked, for they import torch. `checked` says, once
+    the output is written, what was run of it and what it loses.
+    """
+
+    workspace: Workspace
+    progress: Progress
+    processes: Processes
+    checked: dict[str, Any] | None = None
+
+    @abstractmethod
+    def estimate(self) -> int:
+        """Bytes on disk that the run takes at most."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run that goes on with another's work must agree on."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """All checks that need no weights, and the steps that are expected."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """SHA-256 over all that is read."""
+
+    @abstractmethod
+    def make_check(self) -> Check:
+        """What the output must pass; the model it is compared with runs now."""
+
+    @abstractmethod
+    def work(self, read: str) -> Contents | None:
+        """What the folder is to hold; None in all processes but the first."""
+
+    @abstractmethod
+    def facts(self, read: str) -> Mapping[str, Any]:
+        """The manifest's account of where the output came from."""
+
+    def run(self, first: bool = True) -> None:
+        """Make the folder, or finish what a killed run had all but committed."""
+        with self.workspace.room(self.estimate() if first else 0, check=first):
+            if first:
+                self.workspace.open(self.fingerprint())
+            from blr.compressor.modeling import register
+
+            register()
+            self.prepare()
+            with self.progress.timed("reading"):
+                read = self.digest() if first else ""
+            done = first and self.workspace.finished(read)
+            read, done = self.processes.told((read, done))
+            if not done:
+                self.produce(read)
+            self.processes.leave()
+
+    def produce(self, read: str, check: Check | None = None) -> None:
+        """Work, write, check and commit.
+
+        Args:
+            read: digest of all that the run reads. check: made here if None, in the first process.
+        """
+        if self.processes.first and check is None:
+            check = self.make_check()
+        contents = self.work(read)
+        self.processes.leave()
+        if contents is not None and check is not None:
+            self.write(self.workspace.partial, contents, check, read)
+            self.workspace.commit()
+            self.checked = check.facts
+
+    def write(
+        self, folder: Path, contents: Contents, check: Callable[[Path], Written], read: str
+    ) -> None:
+        """Write and list `contents` in the partial folder, or one in it, and check them."""
+        from blr.compressor.output.produce import write_whole
+
+        facts = partial(self.facts, read)
+        write_whole(self.workspace, folder, contents, check, facts, self.progress)

@@ -1,0 +1,44 @@
+"""The recipe of one run: a recipe, what is asked for in its place, and how much effort."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import UsageError
+from blr.compressor.recipe.effort import effort_settings
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.shipped_recipes import load_recipe
+from blr.compressor.recipe.unused_settings import refuse, refuse_idle
+
+
+def asked_recipe(
+    recipe: Recipe | str | Path | None,
+    settings: Mapping[str, Any],
+    calibrated: bool,
+    effort: str | None = None,
+    own_text: bool = False,
+    apart: Collection[str] = (),
+) -> Recipe:
+    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own.
+
+    Args:
+        recipe: resolved already, or as `load_recipe` takes it.
+        calibrated: whether there is a text to fit to; own_text: whether it is the model's own.
+        effort: one of `EFFORTS`, over which settings win. apart: settings that are of use in any case.
+
+    Raises UsageError for settings that nothing would use, RecipeError as `load_recipe`.
+    """
+    asked = {n: v for n, v in settings.items() if v is not None and v != [] and v != ()}
+    found = load_recipe(recipe, asked)
+    refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
+    if own_text and "mix" in asked:
+        raise UsageError(
+            f"--mix {asked['mix']:g} is beside a text of yours, not --text self; leave one of them out"
+        )
+    if effort is None:
+        return found
+    if not calibrated:
+        refuse("effort", effort, "--calibration")
+    return load_recipe(recipe, {**effort_settings(effort, found), **asked})

@@ -1,0 +1,91 @@
+"""What an evaluation is asked for, checked before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.errors import UsageError
+from blr.compressor.recipe.option import Limits, check_limits
+
+USUAL_WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
+Count = Annotated[int, Limits(1)]
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Texts, pairs or tasks, and how a model is judged by them.
+
+    Options:
+        text: Text file or .jsonl: perplexity of a decoder on it; repeatable.
+        sts: CSV of sentence pairs and scores: Spearman of an encoder on it.
+        tasks: Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
+        tasks_path: Folder of more task files (YAML).
+        shots: Examples in a task's prompt. [as the task says]
+        limit: Documents a task at most.
+        window: Tokens a window of the texts. [512, or the model's most]
+        stride: Tokens between windows. [the window]
+        max_tokens: Only the first tokens.
+        skip_tokens: Not the first tokens. [read them all]
+        batch: Windows or sentences at once.
+        dtype: Dtype to compute in.
+        device: auto, cpu, cuda or cuda:N.
+        threads: CPU threads to compute with.
+            [OMP_NUM_THREADS, or the cores that affinity and quota leave]
+        trust_remote_code: Run modeling code found in the checkpoint.
+        verify: Hash what is read of an output of blr, against its manifest.
+        offline: Never open a socket.
+    """
+
+    text: tuple[Path, ...] = ()
+    sts: Path | None = None
+    tasks: str | None = None
+    tasks_path: Path | None = None
+    shots: Annotated[int, Limits(0, 1024)] | None = None
+    limit: Count | None = None
+    window: Annotated[int, Limits(2)] | None = None
+    stride: Count | None = None
+    max_tokens: Annotated[int, Limits(2)] | None = None
+    skip_tokens: Annotated[int, Limits(0)] | None = None
+    batch: Count = 8
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    offline: bool = False
+
+    @property
+    def task_names(self) -> list[str]:
+        """Those of `tasks`."""
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+
+
+def check_eval(settings: EvalSettings) -> None:
+    """Raise UsageError for nothing to do, or settings that nothing would use."""
+    check_limits(settings)
+    if settings.dtype not in COMPUTED:
+        raise UsageError(f"dtype {settings.dtype!r}: expected one of {', '.join(COMPUTED)}")
+    text, sts, tasks = settings.text, settings.sts, settings.tasks
+    if not (text or tasks or sts):
+        raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
+    if sts and (text or tasks):
+        other = "--text" if text else "--tasks"
+        raise UsageError(f"--sts is of encoders, {other} of decoders; leave one of them out")
+    most = settings.window or USUAL_WINDOW
+    _refuse_unused("--tasks", settings, ("tasks_path", "shots", "limit"), bool(tasks))
+    if settings.stride is not None and settings.stride > most:
+        raise UsageError(
+            f"--stride {settings.stride} would pass tokens by; give at most --window {most}"
+        )
+    _refuse_unused("--text", settings, ("stride", "max_tokens", "skip_tokens"), bool(text))
+
+
+def _refuse_unused(owner: str, settings: EvalSettings, names: tuple[str, ...], given: bool) -> None:
+    """Raise UsageError for one of those settings where the one that they belong to is not given."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not given:
+            raise UsageError(f"--{name.replace('_', '-')} {value} belongs to {owner}; leave it out")

@@ -1,0 +1,89 @@
+"""Options of the command line, read from the docstrings of settings, so that each is described once.
+
+Behind ``Options:`` a docstring has an entry for each field that is an option: the field, names of the
+option where they are not made of the field's, one sentence, and in brackets what its default is, where
+that is not a value::
+
+    Options:
+        method (--method, -m): svd, monarch, blast or ks. [svd; dense for --quantize alone]
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from blr.compressor.base.errors import UsageError
+
+ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
+
+
+class Limits(NamedTuple):
+    """Of a number, in its annotation; both are allowed."""
+
+    least: float | None = None
+    most: float | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as an option: `kind` is the type of a value that is given, `default` is shown as such."""
+
+    kind: Any
+    help: str
+    default: str | None
+    names: tuple[str, ...]
+    limits: Limits
+
+
+@cache
+def options_of(owner: Any) -> dict[str, Option]:
+    """Those of a model or dataclass, by field: what it describes itself before what it inherits."""
+    hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
+    for part in owner.__mro__:
+        for name, names, said, default in _entries(part.__doc__ or ""):
+            dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
+            limits = _limits(hints[name]) or Limits()
+            found.setdefault(name, Option(plain_type(hints[name]), said, default, dashed, limits))
+    return found
+
+
+def check_limits(settings: Any) -> None:
+    """Raise UsageError for a number outside of its `Limits`."""
+    owner: Any = type(settings)
+    for name, option in options_of(owner).items():
+        value, (least, most) = getattr(settings, name), option.limits
+        low, high = -inf if least is None else least, inf if most is None else most
+        if value is not None and option.limits != Limits() and not low <= value <= high:
+            found = f"{option.names[0]} {value:g}"
+            raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
+
+
+def plain_type(hint: Any) -> Any:
+    """What a value given in place of None is: of ``Annotated[Positive, …] | None`` it is int."""
+    origin, inner = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
+    if origin is Annotated:
+        return plain_type(inner[0])
+    if origin in (list, tuple):
+        return list[plain_type(inner[0])]  # type: ignore[misc]
+    if origin is None:
+        return hint
+    return type(inner[0]) if type(inner[0]) in (str, int) else plain_type(inner[0])  # Literal, or union
+
+
+def _entries(text: str) -> list[tuple[str, ...]]:
+    """Field, names, sentence and default of every entry."""
+    said = re.split(r"\n(?=\S)", inspect.cleandoc(text).partition("Options:\n")[2])[0]
+    lines = re.sub(r"\n {5,}", " ", said).splitlines()
+    return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
+
+
+def _limits(hint: Any) -> Limits | None:
+    """The first in an annotation."""
+    parts = [hint, *get_args(hint), *getattr(hint, "__metadata__", ())]
+    inner = (part if isinstance(part, Limits) else part is not hint and _limits(part) for part in parts)
+    return next((found for found in inner if found), None)

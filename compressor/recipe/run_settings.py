@@ -1,0 +1,58 @@
+"""What every command that writes a folder is told beside what the folder shall hold."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, Self
+
+from blr.compressor.recipe.option import Limits
+from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run reads and writes. `source_name` and `revision` are recorded in the output;
+    `max_shard_size` is in bytes.
+
+    Options:
+        threads: CPU threads to compute with.
+            [OMP_NUM_THREADS, or the cores that affinity and quota leave]
+        max_shard_size: Largest shard, as 500MB or 5GB.
+        revision: Branch, tag or commit on the hub. [main]
+        overwrite: Replace an output folder that blr wrote.
+        restart: Discard what an interrupted run left.
+        allow_pickle: Read pytorch_model.bin (weights only).
+        check: Run what was written, and measure its loss, before it is committed.
+        force: Write what loses over 1 nat a token of a decoder, too.
+        offline: Never open a socket.
+    """
+
+    source_name: str
+    _: KW_ONLY
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    revision: str | None = None
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+    check: bool = True
+    force: bool = False
+    offline: bool = False
+
+    def named(self, name: str, revision: str | None) -> Self:
+        """The same for a model found under another name."""
+        return replace(self, source_name=name, revision=revision)
+
+
+@dataclass(frozen=True)
+class CompressSettings(RunSettings):
+    """How a compression runs. `calibration` names a text file or data set, `heal` are minutes of
+    training after the fits.
+
+    Options:
+        device: auto, cpu, cuda or cuda:N.
+    """
+
+    calibration: str | None = None
+    heal: float | None = None
+    device: str = "auto"

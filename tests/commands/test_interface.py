@@ -1,0 +1,110 @@
+"""The public interface: what the commands do, as functions that are imported from `blr.compressor`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import bare
+import pytest
+import torch
+from heal_models import save_dense, write_text
+from pico import save_pico
+from running import Invoke
+
+from blr.compressor import Recipe, compress, evaluate, export, heal, load
+from blr.compressor.base.errors import InputError, OutputError, UsageError
+from blr.compressor.workspace.manifest import read_manifest, verify_files
+
+NAMES = "Recipe, compress, evaluate, export, heal, load, register"
+
+
+def test_from_a_dense_model_to_figures_of_its_export(tmp_path: Path, invoke: Invoke) -> None:
+    dense, text = save_dense(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    small, healed, fast = (tmp_path / name for name in ("small", "healed", "fast"))
+    recipe = Recipe(method="svd", cf=1.25, seq_len=16)
+    made = compress(dense, small, recipe, calibration=text, effort="quick", cf=1.5, samples=8)
+    assert made is not None and made.cf == pytest.approx(1.5, rel=0.1) and made.output == str(small)
+    trained = heal(small, healed, data=text, mix=0.0, steps=2, window=16, batch=64, device="cpu")
+    assert trained is not None and trained.steps == 2
+    exported = export(healed, fast, check=False)
+    assert exported.layers == made.layers
+    for folder in (small, healed, fast):
+        assert verify_files(folder, read_manifest(folder)) == []
+    model = load(healed)
+    with torch.no_grad():
+        assert model(torch.arange(8)[None]).logits.isfinite().all()
+    found = evaluate(healed, text, window=16, max_tokens=64)
+    assert found["perplexity"] > 1 and found["checkpoint"]["name"] == "healed"
+    code, out, err = invoke(
+        *("eval", healed, "--text", text, "--window", 16, "--max-tokens", 64, "--format", "json", "-q")
+    )
+    assert code == 0 and f'"perplexity": {found["perplexity"]}' in out, err
+
+
+def test_what_is_wrong_is_an_error_of_its_kind(tmp_path: Path) -> None:
+    dense = save_pico("llama", tmp_path / "dense")
+    with pytest.raises(UsageError, match="--refit 2: nothing would use it"):
+        compress(dense, tmp_path / "out", refit=2)
+    with pytest.raises(UsageError, match="--effort some: expected one of quick, normal, best"):
+        compress(dense, tmp_path / "out", effort="some", calibration="self")
+    with pytest.raises(UsageError, match="--effort best: nothing would use it"):
+        compress(dense, tmp_path / "out", effort="best")
+    with pytest.raises(OutputError, match="the model itself"):
+        compress(dense, dense)
+    with pytest.raises(UsageError, match="--window 4: expected a number from 8 to inf"):
+        heal(dense, tmp_path / "out", window=4)
+    with pytest.raises(InputError, match="no such folder"):
+        load(tmp_path / "nothing")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_an_encoder_loads_as_what_it_is(tmp_path: Path) -> None:
+    assert type(load(save_pico("bert", tmp_path / "dense"))).__name__ == "BertModel"
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    code = (
+        "import sys, blr.compressor; print(*{'torch', 'pydantic', 'typer', 'typing'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_names_come_whatever_was_imported_before() -> None:
+    """Folders and modules of the package have other names."""
+    code = f"""
+import blr.compressor.commands.compress, blr.compressor.commands.evaluate, blr.compressor.commands.heal
+import blr.compressor.exporting.job, blr.compressor.loading.load
+from blr.compressor import {NAMES}
+assert all(map(callable, ({NAMES})))
+"""
+    assert (done := bare.run(code)).returncode == 0, done.stderr
+
+
+def test_importing_the_models_changes_nothing_until_they_are_registered(tmp_path: Path) -> None:
+    """A script of an earlier version, which only imports, is told what to pass."""
+    compress(save_pico("llama", tmp_path / "dense"), tmp_path / "out", method="svd", cf=1.5, force=True)
+    code = """
+import sys
+before = list(sys.meta_path)
+import blr.compressor.modeling
+assert sys.meta_path == before and "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error), error
+else:
+    raise AssertionError
+kinds = [type(AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True))]
+from blr.compressor import register
+register()
+register()
+kinds.append(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])))
+print(*(kind.__module__.partition(".")[0] for kind in kinds))
+"""
+    done = bare.run(code, tmp_path / "out", env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["transformers_modules", "blr"]
