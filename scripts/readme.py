@@ -104,8 +104,8 @@ def run(found: list[Block], folder: Path) -> None:
         (work / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = {"PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
-    command = ["bash", "-c", program(found, folder / "logs")]
-    subprocess.run(command, cwd=work, env=os.environ | settings, check=False, timeout=LIMIT)
+    command = ["timeout", str(LIMIT), "bash", "-c", program(found, folder / "logs")]
+    subprocess.run(command, cwd=work, env=os.environ | settings, check=False)
 
 
 def judged(found: list[Block], logs: Path) -> list[tuple[Block, str, list[str]]]:
@@ -140,7 +140,8 @@ def checked(page: Path, write: bool) -> bool:
     found = blocks(text)
     with tempfile.TemporaryDirectory() as folder:
         run(found, Path(folder))
-        wrong = judged(found, Path(folder) / "logs")
+        logs = Path(folder) / "logs"
+        wrong, ended = judged(found, logs), (logs / "end").exists()
     name = page.relative_to(ROOT)
     report = [f"{name}:{block.line}: {why}" for block, why, _ in wrong]
     print(
@@ -149,7 +150,7 @@ def checked(page: Path, write: bool) -> bool:
     )
     if write:
         page.write_text(rewritten(text, wrong), "utf-8")
-    return not wrong
+    return ended and not wrong
 
 
 def main() -> int:
