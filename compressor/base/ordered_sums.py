@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -62,6 +65,27 @@ class OrderedSum:
         if part is None:
             part = torch.zeros(self.like[0], dtype=self.like[1], device=self.processes.device)
         return list(part.tensor_split(self.processes.count))
+
+
+Name = TypeVar("Name")
+
+
+def sum_in_order(
+    processes: Processes,
+    number: int,
+    parts: Callable[[int], Mapping[Name, Tensor]],
+    names: Iterable[Name],
+    dtype: torch.dtype | None = None,
+) -> dict[Name, Tensor]:
+    """Σ over n of what `parts(n)` has under each of `names`, as of `OrderedSum`; every process asks for
+    its own parts alone."""
+    sums = {name: OrderedSum(processes, number, dtype) for name in names}
+    for turn in rounds(processes, number):
+        n = turn * processes.count + processes.rank
+        found = parts(n) if n < number else {}
+        for name, total in sums.items():
+            total.add(found.get(name))
+    return {name: total.total() for name, total in sums.items()}
 
 
 def rounds(processes: Processes, number: int) -> range:

@@ -2,107 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from blr.compressor.bench.float8 import float8_arms
-from blr.compressor.bench.peers import Peer
-from blr.compressor.bench.precision import Precision
-from blr.compressor.bench.runner import Arm, Case, Runner
-from blr.compressor.bench.shapes import Layer
-from blr.compressor.bench.subjects import (
-    Subject,
-    dense_kernel,
-    gaussian,
-    our_call,
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
+from blr.compressor.bench.checks import Precision, computing_in, find_precision
+from blr.compressor.bench.harness import Arm, Case, Harness
+from blr.compressor.bench.layer_problem import (
+    KernelTimer,
+    LayerProblem,
+    float8_arms,
     our_layout,
     our_variant,
-    random_factors,
-    reference_of,
+    problem_of,
 )
-from blr.compressor.bench.timing import Call
-from blr.compressor.planning.roofline import kernels
+from blr.compressor.bench.options import LayerOptions
+from blr.compressor.bench.results import BenchReport, LayerRow, statuses
+from blr.compressor.bench.shapes import LayerShape, layer_work
+from blr.compressor.bench.timing import ARM_SECONDS, Call
+from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 
-SEEDS = {"x": 0, "dense": 1, "structured": 2}
 DRAWN = 32  # tokens whose products take a CPU as long as drawing the weights
+MOST = 120.0  # predicted seconds of a CPU that are waited for without being asked to
+CALLS = 8  # of an arm: the one that is checked, at least four that are timed, and what it must give
+CPU_SECONDS = 0.05  # of the smallest arm: its numbers are drawn and its samples taken
+SIDE, ROWS, TRIALS = 1024, 64, 3  # of the product by which the speed of a CPU is known
 
 
 @dataclass(frozen=True)
-class LayerBench:
-    """What is the same for all layers of a run.
+class LayerCases:
+    """`blr bench layers`. compiled: numbers of tokens at which there are torch.compile arms."""
 
-    Attributes:
-        compiled: numbers of tokens at which there are torch.compile arms.
-    """
+    timer: KernelTimer
+    compiled: Collection[int] = ()
 
-    precision: Precision
-    runner: Runner
-    peers: Sequence[Peer] = ()
-    compiled: Sequence[int] = ()
-
-    def case(self, layer: Layer, specs: Sequence[Spec], n: int) -> Case:
+    def case(self, layer: LayerShape, specs: Sequence[Spec], n: int) -> Case:
         """The dense arms of a layer for n tokens and those of every spec, timed together."""
         title = f"{layer.title} n={n}"
-        dense = layer.in_features * layer.out_features
-        numbers = dense + 2 * sum(spec.parameters for spec in specs)
-        count, flops = 1 + 2 * len(specs), 2.0 * (n + DRAWN) * numbers
         arms = partial(self._arms, title, layer, specs, n)
-        return Case(title, self.precision, lambda: list(arms()), count, flops)
+        return Case(title, lambda: list(arms()), compare, self.timer.case)
 
-    def _arms(self, title: str, layer: Layer, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
-        device = self.runner.device
-        x = cache(lambda: gaussian((n, layer.in_features), 1, self.precision, device, SEEDS["x"]))
-        yield from self._dense(self._subject(title, layer, None, n, x), n)
-        for spec in specs:
-            yield from self._structured(self._subject(title, layer, spec, n, x), spec, n)
+    def _arms(self, title: str, layer: LayerShape, specs: Sequence[Spec], n: int) -> Iterator[Arm]:
+        x: Any = None
+        for spec in (None, *specs):
+            made = problem_of(self.timer, layer, spec, n, title)
+            x = made.x = x or made.x  # one input for all
+            yield from self._dense(made) if spec is None else self._structured(made, spec)
 
-    def _subject(
-        self, title: str, layer: Layer, spec: Spec | None, n: int, x: Callable[[], Tensor]
-    ) -> Subject:
-        i, o, device = layer.in_features, layer.out_features, self.runner.device
-        name = "dense" if spec is None else spec.structure
-        fields = {
-            **{"case": title, "model": layer.model, "layer": layer.name, "structure": name},
-            **{"spec": "" if spec is None else spec.describe(), "in_features": i, "out_features": o},
-            **{"n": n, "dtype": self.precision.name},
-            "cf": 1.0 if spec is None else i * o / spec.parameters,
-        }
+    def _dense(self, made: LayerProblem) -> Iterator[Arm]:
+        yield made.arm("dense", lambda: (made.reference, made.rotation))
+        if made.row.n in self.compiled:
+            yield made.arm("dense-compile", lambda: (compiled_call(made.reference), made.rotation))
+        yield from float8_arms(made, None)
 
-        def factors() -> tuple[Tensor, ...]:
-            if spec is None:
-                return (gaussian((o, i), i, self.precision, device, SEEDS["dense"]),)
-            return random_factors(spec, self.precision, device, SEEDS["structured"])
-
-        work = [dense_kernel(n, i, o)] if spec is None else list(kernels(spec, n))
-        return Subject(fields, x, factors, reference_of(name), work, self.runner.l2)
-
-    def _dense(self, subject: Subject, n: int) -> Iterator[Arm]:
-        call = reference_of("dense")
-        yield subject.arm("dense", lambda: (call, subject.rotation))
-        if n in self.compiled:
-            yield subject.arm("dense-compile", lambda: (compiled_call(call), subject.rotation))
-        yield from float8_arms(subject, None, self.runner.device)
-
-    def _structured(self, subject: Subject, spec: Spec, n: int) -> Iterator[Arm]:
-        name = spec.structure
-        call = reference_of(name)
-        yield subject.arm("plain", lambda: (call, subject.rotation))
-        if n in self.compiled:
-            yield subject.arm("compile", lambda: (compiled_call(call), subject.rotation))
-        yield subject.arm(
+    def _structured(self, made: LayerProblem, spec: Spec) -> Iterator[Arm]:
+        yield made.arm("plain", lambda: (made.reference, made.rotation))
+        if made.row.n in self.compiled:
+            yield made.arm("compile", lambda: (compiled_call(made.reference), made.rotation))
+        product = STRUCTURES[spec.structure].product()
+        yield made.arm(
             "ours",
-            lambda: (our_call(name), subject.rotate(our_layout(spec, subject.factors()))),
-            variant=our_variant(spec, n, self.precision, self.runner.device),
+            lambda: (product, made.rotate(our_layout(spec, made.factors()))),
+            variant=our_variant(spec, made.row.n, self.timer.precision, self.timer.device),
         )
-        yield from float8_arms(subject, spec, self.runner.device)
-        yield from subject.peer_arms(name, self.peers)
+        yield from float8_arms(made, spec)
 
 
 def compiled_call(call: Call) -> Call:
     """`call` under torch.compile, one compilation a shape: what is fastest, if it pays."""
     return torch.compile(call, dynamic=False)
+
+
+def compare(rows: Sequence[LayerRow]) -> None:
+    """Fill in the speedup over the dense arm."""
+    dense = next((row.ms for row in rows if row.arm == "dense"), None)
+    for row in rows:
+        if row.ms is not None and dense is not None:
+            row.speedup = dense / row.ms
+
+
+def layers_summary(rows: Sequence[LayerRow]) -> dict[str, Any]:
+    """Medians over layers: of the speedup over dense by structure, arm and n, and of the time of every
+    other arm over that of ours on the same structure."""
+    speedups: dict[str, dict[str, dict[str, list[float]]]] = {}
+    over: dict[str, dict[str, list[float]]] = {}
+    ours = {(r.case, r.structure, r.spec): r.ms for r in rows if r.arm == "ours" and r.ms is not None}
+    for row in rows:
+        if row.ms is None or row.structure == "dense":
+            continue
+        if row.speedup is not None:
+            by_n = speedups.setdefault(row.structure, {}).setdefault(row.arm, {})
+            by_n.setdefault(str(row.n), []).append(row.speedup)
+        base = ours.get((row.case, row.structure, row.spec))
+        if base is not None and row.arm != "ours":
+            over.setdefault(row.structure, {}).setdefault(row.arm, []).append(row.ms / base)
+    by_structure = {structure: _medians(arms) for structure, arms in speedups.items()}
+    return {
+        **{"speedup_over_dense": by_structure, "ours_over": _medians(over)},
+        "statuses": statuses(rows),
+    }
+
+
+def _medians(nested: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {k: {name: round(median(v), 4) for name, v in found.items()} for k, found in nested.items()}
+
+
+def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Time everything that `options` name; the report, and the exit code.
+
+    Raises UsageError or CapabilityError before anything is timed.
+    """
+    device = pick_device(options.device)
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {options.device!r} cannot be timed; use cpu or cuda")
+    precision, cuda = find_precision(options.dtype), device.type == "cuda"
+    compiling = cuda if options.compiling is None else options.compiling
+    work = layer_work(options, not cuda)
+    cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]
+    report = BenchReport("bench layers", {**asdict(options), "models": work.models, "n": work.tokens})
+    harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
+    timer = KernelTimer(device, precision, compiling=compiling)
+    if not cuda:
+        progress.say(announce(cases, precision, options.seconds))
+    made = LayerCases(timer, {min(work.tokens), max(work.tokens)} if compiling else ())
+    return report, harness.run([made.case(*case) for case in cases])
+
+
+def announce(
+    work: Sequence[tuple[LayerShape, Sequence[Spec], int]], precision: Precision, seconds: float | None
+) -> str:
+    """How many cases a CPU is going to run and how long it takes, in words: a 7B's layers take an hour,
+    which nobody expects who types the command as the README has it for a GPU.
+
+    Raises UsageError for what takes minutes without `seconds` after which no case is started.
+    """
+    rate, found = cpu_rate(precision), 0.0
+    for layer, specs, n in work:
+        numbers = layer.in_features * layer.out_features + 2 * sum(spec.parameters for spec in specs)
+        found += CPU_SECONDS * (1 + 2 * len(specs)) + CALLS * 2.0 * (n + DRAWN) * numbers / rate
+    told = f"{found:.0f} s" if found <= MOST else f"{found / 60:.0f} minutes"
+    said = f"{len(work)} cases on a CPU take about {told} (predicted)"
+    if found > MOST and seconds is None:
+        raise UsageError(
+            f"{said}, expected at most {MOST:.0f} s unless asked for; give less to time (smaller "
+            "--models, fewer tokens or rows), a GPU, or --seconds N to start no case after N"
+        )
+    return said
+
+
+def cpu_rate(precision: Precision) -> float:
+    """Floating-point operations a second of [64, 1024] times [1024, 1024]."""
+    x, w = (torch.ones(n, SIDE, dtype=precision.dtype) for n in (ROWS, SIDE))
+    best = float("inf")
+    with torch.no_grad(), computing_in(precision):
+        for _ in range(TRIALS):
+            started = perf_counter()
+            x @ w.mT
+            best = min(best, perf_counter() - started)
+    return 2 * ROWS * SIDE**2 / max(best, 1e-9)

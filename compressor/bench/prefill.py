@@ -1,188 +1,249 @@
-"""`blr bench prefill`: whole models in transformers, bf16 and float8: decoders to the first token of an
-answer, encoders to their output.
+"""`blr bench prefill`: time to the first token of whole models in transformers, bf16 and float8.
 
-Arms of one model and number of tokens are timed in turn, a forward pass each, by the wall clock.
-Compiled ones have their decoder layers compiled, one compilation for all; graphs are their passes
-captured for prompts of one length, which takes the host's time away; runtime is what an export does.
-No arm has a time before its logits are right: compiled ones are compared with eager ones, float8 with
-the same weights dequantized.
+Arms of one model and number of tokens are timed by the wall clock, a forward pass each. Compiled ones
+have their decoder layers compiled, one compilation for all; graphs are their passes captured for
+prompts of one length, which takes the host's time away; runtime is what an export does. No arm has a
+time before its logits are right: compiled ones are compared with eager ones, float8 with the same
+weights dequantized.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.decode.models import OWN, STRUCTURES, Subject
-from blr.compressor.bench.prefilled import (
-    FP8,
-    GRAPH,
-    RUNTIME,
-    Encoders,
-    Prefilled,
-    find_any,
-    known_encoders,
+from blr.compressor.bench.checks import WrongResult, relative_error
+from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.compressor.bench.layer_problem import float8_layer
+from blr.compressor.bench.models import (
+    OWN,
+    STRUCTURES,
+    BenchModel,
+    Models,
+    find_model,
+    prompt,
+    refuse_large,
 )
-from blr.compressor.bench.results import OK, WRONG, PrefillRow, Report
-from blr.compressor.bench.timing import spread
-from blr.compressor.bench.whole import WholeModels, recorded
+from blr.compressor.bench.options import PrefillOptions
+from blr.compressor.bench.results import BenchReport, PrefillRow, statuses
+from blr.compressor.bench.timing import wall_ms
+from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
+from blr.compressor.modeling.extended import Extension
+from blr.compressor.modeling.float8 import prepare_float8
+from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.masks import unmasked
+from blr.compressor.structures.specs import DenseSpec
+from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
-DENSE, COMPILED = "dense", "compiled"
+DENSE, FP8 = "dense", "fp8"
+COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"  # ways beside eager, which is ""
 SHAPE_ARMS = (DENSE, *STRUCTURES, *(f"{name}-{FP8}" for name in FLOAT8))
 FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
 LIMITS = {"": 0.1, FP8: 0.6}
+CHECKED = 128  # tokens of the check of float8: weights are dequantized at every call of it
 
 
-@dataclass(frozen=True)
-class PrefillOptions:
-    """What to time.
+def ways(options: PrefillOptions, cuda: bool) -> list[str]:
+    """How every arm is run: eager, "" for short, and what else is asked for."""
+    if options.graphs and not cuda:
+        raise CapabilityError("--graphs on the CPU: expected a CUDA GPU; leave it out here")
+    compiling = cuda if options.compiling is None else options.compiling
+    return ["", *[COMPILED] * compiling, *[GRAPH] * options.graphs, *[RUNTIME] * options.runtime]
 
-    Attributes:
-        models: names of configs/bench-decode.yaml, of configs/bench-encoders.yaml or checkpoint folders.
-        arms: empty for the usual ones.
-        tokens: of the prompt. rounds: samples of an arm. cf, blocks: of structured layers of shapes.
-        compiling: compiled arms, too; None: on a GPU. graphs: these as CUDA graphs, too. runtime: every
-        arm as an export takes prompts, too.
-        seconds: after which no case is started.
-    """
 
-    models: Sequence[str]
-    arms: Sequence[str] = ()
-    tokens: Sequence[int] = (2048,)
-    batch: int = 1
-    rounds: int = 5
-    cf: float = 2.0
-    blocks: int = 16
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    compiling: bool | None = None
-    graphs: bool = False
-    runtime: bool = False
-    seconds: float | None = None
+def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[str]:
+    """The arms that fit a model. Raises UsageError for unknown ones, and if none does."""
+    known = SHAPE_ARMS if model.folder is None else FOLDER_ARMS
+    if wrong := set(asked) - {*SHAPE_ARMS, *FOLDER_ARMS}:
+        raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*SHAPE_ARMS, OWN))}")
+    arms = [arm for arm in asked or known if arm in known]
+    if not arms:
+        raise UsageError(f"none of the arms fits {model.name}: expected {', '.join(known)}")
+    return arms
 
 
 @dataclass
-class PrefillBench(WholeModels):
-    """One run."""
+class PrefillModels:
+    """The arms of one decoder, each made once. batch: sequences of an input. context: their longest."""
 
-    options: PrefillOptions
+    model: BenchModel
+    device: torch.device
+    dtype: torch.dtype
+    context: int
+    cf: float
+    blocks: int
+    batch: int
+    built: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[int, ForwardGraphs] = field(default_factory=dict)  # by the id of a built model
+    decoders: dict[int, Any] = field(default_factory=dict)  # likewise
+    calls: dict[int, Any] = field(default_factory=dict)  # of compiled layers, by their id
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.subjects = [(s, self._arms(s)) for s in map(find_any, self.options.models)]
-        widths = [(s.name, s.settings.get("hidden_size", 0)) for s, _ in self.subjects]
-        self.refuse_large(widths, "time --models pico or a checkpoint folder")
-        encoders = [subject.name for subject, _ in self.subjects if subject.name in known_encoders()]
-        if self.options.runtime and encoders:
-            raise UsageError(f"--runtime: {encoders[0]} is an encoder, expected decoders; leave one out")
-        self.ways = self._ways(self.device.type == "cuda")
+        self.models = Models(self.model, self.device, self.dtype, self.context + 1, self.cf, self.blocks)
 
-    def _ways(self, cuda: bool) -> list[str]:
-        """How every arm is run: eager, "" for short, and what the options ask for."""
-        given, graphs = self.options.compiling, self.options.graphs
-        if graphs and not cuda:
-            raise CapabilityError("--graphs on the CPU: expected a CUDA GPU; leave it out here")
-        compiling = cuda if given is None else given
-        return ["", *[COMPILED] * compiling, *[GRAPH] * graphs, *[RUNTIME] * self.options.runtime]
+    def get(self, arm: str) -> Any:
+        """The model of an arm."""
+        structure = arm.removesuffix(f"-{FP8}")
+        if arm == structure:
+            return self.models.get(structure)
+        if arm not in self.built:
+            self.built[arm] = to_float8(self.models.fresh(structure))
+        return self.built[arm]
 
-    def _arms(self, subject: Subject) -> list[str]:
-        known = SHAPE_ARMS if subject.folder is None else FOLDER_ARMS
-        arms = [arm for arm in self.options.arms or known if arm in known]
-        if wrong := set(self.options.arms) - {*SHAPE_ARMS, *FOLDER_ARMS}:
-            raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*SHAPE_ARMS, OWN))}")
-        if not arms:
-            raise UsageError(f"none of the arms fits {subject.name}: expected {', '.join(known)}")
-        return arms
+    def inputs(self, model: Any, tokens: int) -> Tensor:
+        """What is timed."""
+        return prompt(self.model.folder, model, self.batch, tokens)
 
-    def run_all(self) -> None:
-        with self.progress.layers(len(self.subjects) * len(self.options.tokens), "timing") as starting:
-            for subject, arms in self.subjects:
-                models = self._models(subject)
-                for tokens in self.options.tokens:
-                    title = f"{subject.name} {tokens} tokens"
-                    if self.is_over(title):
-                        return
-                    starting(title)
-                    self.report.rows += self._case(models, arms, tokens)
-                    models.forget()
-                    torch.compiler.reset()
-                del models
-                gc.collect()
+    def output(self, model: Any, x: Tensor, way: str = "") -> Tensor:
+        """What is compared, in float32; `way`: eager, layers compiled, these captured in a graph, or as
+        the runtime of an export takes prompts."""
+        for layer in model.get_decoder().layers:
+            layer._compiled_call_impl = self._compiled(layer) if way not in ("", RUNTIME) else None
+        run = {GRAPH: self._replayed, RUNTIME: self._decoded}.get(way, first_logits)
+        return run(model, x)
 
-    def _models(self, subject: Subject) -> Prefilled:
-        o, kind = self.options, Encoders if subject.name in known_encoders() else Prefilled
-        return kind(subject, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
+    def _compiled(self, layer: Any) -> Any:
+        """What a call of a layer is when it is compiled, one compilation for all."""
+        if id(layer) not in self.calls:
+            layer.compile(dynamic=False)
+            self.calls[id(layer)] = layer._compiled_call_impl
+        return self.calls[id(layer)]
 
-    def _case(self, models: Prefilled, arms: Sequence[str], tokens: int) -> list[PrefillRow]:
-        """All arms for one number of tokens, timed in turn."""
-        rows = {
-            (arm, way): PrefillRow(models.subject.name, arm, way, tokens, self.options.batch)
-            for arm in arms
-            for way in self.ways
-        }
-        for (arm, way), row in rows.items():
-            with recorded(row):
-                self._ready(models, arm, way, row, tokens)
-        samples: dict[tuple[str, str], list[float]] = {key: [] for key in rows}
-        for _ in range(self.options.rounds):
-            for (arm, way), row in rows.items():
-                if row.status == OK:
-                    with recorded(row):
-                        samples[arm, way].append(self._time(models, arm, way, tokens))
-        for key, row in rows.items():
-            if row.status == OK:
-                row.fill(spread(samples[key]))
-        _compare(list(rows.values()))
-        return list(rows.values())
+    def _replayed(self, model: Any, x: Tensor) -> Tensor:
+        """By the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
+        graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
+        found: Tensor = graphs.run(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
+        if graphs.failed:
+            raise RuntimeError("its pass cannot be captured as a CUDA graph")
+        return found
 
-    def _ready(self, models: Prefilled, arm: str, way: str, row: PrefillRow, tokens: int) -> None:
-        """Compile and check an arm. Raises what it does."""
-        model, kind = models.get(arm), FP8 if arm.endswith(FP8) else ""
-        x, expected = models.inputs(model, tokens), None
-        if way:
+    def _decoded(self, model: Any, x: Tensor) -> Tensor:
+        """By a decoder. Raises DecoderError where there can be none."""
+        from blr.compressor.runtime.decoder import Decoder
+
+        if id(model) not in self.decoders:
+            ops = "triton" if kernels_on(self.device) else "torch"
+            made = Decoder(fused(model), batch=self.batch, context=self.context + 1, ops=ops)
+            self.decoders[id(model)] = made
+        found: Tensor = self.decoders[id(model)].prefill(x)
+        return found
+
+    def forget(self) -> None:
+        """Free what was made for prompts of some length."""
+        self.graphs.clear()
+        self.decoders.clear()
+
+
+def first_logits(model: Any, x: Tensor) -> Tensor:
+    """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
+    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+    found: Tensor = model(**{name: x}, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
+
+
+def dequantized_logits(model: Any, x: Tensor) -> Tensor:
+    """The same with weights of float8 dequantized, as wherever a gradient is asked for."""
+    with torch.enable_grad():
+        return first_logits(model, model.get_input_embeddings()(x).detach().requires_grad_()).detach()
+
+
+def fused(model: Any) -> Any:
+    """The model, or of a plain dense one the same weights in modules that are fused, as exports are."""
+    if any(isinstance(module, Extension) for module in model.modules()):
+        return model
+    made = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    fuse(made)
+    return made
+
+
+def to_float8(model: Any) -> Any:
+    """`model` with all linear layers but the head in float8, in place."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
+            parent, _, child = name.rpartition(".")
+            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
+            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
+            bias = None if layer.bias is None else layer.bias.detach()
+            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
+    share_rows(model)
+    prepare_float8(model)
+    return model
+
+
+@dataclass
+class PrefillCases:
+    """The cases of one run."""
+
+    options: PrefillOptions
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.ways = ways(self.options, self.device.type == "cuda")
+        self.dtype = float_dtype(self.options.dtype)
+
+    def of(self, model: BenchModel, arms: Sequence[str]) -> list[Case]:
+        """A case for every number of tokens."""
+        o = self.options
+        models = PrefillModels(model, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
+        return [
+            Case(
+                f"{model.name} {tokens} tokens",
+                partial(self._arms, models, arms, tokens),
+                partial(self._finish, models),
+            )
+            for tokens in o.tokens
+        ]
+
+    def _arms(self, models: PrefillModels, arms: Sequence[str], tokens: int) -> list[Arm]:
+        made = []
+        for arm in arms:
+            for way in self.ways:
+                row = PrefillRow(models.model.name, arm, way, tokens, self.options.batch)
+                made.append(Arm(row, partial(self._check, models, row)))
+        return made
+
+    def _check(self, models: PrefillModels, row: PrefillRow) -> Checked:
+        """An arm compiled and compared."""
+        model, kind = models.get(row.arm), FP8 if row.arm.endswith(FP8) else ""
+        whole = x = models.inputs(model, row.tokens)
+        expected = None
+        if row.way:
             expected = models.output(model, x)
         elif kind:
-            x = models.checked(x)
-            expected = models.dequantized(model, x)
-        found: Tensor = models.output(model, x, way)
-        if expected is not None:
-            row.rel_error = float((found - expected).norm() / expected.norm())
-        if not torch.isfinite(found).all() or not (row.rel_error or 0.0) <= LIMITS[kind]:
-            row.fail(WRONG, "logits differ, or are not finite")
+            x = x[:, :CHECKED]
+            expected = dequantized_logits(model, x)
+        found = models.output(model, x, row.way)
+        error = None if expected is None else relative_error(found, expected)
+        if not torch.isfinite(found).all() or not (error or 0.0) <= LIMITS[kind]:
+            raise WrongResult(error or float("nan"), "logits differ, or are not finite")
+        sampler = partial(
+            wall_ms, lambda: models.output(model, whole, row.way).argmax(-1).cpu(), self.device
+        )
+        return Checked(sampler, error, LIMITS[kind])
 
-    def _time(self, models: Prefilled, arm: str, way: str, tokens: int) -> float:
-        """Milliseconds to the first token."""
-        model = models.get(arm)
-        x = models.inputs(model, tokens)
-        _settle(self.device)
-        begun = perf_counter()
-        models.output(model, x, way).argmax(-1).cpu()
-        return (perf_counter() - begun) * 1e3
-
-
-def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[Report, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises:
-        UsageError: arms or models that there are not. CapabilityError: no device for them.
-    """
-    from dataclasses import asdict
-
-    report = Report("bench prefill", asdict(options), kind=PrefillRow)
-    return report, PrefillBench(options, report, progress).run()
+    def _finish(self, models: PrefillModels, rows: Sequence[PrefillRow]) -> None:
+        compare(rows)
+        models.forget()
+        torch.compiler.reset()
+        free_models(self.device)
 
 
-def _compare(rows: Sequence[PrefillRow]) -> None:
+def compare(rows: Sequence[PrefillRow]) -> None:
     """Fill in what each is times as fast as dense and as dense float8, run in the same way; the runtime
     as the faster of eager and compiled ones in transformers."""
     for row in rows:
@@ -193,6 +254,27 @@ def _compare(rows: Sequence[PrefillRow]) -> None:
                 setattr(row, name, min(found) / row.ms)
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
+    """Milliseconds to the first token by model, arm and tokens."""
+    times: dict[str, Any] = {}
+    for row in rows:
+        if row.ms is not None:
+            name = f"{row.arm} {row.way}".strip()
+            times.setdefault(row.model, {}).setdefault(name, {})[row.tokens] = round(row.ms, 2)
+    return {"first_token_ms": times, "statuses": statuses(rows)}
+
+
+def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Time everything that `options` name; the report, and the exit code.
+
+    Raises:
+        UsageError: arms or models that there are not. CapabilityError: no device for them.
+    """
+    device = pick_device(options.device)
+    cases = PrefillCases(options, device)
+    models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
+    widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
+    refuse_large(device, widths, "time --models pico or a checkpoint folder")
+    report = BenchReport("bench prefill", asdict(options), PrefillRow)
+    harness = Harness(report, progress, device, options.rounds, options.seconds)
+    return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

@@ -14,14 +14,14 @@ from math import lcm
 from typing import Any
 
 from blr.compressor.base.errors import UsageError
+from blr.compressor.bench.checks import find_precision
+from blr.compressor.bench.options import LayerOptions
 from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, Form
-from blr.compressor.structures.specs import (
-    KroneckerSpec,
-    Spec,
-)
+from blr.compressor.structures.specs import KroneckerSpec, Spec
 
+LARGE, SMALL = (("llama-7b",), (1, 1024, 4096)), (("gpt2-s",), (1, 64))  # models and tokens; on a CPU
 SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
 MONARCH_BLOCKS = 16  # where nothing is published
 RANK_STEP = 16
@@ -29,7 +29,7 @@ LEFT = 0.05  # of a budget
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """One layer shape: `published` maps a structure to a rank (svd) or to (rank, blocks)."""
 
     model: str
@@ -53,7 +53,7 @@ class Layer:
 
 
 @cache
-def known_models() -> dict[str, tuple[Layer, ...]]:
+def known_models() -> dict[str, tuple[LayerShape, ...]]:
     """All models of configs/bench-shapes.yaml by name."""
     from ruamel.yaml import YAML
 
@@ -61,7 +61,7 @@ def known_models() -> dict[str, tuple[Layer, ...]]:
     return {model: _layers(model, table) for model, table in YAML(typ="safe").load(text).items()}
 
 
-def find_layers(models: Sequence[str]) -> list[Layer]:
+def find_layers(models: Sequence[str]) -> list[LayerShape]:
     """The layers of `models`. Raises UsageError listing the known ones."""
     known = known_models()
     for model in models:
@@ -71,14 +71,14 @@ def find_layers(models: Sequence[str]) -> list[Layer]:
     return [layer for model in models for layer in known[model.lower()]]
 
 
-def check_structures(structures: Sequence[str]) -> None:
-    """Raises UsageError unless all are names of structures with kernels."""
-    if wrong := next((name for name in structures if name not in TUNED), None):
-        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(TUNED)}")
+def check_structures(structures: Sequence[str], known: Sequence[str] = TUNED) -> None:
+    """Raises UsageError unless all are names of `known` ones, by default those with kernels to tune."""
+    if wrong := next((name for name in structures if name not in known), None):
+        raise UsageError(f"structure {wrong!r} is unknown; expected some of {', '.join(known)}")
 
 
 def specs_for(
-    layer: Layer, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
+    layer: LayerShape, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
 ) -> list[Spec]:
     """The specs to time for one layer, structures in the given order.
 
@@ -97,22 +97,44 @@ def specs_for(
     return found
 
 
-def _layers(model: str, table: dict[str, Any]) -> tuple[Layer, ...]:
+@dataclass(frozen=True)
+class LayerWork:
+    """The layers that options name. `specs`: of each layer."""
+
+    models: tuple[str, ...]
+    tokens: tuple[int, ...]
+    specs: tuple[tuple[LayerShape, list[Spec]], ...]
+
+
+def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
+    """Small models by default on a CPU. Raises UsageError for what there is not."""
+    find_precision(options.dtype)
+    check_structures(options.structures, list(STRUCTURES))
+    usual = SMALL if cpu else LARGE
+    models, tokens = options.models or usual[0], options.n or usual[1]
+    each = [
+        (layer, specs_for(layer, options.structures, options.blocks, options.cf))
+        for layer in find_layers(models)
+    ]
+    return LayerWork(tuple(models), tuple(tokens), tuple(each))
+
+
+def _layers(model: str, table: dict[str, Any]) -> tuple[LayerShape, ...]:
     found = []
     for name, fields in table["layers"].items():
         published = {key: fields[key] for key in STRUCTURES if key in fields}
-        found.append(Layer(model, name, fields["in"], fields["out"], table["cf"], published))
+        found.append(LayerShape(model, name, fields["in"], fields["out"], table["cf"], published))
     return tuple(found)
 
 
-def _blocks(layer: Layer, structure: str, asked: Sequence[int]) -> list[int]:
+def _blocks(layer: LayerShape, structure: str, asked: Sequence[int]) -> list[int]:
     published = [layer.published[structure][1]] if structure in layer.published else []
     usual = [*published, *SWEEP] if structure == "blast" else published or [MONARCH_BLOCKS]
     wanted = dict.fromkeys(asked or sorted(usual))
     return [b for b in wanted if layer.in_features % b == layer.out_features % b == 0]
 
 
-def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
+def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
     if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
@@ -123,7 +145,7 @@ def _spec(layer: Layer, structure: str, blocks: int, cf: float) -> Spec:
     return entry.of_rank(form, published or _rank(layer, cf, item))
 
 
-def _rank(layer: Layer, cf: float, item: Item) -> int:
+def _rank(layer: LayerShape, cf: float, item: Item) -> int:
     """The largest rank within the budget that is a multiple of 16 and its step, below 16 of its step; of
     16 or 8 steps where those leave at most `LEFT` of it, as plans of models do."""
     exact, step = item.rank_of(item.size / cf), item.step

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,7 @@ ARM_SECONDS = 0.3  # an arm that has spent this gets no round above MIN_ROUNDS
 
 Step = Callable[[], Any]
 Call = Callable[..., Tensor]
-
-
-class Sampler(Protocol):
-    """One arm made ready. `sample` returns milliseconds a call; `step` runs `calls` calls."""
-
-    step: Step
-    calls: int
-
-    def sample(self) -> float: ...
+Sampler = Callable[[], float]  # runs an arm once more, and gives milliseconds
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,34 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(middle, low, high, len(samples))
 
 
+def settle(device: torch.device) -> None:
+    """Wait for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_ms(run: Step, device: torch.device) -> float:
+    """Milliseconds of one call by the host's clock, until the device is done."""
+    settle(device)
+    begun = perf_counter()
+    run()
+    settle(device)
+    return (perf_counter() - begun) * 1e3
+
+
+def device_ms(run: Step, device: torch.device) -> float:
+    """Milliseconds of one call: on a GPU between two events, else by the clock."""
+    if device.type != "cuda":
+        return wall_ms(run, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def interleave(
     samplers: Mapping[str, Sampler],
     rounds: int,
@@ -68,7 +88,7 @@ def interleave(
     """`rounds` rounds in which every arm is sampled once, in turn.
 
     Args:
-        samplers: arms by name.
+        samplers: of arms by name.
         rounds: samples of each arm; an arm that has spent `arm_seconds` stops after MIN_ROUNDS.
         failed: called once with an arm's name and what it raised; the arm is given up.
         clock: seconds.
@@ -84,7 +104,7 @@ def interleave(
                 continue
             started = clock()
             try:
-                times[name].append(samplers[name].sample())
+                times[name].append(samplers[name]())
             except Exception as error:
                 del times[name]
                 failed(name, error)

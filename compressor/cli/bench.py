@@ -1,216 +1,200 @@
-"""`blr bench`: times of layers and kernels beside dense, torch.compile and other implementations."""
+"""`blr bench`: times of layers and models beside dense and other implementations.
+
+The options of every command are the fields of its settings in `bench/options.py`.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from blr.compressor.base.errors import BlrError
+from blr.compressor.bench import options as settings
+from blr.compressor.bench.results import BenchReport, check_output, save
+from blr.compressor.bench.shapes import layer_work
 from blr.compressor.cli import values
-from blr.compressor.cli.bench_decode import decode
-from blr.compressor.cli.bench_memory import memory
-from blr.compressor.cli.bench_options import Seconds, counts, finish, words
-from blr.compressor.cli.bench_prefill import prefill
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
+if TYPE_CHECKING:
+    from blr.compressor.base.progress import Progress
+
+Run = Callable[[Any, "Progress"], tuple[BenchReport, int]]
+
 bench_app = typer.Typer(
-    help="Time layers and kernels against dense and other implementations.",
+    help="Time layers and models against dense and other implementations.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-LARGE, SMALL = ("llama-7b", "1,1024,4096"), ("gpt2-s", "1,64")  # models and tokens, the latter on a CPU
-
-PeerOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        callback=values.place,
-        help="Python file or package folder to time beside ours, run as a program: its function "
-        "blr_peer() returns a dict of f(x, *factors) by structure (svd, monarch, blast, ks). "
-        "Repeatable.",
-    ),
-]
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        *("--output", "-o"),
-        callback=values.place,
-        help="Folder for results.json, results.csv and plots.",
+        *("--output", "-o"), callback=values.place, help="Folder for results.json and results.csv."
     ),
 ]
-EnergyOption = Annotated[
-    bool, typer.Option("--energy/--no-energy", help="Joules a call; half a second more for each arm.")
-]
+# What every command takes beside its settings, by name: annotation and default.
+COMMON: dict[str, tuple[Any, Any]] = {
+    "output": (OutputOption, None),
+    "device": (Device, "auto"),
+    "quiet": (Quiet, False),
+    "format": (FormatOption, Format.text),
+}
+FLAGS = {"compiling": "--compile/--no-compile"}  # of fields that are called otherwise
 
 
-@bench_app.command("layers")
-def layers(
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, of configs/bench-shapes.yaml.",
-            show_default=f"{LARGE[0]}; {SMALL[0]} on a CPU",
-        ),
-    ] = None,
-    structures: Annotated[str, typer.Option(help="Some of svd,monarch,blast,ks.")] = (
-        "svd,monarch,blast,ks"
+@dataclass(frozen=True)
+class Bench:
+    """One command. `load` imports torch, and gives what measures, the summary of rows and the text of a
+    report; `check` refuses wrong options before that."""
+
+    options: type
+    help: str
+    load: Callable[
+        [], tuple[Run, Callable[[Sequence[Any]], dict[str, Any]], Callable[[BenchReport], str]]
+    ]
+    check: Callable[[Any], object] = lambda options: None
+
+
+def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
+    """The option of a field: lists as text, numbers within their limits."""
+    told: settings.OptionText = each.metadata["told"]
+    given: dict[str, Any] = {"help": told.help}
+    default: Any = each.default
+    if isinstance(default, tuple):
+        hint, default = (str, ",".join(map(str, default))) if default else (str | None, None)
+    elif hint is int:
+        given |= {"min": told.least, "callback": values.count}
+    elif each.name == "cf":
+        given |= {"callback": values.factor}
+    elif hint == float | None:
+        given |= {"min": 0.0, "callback": values.number}
+    if told.shown is not None:
+        given["show_default"] = told.shown
+    names = [FLAGS.get(each.name, f"--{each.name}")]
+    return keyword(each.name, Annotated[hint, typer.Option(*names, **given)], default)
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Of a function that Typer reads."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def command(bench: Bench) -> Callable[..., None]:
+    """The function that Typer makes a command of."""
+
+    def run(**given: Any) -> None:
+        kept = {name: given.pop(name) for name in COMMON if name != "device"}
+        typed = {name: value for name, value in given.items() if value is not None}
+        asked = settings.of_text(bench.options, typed)
+        bench.check(asked)
+        if kept["output"] is not None:
+            check_output(kept["output"])
+        from blr.compressor.base.progress import Progress
+
+        progress = Progress(kept["quiet"])
+        progress.loading()
+        measure, summary, text = bench.load()
+        report, code = measure(asked, progress)
+        finish(report, code, summary(report.rows), text, kept["output"], kept["format"])
+
+    hints = get_type_hints(bench.options)
+    found = [parameter(f, hints[f.name]) for f in fields(bench.options) if f.metadata]
+    found += [keyword(name, *said) for name, said in COMMON.items()]
+    run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in found}
+    run.__doc__ = bench.help
+    return run
+
+
+def finish(
+    report: BenchReport,
+    code: int,
+    summary: dict[str, Any],
+    text: Callable[[BenchReport], str],
+    output: Path | None,
+    format: Format,
+) -> None:
+    """Files first, then the table and one line of JSON, or all as JSON.
+
+    Raises what writing the files does, after the results are printed.
+    """
+    failed: BlrError | None = None
+    if output is not None:
+        try:
+            save(report, summary, output)
+        except BlrError as error:
+            failed = error
+    if format is Format.json:
+        print(json.dumps(report.to_dict(summary)))
+    else:
+        print(text(report))
+        print(json.dumps(report.to_dict(summary, rows=False)))
+    if report.stopped:
+        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
+    if failed is not None:
+        raise failed
+    if code:
+        raise typer.Exit(code)
+
+
+def _layers() -> Any:
+    from blr.compressor.bench.layers import layers_summary, run_layers
+    from blr.compressor.bench.results import layers_text
+
+    return run_layers, layers_summary, layers_text
+
+
+def _decode() -> Any:
+    from blr.compressor.bench.decode import decode_summary, run_decode
+    from blr.compressor.bench.results import decode_text
+
+    return run_decode, decode_summary, decode_text
+
+
+def _prefill() -> Any:
+    from blr.compressor.bench.prefill import prefill_summary, run_prefill
+    from blr.compressor.bench.results import prefill_text
+
+    return run_prefill, prefill_summary, prefill_text
+
+
+def _memory() -> Any:
+    from blr.compressor.bench.memory import memory_summary, run_memory
+    from blr.compressor.bench.results import memory_text
+
+    return run_memory, memory_summary, memory_text
+
+
+COMMANDS = {
+    "layers": Bench(
+        settings.LayerOptions,
+        "Layers of published models: dense, plain torch, torch.compile and ours, interleaved.",
+        _layers,
+        lambda options: layer_work(options, cpu=False),  # what is wrong is told before torch is imported
     ),
-    n: Annotated[
-        str | None,
-        typer.Option(
-            "--n",
-            help="Tokens, comma-separated.",
-            show_default=f"{LARGE[1]}; {SMALL[1]} on a CPU",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, tf32, float16 or bfloat16.")] = "bfloat16",
-    cf: Annotated[
-        float | None,
-        typer.Option(
-            callback=values.factor,
-            help="Compression factor.",
-            show_default="the model's published one",
-        ),
-    ] = None,
-    blocks: Annotated[
-        str | None,
-        typer.Option(help="Blocks of Monarch and BLAST.", show_default="published; BLAST also 4,8,16"),
-    ] = None,
-    peer: PeerOption = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")
-    ] = 10,
-    seconds: Seconds = None,
-    compiling: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help="torch.compile arms, at the smallest and the largest n.",
-            show_default="compile on a GPU",
-        ),
-    ] = None,
-    energy: EnergyOption = False,
-    output: OutputOption = None,
-    device: Device = "auto",
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-) -> None:
-    """Layers of published models: dense, plain torch, torch.compile, ours and peers, interleaved."""
-    from blr.compressor.bench.peers import load_peers
-    from blr.compressor.bench.plots import draw
-    from blr.compressor.bench.precision import find_precision
-    from blr.compressor.bench.results import Report, check_output, save
-    from blr.compressor.bench.shapes import check_structures, find_layers, specs_for
-    from blr.compressor.bench.summary import layers_summary, layers_text
-
-    wanted, precision = words(structures), find_precision(dtype)
-    grids = counts("--blocks", blocks) if blocks else ()
-    check_structures(wanted)
-
-    def chosen(usual: tuple[str, str]) -> tuple[list[str], list[int], list[Any]]:
-        names, sizes = words(usual[0] if models is None else models), usual[1] if n is None else n
-        layers = find_layers(names)
-        return names, counts("--n", sizes), [(one, specs_for(one, wanted, grids, cf)) for one in layers]
-
-    chosen(LARGE)  # whatever is wrong is told before torch is imported
-    peers = load_peers(peer or ())
-    if output is not None:
-        check_output(output)
-    from blr.compressor.base.progress import Progress
-
-    progress = Progress(quiet)
-    progress.loading()
-    from blr.compressor.bench.session import Options, run_session
-
-    options = Options(device, repeats, seconds, energy, compiling)
-    names, tokens, found = chosen(SMALL if options.pick().type == "cpu" else LARGE)
-    settings = {
-        **{"models": names, "structures": wanted, "n": tokens, "dtype": dtype, "cf": cf},
-        **{"blocks": grids, "repeats": repeats, "peers": [p.name for p in peers]},
-    }
-    report = Report("bench layers", settings)
-    from blr.compressor.bench.layers import LayerBench
-
-    def cases(runner: Any) -> list[Any]:
-        compiled = {min(tokens), max(tokens)} if runner.compiling else ()
-        bench = LayerBench(precision, runner, peers, sorted(compiled))
-        return [bench.case(layer, specs, n) for layer, specs in found for n in tokens]
-
-    code = run_session(report, options, [precision], cases, progress)
-    finish(report, code, layers_summary(report.rows), layers_text, save, draw, output, format)
-
-
-@bench_app.command("kernels")
-def kernels(
-    dtypes: Annotated[
-        str, typer.Option(help="Some of float32,tf32,float16,bfloat16.")
-    ] = "float32,tf32,bfloat16",
-    batch: Annotated[
-        int,
-        typer.Option(
-            min=1, callback=values.count, help="Rows of the input; the default is the paper's."
-        ),
-    ] = 25088,
-    sample: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Patterns of the stratified sample.")
-    ] = 60,
-    every: Annotated[bool, typer.Option("--all", help="All patterns of the paper's grid.")] = False,
-    patterns: Annotated[
-        str | None, typer.Option(help="These in place of the grid: '(1,48,48,4)(2,64,256,1)'.")
-    ] = None,
-    batch_last: Annotated[
-        bool,
-        typer.Option("--batch-last", help="Inputs [features, batch], the batch contiguous."),
-    ] = False,
-    peer: PeerOption = None,
-    repeats: Annotated[int, typer.Option(min=1, callback=values.count, help="Samples of each arm.")] = 7,
-    seconds: Seconds = None,
-    energy: EnergyOption = False,
-    output: OutputOption = None,
-    device: Device = "auto",
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-) -> None:
-    """Kronecker-sparse factors of the published grid: bmm, einsum, bsr, dense, ours and peers."""
-    from blr.compressor.bench.patterns import grid
-    from blr.compressor.bench.patterns import sample as sampled
-    from blr.compressor.bench.peers import load_peers
-    from blr.compressor.bench.plots import draw
-    from blr.compressor.bench.precision import find_precision
-    from blr.compressor.bench.results import Report, check_output, save
-    from blr.compressor.bench.summary import patterns_summary, patterns_text
-    from blr.compressor.structures.patterns import parse_each
-
-    precisions = [find_precision(name) for name in words(dtypes)]
-    whole = grid(batch) if patterns is None else list(parse_each(patterns))
-    chosen = whole if every or patterns is not None else sampled(whole, sample)
-    peers = load_peers(peer or ())
-    if output is not None:
-        check_output(output)
-    settings = {
-        **{"dtypes": words(dtypes), "batch": batch, "patterns": len(chosen), "of": len(whole)},
-        **{"layout": "batch-last" if batch_last else "batch-first", "repeats": repeats},
-        "peers": [p.name for p in peers],
-    }
-    report = Report("bench kernels", settings)
-    from blr.compressor.base.progress import Progress
-
-    progress = Progress(quiet)
-    progress.loading()
-    from blr.compressor.bench.kronecker import PatternBench
-    from blr.compressor.bench.session import Options, run_session
-
-    def cases(runner: Any) -> list[Any]:
-        bench = PatternBench(batch, batch_last, runner, peers)
-        return [bench.case(pattern, precision) for pattern in chosen for precision in precisions]
-
-    options = Options(device, repeats, seconds, energy, compiling=False)
-    code = run_session(report, options, precisions, cases, progress)
-    finish(report, code, patterns_summary(report.rows), patterns_text, save, draw, output, format)
-
-
-bench_app.command("decode")(decode)
-bench_app.command("prefill")(prefill)
-bench_app.command("memory")(memory)
+    "decode": Bench(
+        settings.DecodeOptions,
+        "Decoding of whole models: transformers compiled, ours dense, structured and quantized.",
+        _decode,
+    ),
+    "prefill": Bench(
+        settings.PrefillOptions,
+        "Prompts through whole models in transformers: dense and structured, bf16 and float8.",
+        _prefill,
+    ),
+    "memory": Bench(
+        settings.MemoryOptions,
+        "Memory and time of a forward pass: dense, low rank as it is, and ours within a bound.",
+        _memory,
+    ),
+}
+for _name, _bench in COMMANDS.items():
+    bench_app.command(_name)(command(_bench))

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.base import process_environment as environment
-from blr.compressor.cli import values
-from blr.compressor.cli.asked import taking
-from blr.compressor.cli.from_fields import recipe_options, setting_options
+from blr.compressor.cli.from_fields import recipe_options, setting_options, taking
 from blr.compressor.cli.options import (
     Format,
     FormatOption,
@@ -23,7 +21,6 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.healing.settings import MINUTES
-from blr.compressor.recipe.effort import EFFORTS, NORMAL
 from blr.compressor.recipe.run_settings import CompressSettings
 
 OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --effort says them
@@ -32,30 +29,10 @@ OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --
 @taking(recipe_options(hidden=OF_EFFORT), setting_options(CompressSettings))
 def compress(
     model: Model,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            *("--output", "-o"),
-            callback=values.place,
-            help="Folder to write.",
-            show_default="NAME-METHOD-cfCF here",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", help="Shipped name or YAML file; options win.")
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            *("--text", "--calibration"),
-            callback=values.place,
-            help="Text file, .jsonl, data set, or self (the model's own text): fit to its activations.",
-        ),
-    ] = None,
-    effort: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(EFFORTS)}: of the fit to --text.", show_default=NORMAL),
-    ] = None,
+    output: Path | None = None,
+    recipe: str | None = None,
+    calibration: str | None = None,
+    effort: str | None = None,
     heal: Annotated[
         float | None,
         typer.Option(
@@ -65,18 +42,21 @@ def compress(
         ),
     ] = None,
     gpus: Gpus = None,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="Keep the weights of a hub id there and fetch them as they are read.",
-        ),
-    ] = False,
+    stream: bool = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Replace the linear layers of a checkpoint by structured ones, or store them in fewer bits."""
+    """Replace the linear layers of a checkpoint by structured ones, or store them in fewer bits.
+
+    Options:
+        output (--output, -o): Folder to write. [NAME-METHOD-cfCF here]
+        recipe (--recipe, -r): Shipped name or YAML file; options win.
+        calibration (--text, --calibration): Text file, .jsonl, data set, or self (the model's own text):
+            fit to its activations.
+        effort: quick, normal, best: of the fit to --text. [normal]
+        stream: Keep the weights of a hub id there and fetch them as they are read.
+    """
     from blr.compressor.cli.crew import end_member, started
     from blr.compressor.cli.signals import stop_on_signals
 

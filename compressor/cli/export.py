@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.asked import taking
-from blr.compressor.cli.from_fields import setting_options
+from blr.compressor.cli.from_fields import setting_options, taking
 from blr.compressor.cli.options import (
     Format,
     FormatOption,

@@ -1,25 +1,51 @@
-"""Options of a command, made of the fields of its settings (`recipe/option`)."""
+"""Options of a command, made of what docstrings say of its parameters and of the fields of its settings
+(`recipe/option`)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.recipe.option import Option, options_of
+from blr.compressor.recipe.option import Option, described, options_of
 from blr.compressor.recipe.schema import Recipe
 
-CHECKS = {int: values.count, float: values.number, Path: values.place}  # of values, by type
-NAMED_CHECKS = {
+Command = Callable[..., None]
+CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
+NAMED_CHECKS = {  # of what is more than its type
     **{"seed": values.seed, "device": values.device, "max_shard_size": values.size},
-    **{"data": values.place, "text": values.place, "train": values.listed},
+    **{"data": values.place, "calibration": values.place, "train": values.listed},
+    **{"temperature": values.temperature, "top_p": values.probability, "teacher": values.optional_name},
 }
 TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
+
+
+def taking(*groups: Iterable[inspect.Parameter]) -> Callable[[Command], Command]:
+    """Decorates a command whose docstring has ``Options:``. It takes those of `groups`, too, which come
+    as keyword arguments; its own parameters stand first, in place of others of their names."""
+
+    def decorated(command: Command) -> Command:
+        signature, told = inspect.signature(command, eval_str=True), options_of(command)
+        own = {
+            name: _parameter(name, told[name], p.default, check=True).replace(kind=p.kind)
+            if name in told
+            else p
+            for name, p in signature.parameters.items()
+            if p.kind is not p.VAR_KEYWORD
+        }
+        rest = {p.name: p for group in groups for p in group if p.name not in own}
+        every = sorted([*own.values(), *rest.values()], key=lambda p: p.kind)
+        command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+        command.__doc__ = described(command)
+        return command
+
+    return decorated
 
 
 def recipe_options(names: Collection[str] = (), hidden: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -35,19 +61,24 @@ def recipe_options(names: Collection[str] = (), hidden: Collection[str] = ()) ->
 def setting_options(owner: Any) -> list[inspect.Parameter]:
     """Options of the fields of a dataclass, with its defaults; what is typed is checked at once."""
     defaults = {field.name: TYPED.get(field.name, field.default) for field in fields(owner)}
-    return [
-        _parameter(n, o, defaults[n], callback=NAMED_CHECKS.get(n) or CHECKS.get(o.kind))
-        for n, o in options_of(owner).items()
-    ]
+    return [_parameter(n, option, defaults[n], check=True) for n, option in options_of(owner).items()]
+
+
+def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
+    """The parameters of another command, so that a line typed for one is taken by both; those `hidden`
+    are not in the help."""
+    found = inspect.signature(command, eval_str=True).parameters.values()
+    return [_hidden(option) if option.name in hidden else option for option in found]
 
 
 def typed(owner: type, name: str, *names: str) -> Any:
     """An option of typer like that of a field, for parameters that are checked as such fields are."""
-    option = options_of(owner)[name]
-    return _info(option, names, callback=NAMED_CHECKS.get(name) or CHECKS.get(option.kind))
+    return _info(name, options_of(owner)[name], names, check=True)
 
 
-def _parameter(name: str, option: Option, default: Any, **more: Any) -> inspect.Parameter:
+def _parameter(
+    name: str, option: Option, default: Any, check: bool = False, hidden: bool = False
+) -> inspect.Parameter:
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
@@ -55,12 +86,20 @@ def _parameter(name: str, option: Option, default: Any, **more: Any) -> inspect.
         default = ",".join(default) or None
     if isinstance(default, str):
         kind = str
-    info: Any = _info(option, names, **more)
+    info: Any = _info(name, option, names, check, hidden)
     taken: Any = Annotated[kind if default is not None else kind | None, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken)
 
 
-def _info(option: Option, names: Collection[str], **more: Any) -> Any:
-    least, most = option.limits
-    more |= {"help": option.help, "show_default": option.default or True, "min": least, "max": most}
-    return typer.Option(..., *names, **more)
+def _info(name: str, option: Option, names: Collection[str], check: bool, hidden: bool = False) -> Any:
+    checks = (NAMED_CHECKS.get(name) or CHECKS.get(option.kind)) if check else None
+    more: dict[str, Any] = {"min": option.limits.least, "max": option.limits.most, "callback": checks}
+    shown = option.default or True
+    return typer.Option(..., *names, help=option.help, show_default=shown, hidden=hidden, **more)
+
+
+def _hidden(option: inspect.Parameter) -> inspect.Parameter:
+    kind, info = get_args(option.annotation)
+    info = copy(info)
+    info.hidden = True
+    return option.replace(annotation=Annotated[kind, info])

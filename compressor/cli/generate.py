@@ -11,6 +11,7 @@ import typer
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.cli import values
+from blr.compressor.cli.from_fields import taking
 from blr.compressor.cli.options import (
     Checkpoint,
     Device,
@@ -21,31 +22,19 @@ from blr.compressor.cli.options import (
     Trust,
     Verify,
 )
+from blr.compressor.recipe.option import Limits
 
 
+@taking()
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, callback=values.count, help="Tokens to generate.")
-    ] = 64,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0.0, callback=values.temperature, help="0 is greedy; above 0 samples."),
-    ] = 0.0,
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=1, callback=values.count, help="Sample among the K likeliest."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(callback=values.probability, help="Sample within this probability, above 0 to 1."),
-    ] = None,
-    seed: Annotated[int, typer.Option(callback=values.seed, help="Seed of sampling.")] = 0,
-    profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Time the stages of the fused runtime, on standard error."),
-    ] = False,
+    max_new_tokens: Annotated[int, Limits(1)] = 64,
+    temperature: Annotated[float, Limits(0)] = 0.0,
+    top_k: Annotated[int, Limits(1)] | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    profile: bool = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +50,16 @@ def generate(
     offline: Offline = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Continue a prompt with a decoder, streaming to standard output."""
+    """Continue a prompt with a decoder, streaming to standard output.
+
+    Options:
+        max_new_tokens: Tokens to generate.
+        temperature: 0 is greedy; above 0 samples.
+        top_k: Sample among the K likeliest.
+        top_p: Sample within this probability, above 0 to 1.
+        seed: Seed of sampling.
+        profile: Time the stages of the fused runtime, on standard error.
+    """
     from blr.compressor.base.progress import Progress
     from blr.compressor.base.threads import use_threads
     from blr.compressor.loading.resolve import resolve_model

@@ -9,8 +9,7 @@ import typer
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.cli import values
-from blr.compressor.cli.asked import taking
-from blr.compressor.cli.from_fields import setting_options
+from blr.compressor.cli.from_fields import setting_options, taking
 from blr.compressor.cli.options import (
     Format,
     FormatOption,
@@ -30,14 +29,7 @@ def heal(
         str,
         typer.Argument(callback=values.name, help="A folder written by blr compress, or a hub id."),
     ],
-    teacher: Annotated[
-        str | None,
-        typer.Option(
-            callback=values.optional_name,
-            help="The dense model it came from: folder, hub id or short name.",
-            show_default="the one that its manifest names",
-        ),
-    ] = None,
+    teacher: str | None = None,
     *,
     output: OutputFolder,
     gpus: Gpus = None,
@@ -45,7 +37,12 @@ def heal(
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Train a compressed checkpoint for minutes to answer as the dense one does."""
+    """Train a compressed checkpoint for minutes to answer as the dense one does.
+
+    Options:
+        teacher: The dense model it came from: folder, hub id or short name.
+            [the one that its manifest names]
+    """
     from blr.compressor.cli.crew import end_member, started
     from blr.compressor.cli.signals import stop_on_signals
 

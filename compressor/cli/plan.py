@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.asked import command_options, taking
 from blr.compressor.cli.compress import compress
+from blr.compressor.cli.from_fields import command_options, taking
 from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
+from blr.compressor.recipe.option import Limits
 
 NO_USE = (  # options of how compress runs, which change no plan
     *("output", "overwrite", "restart", "max_shard_size", "allow_pickle", "check", "stream"),
@@ -26,10 +27,7 @@ def plan(
             help="A checkpoint folder (config.json is enough), a hub id or a short name.",
         ),
     ],
-    calibrated: Annotated[
-        bool,
-        typer.Option("--calibrated", help="Plan for fits weighted by activations, as with --text."),
-    ] = False,
+    calibrated: bool = False,
     heal: Annotated[
         float | None,
         typer.Option(
@@ -38,16 +36,8 @@ def plan(
             show_default="of decoders",
         ),
     ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=4096,
-            help="GPUs that compressing, and healing, would have.",
-            show_default="1",
-        ),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="A row for every layer.")] = False,
+    gpus: Annotated[int, Limits(1, 4096)] | None = None,
+    every: bool = False,
     revision: Revision = None,
     offline: Offline = False,
     format: FormatOption = Format.text,
@@ -55,12 +45,17 @@ def plan(
 ) -> None:
     """What compress would do to every layer, with sizes and predicted times, from headers alone.
 
-    It takes every option of blr compress; those of how that runs change nothing here."""
+    It takes every option of blr compress; those of how that runs change nothing here.
+
+    Options:
+        calibrated: Plan for fits weighted by activations, as with --text.
+        gpus: GPUs that compressing, and healing, would have. [1]
+        every (--all): A row for every layer.
+    """
     from blr.compressor.base.progress import Progress
-    from blr.compressor.fitting import forecast as fits
-    from blr.compressor.healing import forecast as healing
-    from blr.compressor.healing.settings import checked_minutes
+    from blr.compressor.healing.settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.loading.resolve import resolve_model
+    from blr.compressor.planning import forecast, forecast_healing
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
@@ -84,7 +79,8 @@ def plan(
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)
     result["gpu"]["chosen"] = chosen
-    result["compress"] = fits.planned(source, made, resolved, card, gpus or 1, calibrated)
-    if heal is not None or healing.is_told(source):
-        result["heal"] = healing.planned(source, made, card, gpus or 1)
+    result["compress"] = forecast.planned(source, made, resolved, card, gpus or 1, calibrated)
+    if heal is not None or forecast_healing.is_told(source):
+        usual = HealOptions("", minutes=MINUTES)
+        result["heal"] = forecast_healing.planned(source, made, usual, card, gpus or 1)
     print_result(result, lambda r: plan_text(r, every), format)

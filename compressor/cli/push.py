@@ -7,29 +7,31 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli import values
+from blr.compressor.cli.from_fields import taking
 from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, print_result
 
 
+@taking()
 def push(
     output: Output,
     repository: Annotated[str, typer.Argument(help="owner/name on the hub; made if there is none.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="A repository for its owner alone.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print what would be sent; open no socket.")
-    ] = False,
-    metrics: Annotated[
-        Path | None,
-        typer.Option(callback=values.place, help="JSON of `blr eval --format json`, for the card."),
-    ] = None,
-    branch: Annotated[str | None, typer.Option(help="Branch to commit to.", show_default="main")] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.")] = "Structured weights by blr",
+    private: bool = False,
+    dry_run: bool = False,
+    metrics: Path | None = None,
+    branch: str | None = None,
+    message: str = "Structured weights by blr",
     quiet: Quiet = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Verify an output, complete its card and commit it to a repository of the hub."""
+    """Verify an output, complete its card and commit it to a repository of the hub.
+
+    Options:
+        private: A repository for its owner alone.
+        dry_run: Check and print what would be sent; open no socket.
+        metrics: JSON of `blr eval --format json`, for the card.
+        branch: Branch to commit to. [main]
+        message: Of the commit.
+    """
     from blr.compressor.base.progress import Progress
     from blr.compressor.commands.push import prepare_push, printed, send
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from blr.compressor.base.errors import CapabilityError, kind_of_error
-from blr.compressor.cli import values
-from blr.compressor.cli.asked import taking
-from blr.compressor.cli.from_fields import recipe_options
+from blr.compressor.cli.from_fields import recipe_options, taking
 from blr.compressor.cli.options import (
     Device,
     EvalWindow,
@@ -23,6 +19,7 @@ from blr.compressor.cli.options import (
     print_result,
 )
 from blr.compressor.healing.settings import checked_minutes
+from blr.compressor.recipe.option import Limits
 
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common
@@ -34,61 +31,21 @@ COMMON = (  # what all points have in common
 @taking(recipe_options(COMMON))
 def sweep(
     model: Model,
-    output: Annotated[
-        Path,
-        typer.Option(
-            *("--output", "-o"),
-            callback=values.place,
-            help="Folder of the sweep; one that stopped goes on.",
-        ),
-    ],
-    text: Annotated[
-        list[Path],
-        typer.Option(
-            *("--text", "--eval"),
-            callback=values.place,
-            help="Text file or .jsonl that losses are measured on; repeatable.",
-        ),
-    ],
-    methods: Annotated[
-        str | None,
-        typer.Option(help="Structures, as svd,svd-pivot,blast,monarch.", show_default=METHODS),
-    ] = None,
-    cf: Annotated[
-        str, typer.Option(help="Compression factors of structures alone, as 1.5,2.", show_default="none")
-    ] = "",
-    quantize: Annotated[
-        str, typer.Option(help="What their factors are stored in, as none,int8.")
-    ] = "none",
-    base: Annotated[
-        str, typer.Option(help="Bases that structures correct, as int2,int3.", show_default="none")
-    ] = "",
-    rank: Annotated[
-        str, typer.Option(help="Ranks of these corrections, as 8,16.", show_default="none")
-    ] = "",
-    plain: Annotated[
-        str,
-        typer.Option(help="Dense weights in few bits or fp8, the line to beat; or none."),
-    ] = "int4,int3,int2",
-    heal: Annotated[str, typer.Option(help="Minutes of healing of every point, as 0,8.")] = "0",
-    calibration: Annotated[
-        str | None,
-        typer.Option(callback=values.place, help="Calibration of every point, as of blr compress."),
-    ] = None,
-    seed: Annotated[
-        str, typer.Option(help="Seeds of every point; of several, as 0,1, the spread is shown.")
-    ] = "0",
+    output: Path,
+    text: list[Path],
+    methods: str | None = None,
+    cf: str = "",
+    quantize: str = "none",
+    base: str = "",
+    rank: str = "",
+    plain: str = "int4,int3,int2",
+    heal: str = "0",
+    calibration: str | None = None,
+    seed: str = "0",
     window: EvalWindow = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=2, callback=values.count, help="Only the first tokens of each text."),
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, max=64, help="Points at once on each GPU, or on the CPU.")
-    ] = 1,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep every checkpoint, not its figures.")
-    ] = False,
+    max_tokens: Annotated[int, Limits(2)] | None = None,
+    jobs: Annotated[int, Limits(1, 64)] = 1,
+    keep: bool = False,
     device: Device = "auto",
     restart: Restart = False,
     offline: Offline = False,
@@ -96,7 +53,24 @@ def sweep(
     format: FormatOption = Format.text,
     **common: Any,
 ) -> None:
-    """Compress one model in many ways, and show bits a weight against what is lost in texts."""
+    """Compress one model in many ways, and show bits a weight against what is lost in texts.
+
+    Options:
+        output (--output, -o): Folder of the sweep; one that stopped goes on.
+        text (--text, --eval): Text file or .jsonl that losses are measured on; repeatable.
+        methods: Structures, as svd,svd-pivot,blast,monarch. [svd,blast]
+        cf: Compression factors of structures alone, as 1.5,2. [none]
+        quantize: What their factors are stored in, as none,int8.
+        base: Bases that structures correct, as int2,int3. [none]
+        rank: Ranks of these corrections, as 8,16. [none]
+        plain: Dense weights in few bits or fp8, the line to beat; or none.
+        heal: Minutes of healing of every point, as 0,8.
+        calibration: Calibration of every point, as of blr compress.
+        seed: Seeds of every point; of several, as 0,1, the spread is shown.
+        max_tokens: Only the first tokens of each text.
+        jobs: Points at once on each GPU, or on the CPU.
+        keep: Keep every checkpoint, not its figures.
+    """
     from blr.compressor.base.progress import Progress
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of

@@ -12,13 +12,13 @@ import typer
 from blr.compressor.base.dtypes import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
+from blr.compressor.bench.options import words
 from blr.compressor.cli import values
-from blr.compressor.cli.bench_options import words
 from blr.compressor.cli.failure import report_now
 from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
-    from blr.compressor.tune.run import Tuning
+    from blr.compressor.bench.tuning import Tuning
 
 
 def tune(
@@ -61,9 +61,8 @@ def tune(
     format: FormatOption = Format.text,
 ) -> None:
     """Time every kernel variant on this GPU and write the table that layers choose by."""
-    from blr.compressor.bench.precision import find_precision
+    from blr.compressor.bench.checks import find_precision
     from blr.compressor.bench.shapes import check_structures, find_layers
-    from blr.compressor.bench.stopping import Stopped
     from blr.compressor.recipe.tuned_table import check_table, user_table
 
     wanted, dtypes = words(structures), words(dtype)
@@ -77,26 +76,30 @@ def tune(
 
     progress = Progress(quiet)
     progress.loading()
-    from blr.compressor.bench.runner import Runner
-    from blr.compressor.tune import run as library
-    from blr.compressor.tune.rules import winners_table
+    from blr.compressor.bench import tuning as library
+    from blr.compressor.bench.harness import Harness, Stopped
+    from blr.compressor.bench.layer_problem import KernelTimer
+    from blr.compressor.bench.results import BenchReport
+    from blr.compressor.bench.timing import ARM_SECONDS
+    from blr.compressor.bench.tuning_rules import winners_table
     from blr.kernels.common.available import gpu_key
 
     target = library.tuning_device(device)
     gpu = gpu or gpu_key(target)
     path = output or user_table(gpu)
     check_table(path)
-    runner = Runner(target, rounds=5 if quick else 10)
-    tokens = library.QUICK if quick else library.FULL
-    tuning = library.Tuning(runner, [find_precision(name) for name in dtypes], wanted, tokens)
+    rounds, tokens = (5, library.QUICK) if quick else (10, library.FULL)
+    harness = Harness(BenchReport("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
+    timers = [KernelTimer(target, find_precision(name)) for name in dtypes]
+    tuning = library.Tuning(harness, timers, wanted, tokens)
     try:
-        stopped = library.measure(tuning, layers, seconds, progress)
+        stopped = tuning.measure(layers)
     except Stopped as stop:
         done = f"{len(tuning.points)} cases were timed, nothing was written"
         report_now(f"stopped by {stop.name}; {done}", 128 + stop.number)
         raise typer.Exit(128 + stop.number) from None
     try:
-        result = library.write_rules(tuning, path, gpu, target)
+        result = tuning.write(path, gpu, target)
     except BlrError:
         talk = sys.stderr if format is Format.json else sys.stdout
         print(_winners(winners_table(tuning.points)), file=talk)
@@ -108,7 +111,7 @@ HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 
 
 def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
-    from blr.compressor.tune.rules import winners_table
+    from blr.compressor.bench.tuning_rules import winners_table
 
     progress.notes(tuning.refused)
     if result["stopped"]:

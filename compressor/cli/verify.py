@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from blr.compressor.cli import values
+from blr.compressor.cli.from_fields import taking
 from blr.compressor.cli.options import Format, FormatOption, Output, print_result
 
 
+@taking()
 def verify(
     output: Output,
-    signature: Annotated[
-        Path | None,
-        typer.Option(
-            callback=values.place, help="Signature of the folder by model_signing (extra sign)."
-        ),
-    ] = None,
-    public_key: Annotated[
-        Path | None, typer.Option(callback=values.place, help="Its signer's key, PEM.")
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option(help="Or its signer's name, as sigstore knows it.")
-    ] = None,
-    issuer: Annotated[str | None, typer.Option(help="Who vouched for the name: a URL.")] = None,
+    signature: Path | None = None,
+    public_key: Path | None = None,
+    identity: str | None = None,
+    issuer: str | None = None,
     format: FormatOption = Format.text,
 ) -> None:
-    """Check every file of an output against its manifest; exit code 10 on a mismatch."""
+    """Check every file of an output against its manifest; exit code 10 on a mismatch.
+
+    Options:
+        signature: Signature of the folder by model_signing (extra sign).
+        public_key: Its signer's key, PEM.
+        identity: Or its signer's name, as sigstore knows it.
+        issuer: Who vouched for the name: a URL.
+    """
     from blr.compressor.base.errors import UsageError
     from blr.compressor.commands.verify import verify_output, verify_text
     from blr.compressor.integrations.signing import Signer, verify_signature

@@ -15,13 +15,13 @@ from blr.compressor.base.threads import use_threads
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.compress_then_heal import Healing, disk_beside, steps_of
-from blr.compressor.fitting.memory_forecast import disk_bytes
-from blr.compressor.fitting.time_forecast import Work as Sized
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.next_command import advice, better_fit
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.planning.forecast import disk_bytes
+from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
@@ -242,7 +242,7 @@ class CompressRun(FolderRun):
     def estimate(self) -> int:
         """Of output, journal of factors and small files."""
         calibrated = self.settings.calibration is not None
-        sized = Sized(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
+        sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
     def fingerprint(self) -> dict[str, Any]:

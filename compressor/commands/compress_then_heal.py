@@ -10,16 +10,16 @@ from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.heal import HealRun
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
-from blr.compressor.healing.forecast import kept_bytes
 from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.healing.summary import HealSummary
+from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.fitting.time_forecast import Work
     from blr.compressor.output.check import Check
     from blr.compressor.output.sample import Text
+    from blr.compressor.planning.forecast_time import Compression
     from blr.compressor.recipe.schema import Recipe
 
 
@@ -94,7 +94,7 @@ def steps_of(settings: Any, recipe: Recipe, device: str) -> list[str]:
     return steps + (healing_steps(options_of(settings)) if settings.heal else [])
 
 
-def disk_beside(sized: Work, settings: Any) -> int:
+def disk_beside(sized: Compression, settings: Any) -> int:
     """Bytes on disk that a healing takes beside its compression: what that gives, and its own state."""
     layers, source = sized.plan.layers, sized.source
     whole = sum(entry.nbytes for entry in source.entries.values())

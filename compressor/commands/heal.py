@@ -101,9 +101,9 @@ class HealRun(FolderRun):
     def check_student(self) -> None:
         """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
         from blr.compressor.healing.additions import growth
-        from blr.compressor.healing.choice import check_has_kinds
         from blr.compressor.healing.output import check_told
-        from blr.compressor.healing.teacher_match import check_teacher
+        from blr.compressor.healing.teacher import check_teacher
+        from blr.compressor.healing.trained_parameters import check_has_kinds
 
         told = check_teacher(self.checkpoint, self.teacher, self.options.force)
         check_told(self.checkpoint)
@@ -136,7 +136,7 @@ class HealRun(FolderRun):
     def _train(self, read: str) -> tuple[Pair, Data]:
         from blr.compressor.healing.output import round_layers
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
-        from blr.compressor.healing.trainer import Place, Trainer
+        from blr.compressor.healing.trainer import StatePlace, Trainer
 
         reading = self._read()
         sharding = self._plan_sharding()
@@ -149,7 +149,7 @@ class HealRun(FolderRun):
         self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
-            place = Place(self.workspace.journal, key, tell)
+            place = StatePlace(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
@@ -202,7 +202,7 @@ class HealRun(FolderRun):
             return
         import torch
 
-        from blr.compressor.healing.forecast import Crew, predicted, words
+        from blr.compressor.planning.forecast_healing import Crew, predicted, words
 
         room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
@@ -260,7 +260,7 @@ class HealRun(FolderRun):
 
     def _tell(self, line: dict[str, Any]) -> None:
         """Append to metrics.jsonl in the partial folder, for whoever watches."""
-        from blr.compressor.healing.teacher_match import first_loss
+        from blr.compressor.healing.teacher import first_loss
 
         if self.doubted and line["step"] == 0:
             self.progress.notes(first_loss(line["held"], self.teacher.source.config))
@@ -292,7 +292,7 @@ class HealRun(FolderRun):
             "device": device_name(pair.device),
             "steps": state.step,
             "tokens": state.step * data.tokens,
-            "parameters": pair.parameters,
+            "parameters": pair.size,
             "best_step": state.best_step,
             "before": state.before,
             "after": state.best_merits,
@@ -320,7 +320,7 @@ class HealRun(FolderRun):
 
     def estimate(self) -> int:
         from blr.compressor.healing.data import own_tokens
-        from blr.compressor.healing.forecast import disk_bytes
+        from blr.compressor.planning.forecast_healing import disk_bytes
 
         gpu = self.processes.device.type == "cuda"
         written = own_tokens(self.options, self._read(), self._parameters(), gpu)

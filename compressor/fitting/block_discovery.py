@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.quoting import named_line
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.running import Reached, in_place_of, run_block
+from blr.compressor.fitting.block_passes import Batch, Reached, in_place_of, run_block, watched
 from blr.compressor.recipe.architectures import Group
 
 if TYPE_CHECKING:
@@ -162,20 +160,18 @@ class _Seen:
         self.inputs: list[tuple[str, Tensor]] = []
         self.layers: list[tuple[str, int, Tensor]] = []
         modules = {name: module for name, module in block.named_modules() if name}
-        hooks = [m.register_forward_pre_hook(partial(self._enter, n)) for n, m in modules.items()]
-        hooks += [modules[name].register_forward_hook(partial(self._leave, name)) for name in names]
         state = batch.hidden.detach().requires_grad_(torch.is_grad_enabled())
-        try:
+        with (
+            watched(modules, self._enter),
+            watched({name: modules[name] for name in names}, leave=self._leave),
+        ):
             self.output = run_block(block, state, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if inputs and isinstance(inputs[0], Tensor):
-            self.inputs.append((name, inputs[0]))
+    def _enter(self, name: str, given: Any) -> None:
+        if isinstance(given, Tensor):
+            self.inputs.append((name, given))
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _leave(self, name: str, output: Tensor) -> None:
         if not self.inputs or self.inputs[-1][0] != name:
             return  # it was called by names, as no hook here sees
         if output.requires_grad:

@@ -21,8 +21,6 @@ from blr.compressor.base.errors import CapabilityError, InputError
 from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.activation_storage import home
-from blr.compressor.fitting.batches import NUMBER, Arguments, Batch, distinct
 from blr.compressor.fitting.block_discovery import (
     PROBE,
     Handing,
@@ -31,13 +29,22 @@ from blr.compressor.fitting.block_discovery import (
     logits_behind,
     with_residuals,
 )
-from blr.compressor.fitting.running import Reached, in_place_of, parted
-from blr.compressor.fitting.sizes import STATES
+from blr.compressor.fitting.block_passes import (
+    NUMBER,
+    Arguments,
+    Batch,
+    Reached,
+    distinct,
+    home,
+    in_place_of,
+    parted,
+)
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.experts import merged_names, renamed
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.planning.training_sizes import STATES
 from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,30 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.progress import FITTING, LAST, MEASURING, OWN
+from blr.compressor.base.progress import FITTING, LAST, MEASURING
+from blr.compressor.base.progress import OWN as WRITING_OWN
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, factorize_layers
-from blr.compressor.fitting.finish import finish_blocks, finish_epochs
-from blr.compressor.fitting.own_weights import is_own, with_own_text
-from blr.compressor.fitting.run import Run
+from blr.compressor.fitting.refit import finish_blocks, finish_epochs
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
-from blr.compressor.fitting.sizes import FINISH_EPOCHS, GPU_EPOCHS, PACKED_EPOCHS, SENSITIVITY_TOKENS
+from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.fitting.work import Work
+from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
+from blr.compressor.planning.training_sizes import (
+    FINISH_EPOCHS,
+    GPU_EPOCHS,
+    PACKED_EPOCHS,
+    SENSITIVITY_TOKENS,
+)
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.text.reading import Calibration, read_calibration
-from blr.compressor.text.windows import check_known
-from blr.compressor.workspace.journal import layer_key
+from blr.compressor.text.beginning import Beginning, beginning_of, begun
+from blr.compressor.text.own import ROOM, OwnText, write_own_text
+from blr.compressor.text.reading import OWN, Calibration, packed_calibration, read_calibration
+from blr.compressor.text.windows import check_known, interleaved
+from blr.compressor.workspace.journal import canonical_json, layer_key
 
 SWEEP = 7  # raise it when the measured sensitivities change
 NAMED = 6  # layers that a note lists
@@ -78,22 +88,24 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         seed=recipe.seed,
         blocks=[model.path, len(model)],
     )
-    sensitivity = None
+    sensitivity, curves = None, dict[str, list[float]]()
     if recipe.allocation != "uniform":
         with timed("sensitivity"):
             sensitivity = _measure(work, model, batches, key, replan)
-    curves = _curves(sensitivity)
-    plan = replan(curves)
+        curves = {module: curve.tolist() for module, curve in sensitivity.curves.items()}
+    plan = replan(None if sensitivity is None else curves)
     if sensitivity is not None:
-        plan.notes += cache_notes(plan, curves or {}, sensitivity.tokens)
+        plan.notes += cache_notes(plan, curves, sensitivity.tokens)
     work.progress.notes([*plan.notes, *_short(calibration, plan)])
-    epochs = recipe.refit if recipe.refit is not None else _epochs(plan, target)
+    packed = any(planned.spec.quantized for planned in plan.layers)
+    usual = (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
+    epochs = usual if recipe.refit is None else recipe.refit
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
     finish = finish or finish_epochs(recipe.finish, usual, model, batches)
     if not finish:
         work.progress.leave_out(LAST)
-    run = Run(work, model, plan, batches, sensitivity, epochs, prefix, finish)
+    run = FitRun(work, model, plan, batches, sensitivity, epochs, prefix, finish)
     results = fit_blocks(run)
     if not any(student.trained for student in run.students):  # all that is fitted lies outside of blocks
         finish = 0
@@ -104,7 +116,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     facts = {"tokens": calibration.tokens, "digest": calibration.digest}
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
-    return Outcome(ordered, plan, facts, curves or {}, run.norms)
+    return Outcome(ordered, plan, facts, curves, run.norms)
 
 
 def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
@@ -112,7 +124,7 @@ def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
     what their bars say."""
     if text is None:
         return [FITTING]
-    own = [OWN] * bool(is_own(text) or recipe.mix)
+    own = [WRITING_OWN] * bool(is_own(text) or recipe.mix)
     measured = [MEASURING] * (recipe.allocation != "uniform")
     last = device == "cuda" and recipe.refit != 0 if recipe.finish is None else recipe.finish > 0
     return [*own, *measured, FITTING, *[LAST] * last]
@@ -127,12 +139,6 @@ def _short(calibration: Calibration, plan: Plan) -> list[str]:
         f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer: the "
         "loss on other text may be far larger than without a calibration; give more text"
     ]
-
-
-def _epochs(plan: Plan, target: torch.device) -> int:
-    """Of the refit where the recipe does not say: on a CPU there is none."""
-    packed = any(planned.spec.quantized for planned in plan.layers)
-    return (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
 
 
 def read_text(
@@ -195,12 +201,6 @@ def _rows(recipe: Recipe, replan: Replan) -> set[str]:
     return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
 
 
-def _curves(sensitivity: Sensitivity | None) -> dict[str, list[float]] | None:
-    if sensitivity is None:
-        return None
-    return {module: curve.tolist() for module, curve in sensitivity.curves.items()}
-
-
 def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Result]:
     """Layers that are in no group of a block are fitted without statistics, and that is said."""
     rest = [planned for planned in plan.layers if planned.layer.module not in done]
@@ -212,3 +212,42 @@ def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Resul
         [f"fitted without calibration, outside of blocks or not run once in them: {listed}"]
     )
     return factorize_layers(work, Plan(rest))
+
+
+def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | None) -> Calibration:
+    """Windows of `seq_len` tokens, `samples` of the recipe at most: the share `mix` of them is own
+    text, all if there is no `text`.
+
+    To write it the whole model is loaded, once; what it wrote is kept in the journal.
+    """
+    samples = work.recipe.samples
+    count = samples if text is None else max(1, round(work.recipe.mix * samples))
+    beginning = beginning_of(tokenizer)
+    parts = [_write(work, tokenizer, seq_len, count, beginning)]
+    if text is not None and count < samples:
+        parts.insert(0, torch.cat(text.ids)[: samples - count])
+    return packed_calibration(interleaved(parts), beginning)
+
+
+def _write(work: Work, tokenizer: Any, seq_len: int, count: int, beginning: Beginning) -> Tensor:
+    """[count, seq_len] with the beginning of a text; the token at random that each sample starts from is
+    left out where the context has room for that."""
+    folder, device = work.source.folder, work.target
+    model = load_computing(folder, "AutoModelForCausalLM", device)
+    length = min(seq_len + ROOM, context_of(model.config.to_dict()))
+    wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
+    processes = work.processes
+    share = processes.rank, processes.count
+    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
+    return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
+
+
+def author_of(source: Source) -> str:
+    """SHA-256 over the model's weights."""
+    found = {name: source.sha256(entry) for name, entry in source.entries.items()}
+    return hashlib.sha256(canonical_json(found)).hexdigest()
+
+
+def is_own(name: str) -> bool:
+    """Whether a calibration's name asks for own text: "self", unless there is such a file."""
+    return name == OWN and not Path(name).exists()

@@ -19,9 +19,9 @@ from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.fitting.cost import predicted_cost
 from blr.compressor.fitting.rounding import plain_fit, round_layer
 from blr.compressor.fitting.work import Work
+from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
@@ -44,7 +44,7 @@ Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suff
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """One layer to factorize and everything that determines its factors. `processes` are those that fit
     it together, if not one alone."""
 
@@ -109,13 +109,18 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     return {job.layer.module: _kept(work, job, key) for key, job in jobs.items()}
 
 
-def _keyed(work: Work, plan: Plan) -> dict[str, Job]:
-    """Every layer to factorize by its key, to which each process adds those of its own share."""
-    jobs = [Job(planned, work.recipe, work.target) for planned in plan.layers]
+def _keyed(work: Work, plan: Plan) -> dict[str, LayerJob]:
+    """Every layer to factorize by its key."""
+    jobs = [LayerJob(planned, work.recipe, work.target) for planned in plan.layers]
+    return dict(zip(keys_of(work, jobs), jobs, strict=True))
+
+
+def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
+    """The journal's keys of the jobs' factors; each process hashes some of the weights."""
     mine = {n: job for n, job in enumerate(jobs) if work.processes.owns(n)}
-    keys = {n: job.key(work.source.sha256(job.layer.entry)) for n, job in mine.items()}
+    keys = {n: job.key(work.source.sha256(job.layer.entry), prefix) for n, job in mine.items()}
     known = {n: key for part in work.processes.gather(keys) for n, key in part.items()}
-    return {known[n]: job for n, job in enumerate(jobs)}
+    return [known[n] for n in range(len(jobs))]
 
 
 def layer_seed(seed: int, module: str) -> int:
@@ -123,14 +128,14 @@ def layer_seed(seed: int, module: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
 
 
-def _layer(work: Work, job: Job, key: str) -> None:
+def _layer(work: Work, job: LayerJob, key: str) -> None:
     """Factorize one layer into the journal."""
     with layer_errors(job):
         tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
     work.journal.store(key, tensors, record)
 
 
-def _kept(work: Work, job: Job, key: str) -> Result:
+def _kept(work: Work, job: LayerJob, key: str) -> Result:
     done = work.journal.load(key)
     if done is None:  # the disk has damaged it meanwhile
         _layer(work, job, key)
@@ -140,7 +145,7 @@ def _kept(work: Work, job: Job, key: str) -> Result:
     return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
-def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Fit one layer.
 
     Args:
@@ -166,7 +171,7 @@ def factorize(weight: Tensor, job: Job) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def keep_factors(
-    job: Job, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, Any]
+    job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Round fitted factors to the dtype they are stored in and measure what that gives.
 
@@ -194,7 +199,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def layer_errors(job: Job) -> Iterator[None]:
+def layer_errors(job: LayerJob) -> Iterator[None]:
     """Name the layer in the errors of its factorization: NumericsError, and CapabilityError where
     memory ran out."""
     try:

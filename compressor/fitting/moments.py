@@ -8,8 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from blr.compressor.base.ordered_sums import OrderedSum
-from blr.compressor.base.processes import Processes
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.structures.linalg import cholesky, solve_factored
 
@@ -53,36 +51,10 @@ class Moments:
         return cholesky(self.gram + ridge * identity)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Of one batch: `student` x̂ [n, i], `dense` x [n, i], `drift` h − ĥ [n, d], in float32."""
-
-    student: Tensor
-    dense: Tensor | None = None
-    drift: Tensor | None = None
-
-    def products(self) -> list[Tensor]:
-        """What the batch adds to the moments, in their order."""
-        left = [self.student]
-        if self.dense is not None:
-            left.append(self.dense - self.student)
-        if self.drift is not None:
-            left.append(self.drift)
-        return [rows.mT @ self.student for rows in left]
-
-
-class MomentSums:
-    """Adds batches that are dealt out to processes, a round at a time; `kinds` counts the moments."""
-
-    def __init__(self, processes: Processes, batches: int, kinds: int) -> None:
-        self.sums = [OrderedSum(processes, batches, torch.float64) for _ in range(kinds)]
-
-    def add(self, inputs: Inputs | None) -> None:
-        """This process's next batch, None if it has no more."""
-        parts = [None] * len(self.sums) if inputs is None else inputs.products()
-        for total, part in zip(self.sums, parts, strict=True):
-            total.add(part)
-
-    def moments(self) -> Moments:
-        """In every process."""
-        return Moments(*(total.total() for total in self.sums))
+def products(
+    student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What one batch adds to the moments, by their names: of its inputs `student` x̂ [n, i] and `dense`
+    x [n, i], and its `drift` h − ĥ [n, d], in float32."""
+    left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
+    return {name: rows.mT @ student for name, rows in left.items() if rows is not None}

@@ -1,10 +1,17 @@
-"""Joint refit of all factors of one block against the dense block's output.
+"""Refits: all factors of one block trained against the dense block's output, and the last pass of a fit,
+which trains all blocks together to give the dense model's distributions.
 
-The block sees the hidden states of the compressed prefix and should give those of the dense
-model; the error is weighted by the Fisher information of the block's output, so that what the
-loss does not feel is not paid for. Adam, each tensor moving at a rate relative to its own size;
-the best epoch on held-back windows is kept, the start included, so a refit never makes that error
-worse. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
+A block sees the hidden states of the compressed prefix and should give those of the dense model; the
+error is weighted by the Fisher information of the block's output, so that what the loss does not feel
+is not paid for. Each tensor moves at a rate relative to its own size; the best epoch on held-back
+windows is kept, the start included, so a refit never makes that error worse. Block-wise reconstruction
+is that of BRECQ (arXiv 2102.05426).
+
+What refits leave is an error of every block's own output; which of it the loss feels is known only
+behind the last block. So at the end the factors, packed weights, scales and norms of all blocks move
+together against KL(dense ‖ compressed) of the next token on the text of the calibration: the dense
+side is there as the final hidden states that the fit has carried along, so no second model is held.
+Source: the idea of an end-to-end pass after blocks is EfficientQAT's (arXiv 2407.11062).
 
 A step is one batch. Where it is large, its windows are taken in parts, whose gradients are added in
 their order: processes share out the parts, and the result does not depend on how many there are.
@@ -12,105 +19,115 @@ their order: processes share out the parts, and the result does not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.adam import Adam, factor_at, rates_of
-from blr.compressor.fitting.batches import Batch, window_rows
-from blr.compressor.fitting.capture import Captured, alike
-from blr.compressor.fitting.running import run_block
-from blr.compressor.fitting.sizes import HELD_BACK, PART_WORK
-from blr.compressor.structures.bank import Banks
+from blr.compressor.base.progress import LAST
+from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block, window_rows
+from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.factorize import layer_seed
+from blr.compressor.fitting.student import FitRun, train_and_keep
+from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
+from blr.compressor.planning.training_sizes import (
+    HELD_BACK,
+    LAST_SHARE,
+    last_pass_bytes,
+    logit_parts,
+    refit_parts,
+)
 from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import cholesky
+from blr.compressor.workspace.journal import layer_key
+from blr.kernels.training.divergence.op import divergence_sum
 
 RATE = 0.01  # of a tensor's root mean square, a step
 PACKED_RATE = 0.005  # where some of them are rounded
 WARM_UP = 0.05  # of all steps
+Errors = tuple[float, float]  # before and after
 RIDGE = 0.01  # of the mean diagonal of the output metric
 
 
-@dataclass(frozen=True)
-class Refit:
-    """Error on the held-back batches before and after; `after` ≤ `before`."""
-
-    before: float
-    after: float
-
-
-class Refitting:
+class Refitting(TrainingLoop):
     """Moves what is `trained` of `block` in place.
 
     Args:
-        trained: parameters of the block that want gradients, stored as they are or rounded.
+        trained: parameters of the block, stored as they are or rounded.
         batches: their `student` states enter the block, each with the process that owns the batch.
         targets: dense outputs [m, w, d] of this process's batches, by number.
         metric: Fisher information [d, d] of the block's output, or None for plain squares.
+        rate: of a tensor's root mean square, a step; None for the usual one.
     """
 
     def __init__(
         self,
         block: nn.Module,
-        trained: list[Trained],
+        trained: Sequence[Trained],
         processes: Processes,
         batches: list[Batch],
         targets: dict[int, Tensor],
         metric: Tensor | None,
+        rate: float | None = None,
     ) -> None:
-        self.block, self.trained, self.processes = block, Banks(trained), processes
-        self.parameters = [part.parameter for part in trained]
-        found = [master for part in trained for master in part.masters]
-        self.masters, self.shares = [master for master, _ in found], [share for _, share in found]
-        self.rate = PACKED_RATE if self.trained.banks else RATE
-        self.batches, self.targets, self.device = batches, targets, self.masters[0].device
+        what = TrainedSet({str(n): part for n, part in enumerate(trained)})
+        rate = rate or (PACKED_RATE if what.banks.banks else RATE)
+        self.device = next(iter(what.masters.values())).device
+        super().__init__(what, rates_of([*what.masters.values()], what.shares, rate), self.device)
+        self.block, self.processes, self.parameters = block, processes, what.parameters
+        self.batches, self.targets = batches, targets
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
-        self.train = [n for n in range(len(batches)) if n not in held]
-        self.graph: Captured | None = None
+        self.train_on = [n for n in range(len(batches)) if n not in held]
+        self.graph: CapturedPasses | None = None
         self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
-        self.held = held or self.train
+        self.held = held or self.train_on
 
-    def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Refit:
+    def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:
         """Train for so many epochs, of each of which `advance` is told, and keep the best; the batches'
-        order follows from `seed`."""
-        order = torch.Generator().manual_seed(seed)
-        optimizer = Adam(self.masters, rates_of(self.masters, self.shares, self.rate))
-        steps = epochs * len(self.train)
-        best = before = self._judge()
-        kept = self._values()
-        for epoch in range(epochs):
-            advance(epoch)
-            for n in torch.randperm(len(self.train), generator=order).tolist():
-                with tensor_cores(self.device):
-                    self._gradients(self.train[n])
-                self._move(optimizer, factor_at(optimizer.steps, steps, max(1, round(WARM_UP * steps))))
-            now = self._judge()
-            if now < best:
-                best, kept = now, self._values()
-        with torch.no_grad():
-            for master, value in zip(self.masters, kept, strict=True):
-                master.copy_(value)
-        self.trained.publish()
-        return Refit(before, best)
+        order follows from `seed`. Returns the error on the held-back batches before and after."""
+        order, count = torch.Generator().manual_seed(seed), len(self.train_on)
+        drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
+        self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
+        self._want_gradients(True)
+        self.what.publish()
+        self.consider()
+        before = self.state.best
+        self.train()
+        self._want_gradients(False)
+        return before, self.state.best
 
-    def _values(self) -> list[Tensor]:
-        return [master.detach().clone() for master in self.masters]
+    def _want_gradients(self, wanted: bool) -> None:
+        for parameter in self.parameters:
+            parameter.requires_grad_(wanted)
 
-    def _move(self, optimizer: Adam, factor: float) -> None:
-        self.trained.collect()
-        optimizer.move([_gradient(master) for master in self.masters], factor)
-        for master in self.masters:
-            master.grad = None  # banks add to what is there
-        self.trained.publish()
+    def is_over(self) -> bool:
+        return self.state.step == len(self.order)
+
+    def factor(self) -> float:
+        """Up in a line for the first steps, and down in a line."""
+        steps = len(self.order)
+        return factor_at(self.state.step, steps, max(1, round(WARM_UP * steps)))
+
+    def backward(self) -> None:
+        epoch, done = divmod(self.state.step, len(self.train_on))
+        if not done:
+            self.advance(epoch)
+        with tensor_cores(self.device):
+            self._gradients(self.order[self.state.step])
+        self.what.collect()
+
+    def after_step(self) -> None:
+        if self.state.step % len(self.train_on) == 0:
+            self.consider()
 
     @torch.no_grad()
-    def _judge(self) -> float:
+    def judge(self) -> float:
         """Mean error of the held-back batches, each taken by the process that has it."""
         mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
         found = {n: error for part in self.processes.gather(mine) for n, error in part.items()}
@@ -126,24 +143,23 @@ class Refitting:
         source, batch = self.processes.owner(n), self.batches[n]
         student = self.processes.shared(batch.student if self.processes.owns(n) else None, source)
         target = self.processes.shared(self.targets.get(n), source)
-        tokens, parts = batch.tokens, self._parts(batch)
+        parts = self._parts(batch)
         windows = torch.arange(len(batch.mask)).tensor_split(parts)
-        total = OrderedSum(self.processes, parts)
-        for turn in rounds(self.processes, parts):
-            at = turn * self.processes.count + self.processes.rank
-            whole = parts == 1 and at == 0 and self._replayed(n, student, target)
-            if at < parts and not whole:
-                self._part(batch, student, target, windows[at], tokens)
-            total.add(self._flat() if at < parts else None)
+
+        def part(at: int) -> dict[str, Tensor]:
+            if parts > 1 or not self._replayed(n, student, target):
+                self._part(batch, student, target, windows[at], batch.tokens)
+            return {"all": torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])}
+
+        total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, found in zip(self.parameters, total.total().split(sizes), strict=True):
+        for parameter, found in zip(self.parameters, total.split(sizes), strict=True):
             parameter.grad = found.view_as(parameter)
 
     def _parts(self, batch: Batch) -> int:
         """Into how many its windows are split: a power of two, by the work alone."""
-        work = 6 * batch.mask.numel() * sum(parameter.numel() for parameter in self.parameters)
-        most = min(len(batch.mask), max(work // PART_WORK, 1))
-        return 1 << (most.bit_length() - 1)
+        trained = sum(parameter.numel() for parameter in self.parameters)
+        return refit_parts(batch.mask.numel(), trained, len(batch.mask))
 
     def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
         """Leave the gradients of the error of some windows of the batch."""
@@ -151,13 +167,8 @@ class Refitting:
         if part is not batch:
             rows = windows.to(student.device)
             student, target = student[rows], target[rows]
-        for parameter in self.parameters:
-            parameter.grad = None
+        forget(self.parameters)
         self._loss(part, student, target, tokens).backward()
-
-    def _flat(self) -> Tensor:
-        """The gradients [n] of all parameters."""
-        return torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])
 
     def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
         """Whether a CUDA graph has left the gradients of a batch's error."""
@@ -169,11 +180,11 @@ class Refitting:
             self._loss(batch, student, target, batch.tokens).backward()
 
         try:
-            self.graph = self.graph or Captured(passes, self.parameters, (student, target))
+            self.graph = self.graph or CapturedPasses(passes, self.parameters, student, target)
         except RuntimeError:  # whatever a model does that no graph can hold
             self.captured = [False] * len(self.batches)
             return False
-        self.graph.replay(student, target)
+        self.graph(student, target)
         return True
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
@@ -189,8 +200,113 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
+def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:
+    """`rate` × the root mean square of each master × its share."""
+    sizes = torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()
+    return [rate * share * size for size, share in zip(sizes, shares, strict=True)]
+
+
+def factor_at(step: int, steps: int, warm_up: int) -> float:
+    """Of the rates at `step` of `steps`: up in a line for so many, and down in a line."""
+    return min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / max(steps, 1))
+
+
 def _root(metric: Tensor) -> Tensor:
     """Lower Cholesky factor of the metric with a small ridge, in float32."""
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
     identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
     return cholesky(metric + RIDGE * identity).float()
+
+
+FINISH = 5  # raise it when the results change
+FINISH_RATE = 0.003  # of a tensor's root mean square, a step
+
+
+def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
+    """Train the run's students together, keep what comes out in the journal, and take it as the results.
+
+    Args:
+        starts: of every batch, the states that enter the first block; `run.batches` hold those that
+            leave the last of the dense model.
+    """
+    work, settings = run.work, [run.finish, FINISH]
+    keys = [
+        layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
+    ]
+
+    def train() -> Errors:
+        trained = [part for student in run.students for part in student.trained]
+        steps = Finishing(run, trained, starts, {n: batch.hidden for n, batch in run.mine.items()})
+        seed = layer_seed(work.recipe.seed, "finish")
+        with work.progress.layers(run.finish, LAST) as advance:
+            return steps.run(run.finish, seed, lambda epoch: advance(f"epoch {epoch + 1}"))
+
+    states = {n: starts[n].student for n in run.mine}
+    train_and_keep(run, run.students, keys, states, "finish", train)
+    run.prefix = layer_key(prefix=run.prefix, done=keys)
+
+
+class Finishing(Refitting):
+    """Moves what is `trained` of all blocks; errors are nats a token."""
+
+    def __init__(
+        self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],
+        rate: float = FINISH_RATE,
+    ) -> None:  # fmt: skip
+        self.model = run.model
+        blocks = Blocks([student.block for student in run.students])
+        super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
+
+    def _parts(self, batch: Batch) -> int:
+        """So many that the logits of one are no more than `LOGITS` bytes."""
+        return logit_parts(batch.mask.numel() * logit_bytes(self.model), len(batch.mask))
+
+    def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
+        """KL of the batch's predictions, as its share in a mean over those of so many `tokens`."""
+        out = batch.predicting(run_block(self.block, student.to(self.device), batch))
+        with torch.no_grad():
+            dense = self.model.logits(batch.predicting(target.to(self.device)))
+        share = 1 - batch.idle / batch.mask.shape[1]
+        return divergence_sum(self.model.logits(out), dense) / (tokens * share)
+
+
+def logit_bytes(model: BlockModel) -> int:
+    """Of one token, in float32."""
+    head: Any = model.model.get_output_embeddings()
+    return 4 * int(head.weight.shape[0])
+
+
+def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: list[Batch]) -> int:
+    """How many there are to be: those `asked` for, else `usual` on a GPU that has the room.
+
+    Raises CapabilityError: they are asked for, but the model has no logits, or the GPU not the room.
+    """
+    if asked == 0 or (asked is None and model.device.type != "cuda"):
+        return 0
+    if not model.model.can_generate():
+        if asked:
+            raise CapabilityError(
+                f"{model.source.folder}: --finish is for a model that predicts tokens; leave it out"
+            )
+        return 0
+    needed, room = _bytes(model, batches), _room(model.device)
+    if needed > room and asked:
+        raise CapabilityError(
+            f"--finish trains all blocks at once, which takes {needed / 1e9:,.0f} GB; {model.device} "
+            f"has {room / 1e9:,.0f} to give; leave it out, and heal afterwards"
+        )
+    return (usual if asked is None else asked) * (needed <= room)
+
+
+def _room(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    return LAST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _bytes(model: BlockModel, batches: list[Batch]) -> float:
+    """Predicted."""
+    tokens = max(batch.mask.numel() for batch in batches)
+    weights = sum(p.numel() for p in model.blocks.parameters())
+    widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
+    return last_pass_bytes(weights, widths, tokens, logit_bytes(model))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.quantized import rows_at_once
+from blr.compressor.structures.balance import even_columns
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
@@ -38,7 +39,6 @@ from blr.compressor.structures.specs import (
     CorrectedSpec,
     DenseSpec,
     LowRankSpec,
-    MonarchSpec,
     PivotedSpec,
     QuantizedSpec,
     Spec,
@@ -193,7 +193,7 @@ def quantize_factors(
     indices = {name: factors[name] for name in spec.indices()}
     exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()} | indices
     if spec.tiled:
-        exact = _even(spec.of, exact)
+        exact = even_columns(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
     back = dict(indices)
     for name in _turns(spec):
@@ -334,28 +334,6 @@ def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor |
         return None
     width = spec.shapes()["V"][-2]  # features of each block, or of all for groups of rows
     return metric.costs.view(-1, 1, width) if width < spec.in_features else metric.costs[None]
-
-
-def _even(spec: Spec, factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same product with columns of U of one size, V taking the rest, for rows that share a scale."""
-    if not isinstance(spec, LowRankSpec | MonarchSpec | BlastSpec):
-        return factors
-    U, V = factors["U"], factors["V"]
-    if isinstance(spec, MonarchSpec):  # U [k, q, l·s] belongs to V [l, p, k·s]
-        shape = spec.blocks, spec.blocks, spec.block_rank
-        size = _size(U, 1).unflatten(-1, shape[1:]).squeeze(1)  # [k, l, s]
-        other = size.transpose(0, 1).flatten(1)[:, None]
-        return {**factors, "U": U / size.flatten(1)[:, None], "V": V * other}
-    if isinstance(spec, BlastSpec):
-        size = _size(U.flatten(0, 1), 0)  # [1, r], of all blocks
-        return {**factors, "U": U / size, "V": V * size}
-    size = _size(U, -2)
-    return {**factors, "U": U / size, "V": V * size}
-
-
-def _size(factor: Tensor, axis: int) -> Tensor:
-    found = factor.square().mean(axis, keepdim=True).sqrt()
-    return torch.where(found > 0, found, torch.ones_like(found))
 
 
 def _pack(

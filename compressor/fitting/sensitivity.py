@@ -17,21 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.base.work_shares import share_out
-from blr.compressor.fitting.activation_storage import home
-from blr.compressor.fitting.batches import Batch
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.running import captured_inputs, run_block
 from blr.compressor.fitting.work import Work
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
@@ -61,11 +58,7 @@ def every(module: str) -> bool:
 
 
 def measure(
-    work: Work,
-    model: BlockModel,
-    batches: list[Batch],
-    key: str,
-    whole: Callable[[str], bool] = every,
+    work: Work, model: BlockModel, batches: list[Batch], key: str, whole: Callable[[str], bool] = every
 ) -> Sensitivity:
     """Sensitivities of every compressible layer, from the journal where it has them.
 
@@ -76,7 +69,7 @@ def measure(
     """
     keys = [_block_key(key, index) for index in range(len(model))]
     if work.missing([key, *keys]):
-        curves = Sweep(work, model, batches, partial(_block_key, key), whole).run()
+        curves = SensitivitySweep(work, model, batches, partial(_block_key, key), whole).run()
         if work.processes.first:
             work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
     found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
@@ -89,7 +82,7 @@ def _block_key(key: str, index: int) -> str:
     return layer_key(key=key, block=index)
 
 
-class Sweep:
+class SensitivitySweep:
     """Forward and backward through the blocks. Hidden states and gradients are by number of batch.
 
     What is found of block n is stored under ``key(n)``; `whole` as of `measure`.
@@ -153,24 +146,20 @@ class Sweep:
         """Gradients entering block `index`, having added what it says to what is found."""
         block = self.model.load_block(index)
         groups = self.model.groups(block)
-        names = [name for group in groups for name in group.modules]
+        layers = [name for group in groups for name in group.modules]
         heads = [group.modules[0] for group in groups]
-        sums = {
-            key: OrderedSum(self.processes, len(self.batches), torch.float64)
-            for key in [(HIDDEN, "out"), *((n, "out") for n in names), *((n, "in") for n in heads)]
-        }
+        kinds = [(HIDDEN, "out"), *((n, "out") for n in layers), *((n, "in") for n in heads)]
         entering = {}
-        for turn in rounds(self.processes, len(self.batches)):
-            n = turn * self.processes.count + self.processes.rank
-            parts: dict[tuple[str, str], Tensor] = {}
-            if n in self.mine:
-                state = hidden[n].to(self.model.device).detach()
-                given = gradients[n].to(state.device)
-                parts, found = _products(block, names, heads, state, self.mine[n], given)
-                entering[n] = found.to(self.home)
-            for key, total in sums.items():
-                total.add(parts.get(key))
-        self._record(index, block, {key: total.total() for key, total in sums.items()})
+
+        def parts(n: int) -> dict[tuple[str, str], Tensor]:
+            state = hidden[n].to(self.model.device).detach()
+            given = gradients[n].to(state.device)
+            found, gradient = _products(block, layers, heads, state, self.mine[n], given)
+            entering[n] = gradient.to(self.home)
+            return found
+
+        asked = self.processes, len(self.batches), parts, kinds, torch.float64
+        self._record(index, block, sum_in_order(*asked))
         return entering
 
     def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
@@ -200,8 +189,14 @@ def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
     """What one batch adds to each sum, and the gradient that enters the block."""
+    results, modules = dict[str, Tensor](), {name: block.get_submodule(name) for name in names}
+
+    def tap(name: str, output: Tensor) -> None:
+        output.retain_grad()
+        results[name] = output
+
     state.requires_grad_(True)
-    with _tapped(block, names) as results, captured_inputs(block, heads) as inputs:
+    with watched(modules, leave=tap), captured_inputs(block, heads) as inputs:
         run_block(block, state, batch).backward(gradient)
     rows = {
         (HIDDEN, "out"): gradient,
@@ -232,30 +227,6 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     below = logits.softmax(-1).cumsum(-1)
     chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-
-
-class _tapped:
-    """Context: the outputs of the named submodules, which keep their gradients."""
-
-    def __init__(self, block: nn.Module, names: list[str]) -> None:
-        self.kept: dict[str, Tensor] = {}
-        self.handles = [
-            block.get_submodule(name).register_forward_hook(self._keeper(name)) for name in names
-        ]
-
-    def _keeper(self, name: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.retain_grad()
-            self.kept[name] = output
-
-        return keep
-
-    def __enter__(self) -> dict[str, Tensor]:
-        return self.kept
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _named_curve(module: str, weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:

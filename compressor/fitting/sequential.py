@@ -13,27 +13,23 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import rounds
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.precision import tensor_cores
 from blr.compressor.base.processes import Processes
-from blr.compressor.fitting.activation_storage import home
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.block_inputs import read_by, rounds_to_float8
-from blr.compressor.fitting.cost import predicted_cost
-from blr.compressor.fitting.factorize import Result, layer_seed
-from blr.compressor.fitting.moments import Inputs, Moments, MomentSums
-from blr.compressor.fitting.refit import Refit, Refitting
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import captured_inputs, run_block, run_until
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
+from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
+from blr.compressor.fitting.moments import Moments, products
+from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.student import Student
+from blr.compressor.fitting.student import FitRun, Student, train_and_keep
 from blr.compressor.fitting.weighted import fit_weighted, fitted_together, metric_for
+from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 
@@ -41,7 +37,7 @@ REFIT = 6  # raise it when the refit's results change
 CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
 
 
-def fit_blocks(run: Run) -> dict[str, Result]:
+def fit_blocks(run: FitRun) -> dict[str, Result]:
     """Factors and records of every planned layer inside the model's blocks, by module name."""
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:
@@ -53,7 +49,7 @@ def fit_blocks(run: Run) -> dict[str, Result]:
 class BlockFit:
     """The dense block `index`, its compressed twin, and how the one becomes the other."""
 
-    def __init__(self, run: Run, index: int) -> None:
+    def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
         self.dense = run.model.load_block(index)
         self.groups = run.model.groups(self.dense)
@@ -75,7 +71,9 @@ class BlockFit:
     def _fit_group(self, group: Group, advance: Any) -> None:
         named = {name: self.student.module(name) for name in group.modules}
         members = {name: module for name, module in named.items() if module in self.run.planned}
-        keys = self._keys(list(members.values()))
+        jobs = [self.run.job(module) for module in members.values()]
+        found = keys_of(self.run.work, jobs, self.run.prefix)
+        keys = dict(zip(members.values(), found, strict=True))
         missing = set(self.run.work.missing(list(keys.values())))
         if members:
             advance(*keys, there=[module for module, key in keys.items() if key not in missing])
@@ -84,16 +82,6 @@ class BlockFit:
         for name, module in members.items():
             self.student.install(name, keys[module])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
-
-    def _keys(self, modules: list[str]) -> dict[str, str]:
-        """Module to the journal's key of its factors; each process hashes some of the weights."""
-        processes, run = self.run.work.processes, self.run
-        mine = [module for n, module in enumerate(modules) if processes.owns(n)]
-        source = run.model.source
-        hashes = {module: source.sha256(run.planned[module].layer.entry) for module in mine}
-        found = {module: run.job(module).key(hashes[module], run.prefix) for module in mine}
-        known = {module: key for part in processes.gather(found) for module, key in part.items()}
-        return {module: known[module] for module in modules}
 
     def _fit(self, modules: dict[str, str], group: Group) -> None:
         """Have the factors of `modules` (by key) in the journal."""
@@ -136,27 +124,26 @@ class BlockFit:
 
     @torch.no_grad()
     def _moments(self, group: Group) -> Moments:
-        processes, mine = self.run.work.processes, self.run.mine
         sequential = self.run.work.recipe.sequential
-        kinds = 1 + sequential * (1 + (group.residual is not None))
-        sums = MomentSums(processes, len(self.run.batches), kinds)
-        with tensor_cores(self.run.model.device):
-            for turn in rounds(processes, len(self.run.batches)):
-                n = turn * processes.count + processes.rank
-                sums.add(self._batch_inputs(n, group, sequential) if n in mine else None)
-        return sums.moments()
+        drifts = sequential and group.residual is not None
+        kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
 
-    def _batch_inputs(self, n: int, group: Group, sequential: bool) -> Inputs:
+        asked = self.run.work.processes, len(self.run.batches)
+        parts = partial(self._products, group=group, sequential=sequential)
+        with tensor_cores(self.run.model.device):
+            return Moments(**sum_in_order(*asked, parts, kinds, torch.float64))
+
+    def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:
         batch = self.run.batches[n]
         dense = self._dense_inputs(n, group)
         x = batch.rows(dense[group.modules[0]])
         if not sequential:
-            return Inputs(x)
+            return products(x)
         student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None
         if group.residual is not None:
             drift = batch.rows(dense[group.residual] - student[group.residual]) / group.scale
-        return Inputs(batch.rows(student[group.modules[0]]), x, drift)
+        return products(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
         """Input of the group's layers and of its residual module."""
@@ -202,35 +189,20 @@ class BlockFit:
             return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 
     def _refit(self, targets: dict[int, Tensor]) -> None:
-        work, epochs = self.run.work, self.run.epochs
-        settings = [epochs, REFIT, self.run.finish > 0]
+        settings = [self.run.epochs, REFIT, self.run.finish > 0]
         key = layer_key(refit=settings, prefix=self.run.prefix, block=self.index)
-        if work.missing([key]):
-            found = self._run_refit(targets)
-            states = {n: batch.student for n, batch in self.run.mine.items()}
-            metrics = read_by(self.student, states)[0] if rounds_to_float8(self.student) else {}
-            if work.processes.first:
-                self.student.keep(key, {"refit": [found.before, found.after]}, metrics)
-            work.processes.wait()
-            work.journal.await_all([key])
-        self.student.take(key)
-        self.run.prefix = key
+        states = {n: batch.student for n, batch in self.run.mine.items()}
 
-    def _run_refit(self, targets: dict[int, Tensor]) -> Refit:
-        """Train the block's layers, and norms beside packed ones, which cost nothing to store."""
-        self.cache = None
-        trained = self.student.trained
-        for part in trained:
-            part.parameter.requires_grad_(True)
-            part.publish()
-        seed = layer_seed(self.run.work.recipe.seed, f"refit:{self.index}")
-        states = self.run.work.processes, self.run.batches, targets
-        found = Refitting(self.student.block, trained, *states, self._block_metric()).run(
-            self.run.epochs, seed
-        )
-        for part in trained:
-            part.parameter.requires_grad_(False)
-        return found
+        def train() -> Errors:
+            self.cache = None
+            work = self.run.work
+            given = work.processes, self.run.batches, targets, self._block_metric()
+            seed = layer_seed(work.recipe.seed, f"refit:{self.index}")
+            steps = Refitting(self.student.block, self.student.trained, *given)
+            return steps.run(self.run.epochs, seed)
+
+        train_and_keep(self.run, [self.student], [key], states, "refit", train)
+        self.run.prefix = key
 
     def _block_metric(self) -> Tensor | None:
         sensitivity, processes = self.run.sensitivity, self.run.work.processes

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.ordered_sums import sum_in_order
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import TORCH_NAMES
-from blr.compressor.fitting.composed import compose_layers
-from blr.compressor.fitting.equal_weights import Twin, make_twin
-from blr.compressor.fitting.factorize import check_range, keep_factors, layer_errors
+from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
+from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.factorize import LayerJob, Result, check_range, keep_factors, layer_errors
+from blr.compressor.fitting.moments import Moments, products
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.sizes import WIDEST
+from blr.compressor.fitting.sensitivity import Sensitivity
+from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
+from blr.compressor.fitting.work import Work
 from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.planning.plan import Plan
+from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
+
+
+@dataclass
+class FitRun:
+    """One calibrated compression: what is fitted, from what, and what is done so far.
+
+    `epochs` are those of a block's refit, `finish` of the whole model's, for which its `students` are
+    kept; `prefix` is the digest of the calibration and of every layer finished so far, `norms` are those
+    that were trained, by tensor.
+    """
+
+    work: Work
+    model: BlockModel
+    plan: Plan
+    batches: list[Batch]
+    sensitivity: Sensitivity | None
+    epochs: int
+    prefix: str
+    finish: int = 0
+    students: list[Student] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    norms: dict[str, TensorEntry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.planned = {planned.layer.module: planned for planned in self.plan.layers}
+
+    def job(self, module: str) -> LayerJob:
+        return LayerJob(self.planned[module], self.work.recipe, self.model.device)
+
+    @property
+    def mine(self) -> dict[int, Batch]:
+        """The batches of this process, by number."""
+        return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
+
 
 NORM = "norm"  # prefix of theirs in the journal
 
@@ -25,7 +66,7 @@ class Student:
     """Block `index` as it is compressed so far: `twins`, by name in the block, in the place of fitted
     layers, and `norms`, parameters that are trained too, by the names of their tensors."""
 
-    def __init__(self, run: Run, index: int) -> None:
+    def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
         self.block = run.model.load_block(index)
         if run.model.device.type == "cuda":
@@ -116,3 +157,57 @@ class Student:
         for name, parameter in self.norms.items():
             parameter.data.copy_(found[f"{NORM}:{name}"])
             self.run.norms[name] = entries[0][f"{NORM}:{name}"]
+
+
+def rounds_to_float8(student: Student) -> bool:
+    """Whether the block has layers that are rounded to float8 once it is trained."""
+    return any(getattr(twin.spec, "fp8", False) for twin in student.twins.values())
+
+
+@torch.no_grad()
+def read_by(
+    student: Student, states: Mapping[int, Tensor]
+) -> tuple[dict[str, Metric], dict[int, Tensor]]:
+    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes; and
+    the states behind the block.
+
+    Args:
+        states: that enter the block, of this process's batches by number.
+    """
+    run, behind = student.run, dict[int, Tensor]()
+    groups = [group.modules for group in run.model.groups(student.block)]
+    heads = [names[0] for names in groups]
+
+    def grams(n: int) -> dict[str, Tensor]:
+        batch = run.batches[n]
+        with captured_inputs(student.block, heads) as kept:
+            out = run_block(student.block, states[n].to(run.model.device), batch)
+        behind[n] = out.to(states[n].device)
+        return {name: products(batch.rows(kept[name]))["gram"] for name in heads}
+
+    sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
+    found = {name: Moments(gram).metric for name, gram in sums.items()}
+    return {name: found[names[0]] for names in groups for name in names}, behind
+
+
+def train_and_keep(
+    run: FitRun, students: list[Student], keys: list[str], states: Mapping[int, Tensor], name: str,
+    train: Callable[[], tuple[float, float]],
+) -> None:  # fmt: skip
+    """Have what `train` makes of the students in the journal, each under its key, and take it.
+
+    Args:
+        states: that enter the first student. name: of what was trained, in the layers' records.
+    """
+    work = run.work
+    if work.missing(keys):
+        found = train()
+        float8 = any(map(rounds_to_float8, students))
+        for student, key in zip(students, keys, strict=True):
+            metrics, states = read_by(student, states) if float8 else ({}, states)
+            if work.processes.first:
+                student.keep(key, {name: list(found)}, metrics)
+        work.processes.wait()
+        work.journal.await_all(keys)
+    for student, key in zip(students, keys, strict=True):
+        student.take(key)

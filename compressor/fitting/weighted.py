@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.precision import moved
-from blr.compressor.fitting.factorize import Job, keep_factors, layer_errors
+from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
@@ -54,7 +54,7 @@ class Outputs:
 
 
 def fit_weighted(
-    job: Job, weight: Tensor, moments: Moments, metric: Tensor | None
+    job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Fit one layer in the norm of its inputs and of what its outputs matter.
 
@@ -83,7 +83,7 @@ def fit_weighted(
 
 
 def _found(
-    job: Job, weight: Tensor, target: Tensor, inputs: Metric, outputs: Outputs | None
+    job: LayerJob, weight: Tensor, target: Tensor, inputs: Metric, outputs: Outputs | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
     notes: list[str] = []
@@ -97,7 +97,7 @@ def _found(
     return round_layer(target, job.planned.spec, inputs, dtype, fit), list(dict.fromkeys(notes))
 
 
-def _fit(job: Job, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
+def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
     """Fit the target with its outputs weighted, then take the weights out of the factors again.
 
     Low rank takes the whole metric in closed form, groups of its output rows each their own block;
@@ -141,7 +141,7 @@ def is_whole(spec: Spec) -> bool:
     return takes_whole_metric(_solved(spec))
 
 
-def fitted_together(job: Job) -> bool:
+def fitted_together(job: LayerJob) -> bool:
     """Whether the layer is so large that processes share its fit rather than the layers of a group."""
     spec = _solved(job.planned.spec)
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
@@ -171,7 +171,7 @@ def _solved(spec: Spec) -> Spec:
     return start_of(found) if isinstance(found, BlastSpec) else found
 
 
-def _options(job: Job, spec: Spec) -> FitOptions:
+def _options(job: LayerJob, spec: Spec) -> FitOptions:
     slow = isinstance(spec, BlastSpec) and job.device.type == "cpu"
     if slow and job.options.rounds is None:
         return replace(job.options, rounds=CPU_ROUNDS)

@@ -48,7 +48,7 @@ PACE, MOST_PACE = 3e13, 5e5  # parameters times tokens that a GPU trains on in a
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A stream called `name` ("self" or a text) that gives `windows` of every batch."""
 
     name: str
@@ -60,7 +60,7 @@ class Part:
 class Data:
     """`parts` make up every batch of `batch` windows; the first one's windows count epochs."""
 
-    parts: list[Part]
+    parts: list[TextPart]
     digest: str
 
     @property
@@ -216,7 +216,7 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
         text, beginning = rows[:, len(reading.beginning) :], reading.beginning
         streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
     counts = _shares(streams, share, batch)
-    parts = [Part(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
+    parts = [TextPart(n, s, c) for (n, s), c in zip(streams.items(), counts, strict=True)]
     begins = [list(reading.beginning)] if reading.beginning else []
     found = [[part.name == SELF, digest(part.stream.rows), part.windows, *begins] for part in parts]
     return Data(parts, hashlib.sha256(canonical_json(found)).hexdigest())

@@ -21,7 +21,7 @@ from blr.compressor.checkpoint.hints import inert
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
 from blr.compressor.checkpoint.source import TORCH_NAMES, Source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.fitting.composed import dense_weight
+from blr.compressor.fitting.trainable_layers import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from blr.compressor.fitting.block_passes import watched
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.healing.embedding import PADDING
 from blr.compressor.healing.student_and_teacher import Pair
@@ -32,17 +30,19 @@ def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
     for some in rows[: max(TOKENS // rows.shape[1], 1)].split(BATCH):
         ids = some.to(pair.device)
         mask = ids != PADDING
-        keeper = _Keeper(mask)
-        handles = [m.register_forward_pre_hook(keeper.hook(parts[name])) for name, m in layers.items()]
-        try:
-            with torch.compiler.set_stance("force_eager"):  # compiled blocks know nothing of hooks
-                out = pair.student.base_model(input_ids=ids.clamp_min(0), attention_mask=mask.long())
-        finally:
-            for handle in handles:
-                handle.remove()
+        last: list[Tensor] = []  # what was read last, and its rows: several layers read one tensor
+
+        def keep(name: str, x: Tensor, mask: Tensor = mask, last: list[Tensor] = last) -> None:
+            if not last or last[0] is not x:
+                last[:] = x, _real(x, mask)
+            parts[name].append(last[1])
+
+        # Compiled blocks know nothing of hooks
+        with watched(layers, keep), torch.compiler.set_stance("force_eager"):
+            out = pair.student.base_model(input_ids=ids.clamp_min(0), attention_mask=mask.long())
         for name, module in layers.items():
             if module is head:  # behind the base model
-                parts[name].append(keeper.real(out.last_hidden_state))
+                keep(name, out.last_hidden_state)
     return {name: torch.cat(found) for name, found in parts.items() if any(map(len, found))}
 
 
@@ -52,25 +52,8 @@ def metric_of(inputs: Tensor, device: torch.device) -> Metric:
     return Metric(x.mT @ x / len(x))
 
 
-class _Keeper:
-    """Copies what layers read of the tokens in `mask` [m, w], once where several read one tensor."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-        self.last: tuple[Any, Tensor] | None = None
-
-    def real(self, x: Tensor) -> Tensor:
-        """Of [..., d] the rows [n, d] of real tokens, on the CPU; all where there is not one a token, as
-        of what some tokens are routed to."""
-        rows = x.flatten(0, -2)
-        return (rows[self.mask.flatten()] if len(rows) == self.mask.numel() else rows).cpu()
-
-    def hook(self, kept: list[Tensor]) -> Callable[..., None]:
-        """A hook that adds to `kept`."""
-
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if self.last is None or self.last[0] is not inputs[0]:
-                self.last = inputs[0], self.real(inputs[0])
-            kept.append(self.last[1])
-
-        return keep
+def _real(x: Tensor, mask: Tensor) -> Tensor:
+    """Of [..., d] the rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one
+    a token, as of what some tokens are routed to."""
+    rows = x.flatten(0, -2)
+    return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()

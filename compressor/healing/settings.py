@@ -14,7 +14,6 @@ from blr.compressor.recipe.run_settings import RunSettings
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
 LOSSES = ("kl", "lm")
-CHUNK = 1 << 26  # logits made at once
 LONGEST = 1e5  # minutes
 MINUTES = 3.0  # when no budget is given
 MIX = 2 / 3  # of own text beside the user's

@@ -1,13 +1,15 @@
-"""A model's blocks shared out over the processes of a run, so that none holds all of it (FSDP2).
+"""How the blocks of a model are run in training: checkpointed, compiled, or shared out over processes.
 
-Every process keeps a slice of each of a block's tensors, in float32 with its moments, and a block is
-put together while it computes. What stands outside of the blocks (embeddings, last norm, head) is
-whole everywhere, and its gradients are summed as without. PyTorch FSDP (arXiv 2304.11277).
+Shared out (FSDP2), no process holds all of the model: every one keeps a slice of each of a block's
+tensors, in float32 with its moments, and a block is put together while it computes. What stands outside
+of the blocks (embeddings, last norm, head) is whole everywhere, and its gradients are summed as without.
+PyTorch FSDP (arXiv 2304.11277).
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,33 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.processes import Processes
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.healing.dense_weights import blocks_of
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.structures.latent import Plain
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The model's blocks: its longest list of modules."""
+    lists = [list(m) for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
+    return max(lists, key=len, default=[])
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Keep only the inputs of the model's blocks for the backward pass.
+
+    transformers' own checkpointing needs training mode, with its dropout.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the model's blocks, each on its own."""
+    torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
+    for block in blocks_of(model):
+        block.compile(dynamic=False)
+
 
 ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
 

@@ -2,82 +2,62 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
-import torch
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from blr.compressor.healing.optimizer import Moments, moments_of
+from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
 from blr.compressor.healing.student_and_teacher import Pair
 from blr.compressor.workspace.journal import Journal
-from blr.compressor.workspace.strict_json import Kept, Told
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+Moments = dict[str, Tensor]
 
 
-class _OfText(Kept):
-    """`objective.Merit`."""
-
+class _OfText(TypedDict):
     kl: float
     student: float
-    teacher: float
+    teacher: float  # `objective.Merit`
 
 
-class _OfSentences(Kept):
-    """`embedding.Nearness`."""
-
+class _OfSentences(TypedDict):
     distance: float
-    states: float
+    states: float  # `embedding.Nearness`
 
 
 Merits = dict[str, _OfText | _OfSentences]
 Natural = Annotated[int, Field(ge=0)]
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-class _Line(Told):
-    """A line of metrics.jsonl."""
+class _Line(TypedDict):
+    """A line of metrics.jsonl, which may say more."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
     step: Natural
     tokens: Natural
-    seconds: float = 0.0  # of earlier versions
-    held: Merits = Field(default_factory=dict)
-    loss: float = 0.0
-
-
-class _Record(Kept):
-    """A `State` without its tensors, as it is read again."""
-
-    step: Natural = 0
-    seconds: Annotated[float, Field(ge=0)] = 0.0
-    before: Merits = Field(default_factory=dict)
-    best: Annotated[float, Field(allow_inf_nan=True)] = float("inf")
-    best_step: Natural = 0
-    best_merits: Merits = Field(default_factory=dict)
-    worse: Natural = 0
-    done: bool = False
-    log: list[_Line] = Field(default_factory=list)
-    texts: list[str] = Field(default_factory=list)
+    held: NotRequired[Merits]
+    loss: NotRequired[float]
 
 
 @dataclass
-class State:
-    """Where a run is: `step` steps and `seconds` of training are done; `best` is the merit judged best
-    and `best_step` when that was; `values` are the masters then. `worse` counts evaluations since.
-    `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in their order."""
+class State(Best):
+    """Where a run is: `seconds` of training are done, too; `worse` counts evaluations since the best
+    one. `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in order."""
 
-    step: int = 0
-    seconds: float = 0.0
-    before: dict[str, Any] = field(default_factory=dict)
-    best: float = float("inf")
-    best_step: int = 0
-    best_merits: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Tensor] | None = None
-    worse: int = 0
+    __pydantic_config__ = STRICT
+    step: Natural = 0
+    best_step: Natural = 0
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    before: Merits = field(default_factory=dict)
+    best_merits: Merits = field(default_factory=dict)
+    worse: Natural = 0
     done: bool = False
-    log: list[dict[str, Any]] = field(default_factory=list)
+    log: list[_Line] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
     def rename(self, names: list[str]) -> None:
@@ -101,8 +81,11 @@ class State:
         return {name: value for name, value in vars(self).items() if name != "values"}
 
 
+RECORD = TypeAdapter(State)
+
+
 def save_state(
-    journal: Journal, key: str, state: State, pair: Pair, optimizer: Any, write: bool
+    journal: Journal, key: str, state: State, pair: Pair, optimizer: Adam, write: bool
 ) -> None:
     """Keep all that a resumed run needs to go on as if it had never stopped.
 
@@ -111,9 +94,9 @@ def save_state(
     tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
     for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value
-    for name, moments in moments_of(optimizer, pair.masters).items():
+    for name, moments in zip(pair.masters, optimizer.moments(), strict=True):
         for part, value in moments.items():
-            kept = torch.as_tensor(value).detach().to("cpu", copy=True)
+            kept = value.to("cpu", copy=True)
             whole = pair.joined({name: kept})[name] if kept.dim() else kept
             tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
     if write:
@@ -144,10 +127,9 @@ def load_state(
 def _read_state(record: Any) -> State | None:
     """A record as a state, None for one that this version has not written."""
     try:
-        _Record.model_validate(record)
+        return RECORD.validate_json(json.dumps(record))
     except ValidationError:
         return None
-    return State(**record)
 
 
 def _fit(pair: Pair, tensors: dict[str, Tensor]) -> bool:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.fitting.composed import compose_layers
-from blr.compressor.fitting.equal_weights import Twin, make_twin
+from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
+from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
-from blr.compressor.healing.choice import choose, kind_of
-from blr.compressor.healing.factor_balance import balanced
 from blr.compressor.healing.settings import KINDS
 from blr.compressor.healing.sharding import Sharding, Slice
-from blr.compressor.healing.trained_layers import Places
+from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
 from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.native import continues_text
@@ -29,52 +26,45 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.structures.bank import Banks
+from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.latent import Latent, Plain, Trained
 
-SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
-@dataclass
-class Pair:
+class Pair(TrainedSet):
     """Both models in evaluation mode on one device and in one dtype to compute in.
 
-    `trained` are what is trained of the student, by parameter name, `places` where parameters lie on
-    disk. `sentences` says how an encoder's
-    hidden states become an embedding; None for decoders. `masters` are what the optimizer moves, by
-    name, and `shares` the part of the rate that each gets.
+    Args:
+        trained: what is trained of the student, by parameter name. places: where parameters lie on disk.
+        sentences: how an encoder's hidden states become an embedding; None for decoders.
+        twins: of the layers in few bits, by name.
     """
 
-    teacher: Any
-    student: Any
-    trained: dict[str, Trained]
-    places: Places
-    sentences: Sentences | None = None
-    twins: dict[str, Twin] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.held = Banks(self.trained.values())  # before anybody knows the masters: it moves them
-        self.masters: dict[str, Tensor] = {}
-        self.shares: list[float] = []
-        for name, part in self.trained.items():
-            for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
-                self.masters[name + suffix] = master
-                self.shares.append(share)
-        first = {id(part.parameter): name for name, part in self.trained.items()}
-        every = self.student.named_parameters(remove_duplicate=False)
+    def __init__(
+        self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
+        sentences: Sentences | None, twins: dict[str, Twin],
+    ) -> None:  # fmt: skip
+        super().__init__(trained)
+        self.teacher, self.student, self.places = teacher, student, places
+        self.sentences, self.twins = sentences, twins
+        first = {id(part.parameter): name for name, part in trained.items()}
+        every = student.named_parameters(remove_duplicate=False)
         self.first_names = {name: first[id(p)] for name, p in every if id(p) in first}
-        self.slices = {name: part for name, part in self.trained.items() if isinstance(part, Slice)}
+        self.slices = {name: part for name, part in trained.items() if isinstance(part, Slice)}
 
     @property
     def device(self) -> torch.device:
         return self.student.device
 
     @property
-    def parameters(self) -> int:
+    def size(self) -> int:
         """Trained numbers, of all processes where they are shared out."""
-        own = {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
-        return sum(tensor.numel() for tensor in own.values())
+        return sum(tensor.numel() for tensor in self._whole().values())
+
+    def _whole(self) -> dict[str, Tensor]:
+        """The masters, and in the place of slices what they are slices of."""
+        return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
     def master_of(self, name: str) -> Tensor | None:
         """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
@@ -106,10 +96,7 @@ class Pair:
         if any(split):
             mask = torch.tensor(split, device=squares.device)
             squares = torch.where(mask, processes.sum(squares), squares)
-        counts = [
-            (self.slices[n].parameter if n in self.slices else m).numel()
-            for n, m in self.masters.items()
-        ]
+        counts = [tensor.numel() for tensor in self._whole().values()]
         return [(s / max(n, 1)) ** 0.5 for s, n in zip(squares.tolist(), counts, strict=True)]
 
     def norm(self, processes: Processes) -> Tensor:
@@ -121,40 +108,6 @@ class Pair:
             own = [grad for name, grad in found.items() if name in self.slices]
             total = total + processes.sum(_norm(own, self.device).square())
         return total.sqrt()
-
-    def publish(self) -> None:
-        """Round the masters to the student's parameters."""
-        self.held.publish()
-
-    def collect(self) -> None:
-        """Add the gradients of a micro-batch to those of the masters, in float32."""
-        self.held.collect()
-
-    def forget_fresh(self) -> None:
-        """Drop the gradients that were not collected."""
-        for part in self.trained.values():
-            part.parameter.grad = None
-
-    def forget(self) -> None:
-        """Drop all gradients."""
-        self.forget_fresh()
-        for master in self.masters.values():
-            master.grad = None
-
-    @torch.no_grad()
-    def values(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Copies of this process's masters on the CPU, contiguous, by name; in the memory of an earlier
-        result `into`, if there is one."""
-        if into is None:
-            into = {n: torch.empty(m.shape, dtype=m.dtype) for n, m in self.masters.items()}
-        return {n: into[n].copy_(m) for n, m in self.masters.items()}
-
-    @torch.no_grad()
-    def restore(self, values: dict[str, Tensor]) -> None:
-        """The inverse of `values`."""
-        for name, master in self.masters.items():
-            master.copy_(values[name])
-        self.publish()
 
     def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors like `values` (or some of them) put together of all processes' slices."""
@@ -220,24 +173,18 @@ def load_pair(
     _balance(student, twins)
     added = attach(student, *additions) if additions else set()
     student.requires_grad_(False)
-    places = Places(student, open_source(folder).entries)
+    places = StoredNames(student, open_source(folder).entries)
     chosen = choose(student, kinds, parts_of(twins), added, places.held)
     compose_layers(student)
     add_products(student, added)
     fuse_trained(student)
     if sharding is not None:
-        _share_out(student, teacher, sharding)
+        sharding.shard(teacher)  # the student is computed in its dtype
+        sharding.shard(student, None if teacher.dtype == torch.float32 else teacher.dtype)
     trained = _trained(student, teacher, chosen, twins)
     pair = Pair(teacher, student, trained, places, sentences, twins)
     pair.publish()
     return pair
-
-
-def _share_out(student: Any, teacher: Any, sharding: Sharding) -> None:
-    """Both models' blocks over the processes, the student's to be computed in the teacher's dtype."""
-    dtype = None if teacher.dtype == torch.float32 else teacher.dtype
-    sharding.shard(teacher)
-    sharding.shard(student, dtype)
 
 
 def _trained(
@@ -245,15 +192,15 @@ def _trained(
 ) -> dict[str, Trained]:
     """What is trained, by parameter name. The student computes in the teacher's dtype from here on;
     masters stay in float32."""
-    parameters, latents = dict(student.named_parameters()), latents_of(twins)
+    parameters, parts = dict(student.named_parameters()), parts_of(twins)
     narrow = teacher.dtype != torch.float32
     found: dict[str, Trained] = {}
     for name in chosen:
         parameter = parameters[name]
         if isinstance(parameter, DTensor):
             found[name] = Slice(parameter)
-        elif name in latents:
-            found[name] = latents[name]
+        elif isinstance(parts.get(name), Latent):
+            found[name] = parts[name]
         else:
             # A CUDA graph leaves gradients where its next replay does: they are summed elsewhere
             apart = narrow or parameter.is_cuda
@@ -278,7 +225,7 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Put twins (`fitting/equal_weights.py`) in the place of the layers of `student` that `folder`
+    """Put twins (`fitting/trainable_layers.py`) in the place of the layers of `student` that `folder`
     stores in few bits; by their names in the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
@@ -302,19 +249,9 @@ def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
     }
 
 
-def latents_of(twins: dict[str, Twin]) -> dict[str, Latent]:
-    """What is rounded of them before every step."""
-    return {name: part for name, part in parts_of(twins).items() if isinstance(part, Latent)}
-
-
 def structured_layers(model: Any) -> dict[str, StructuredLinear]:
     """By name in the model."""
     return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
-
-
-def factors_of(layer: StructuredLinear) -> dict[str, nn.Parameter]:
-    """By the names of its spec."""
-    return {name: layer.get_parameter(name) for name in layer.spec.shapes()}
 
 
 @torch.no_grad()
@@ -323,7 +260,7 @@ def _balance(student: Any, twins: dict[str, Twin]) -> None:
     for layer in structured_layers(student).values():
         if id(layer) in inside:
             continue
-        factors = factors_of(layer)
+        factors = {name: layer.get_parameter(name) for name in layer.spec.shapes()}
         found = balanced({name: p.double() for name, p in factors.items()}, layer.spec)
         for name, parameter in factors.items():
             parameter.copy_(found[name])

@@ -1,14 +1,29 @@
-"""Finds the teacher that a compressed checkpoint's manifest names."""
+"""Finds the teacher that a checkpoint's manifest names, and tells whether a student came from a teacher.
+
+Compression leaves embeddings alone: they are equal, or nearly so after training on. Of two models
+that have nothing to do with each other, they are as good as orthogonal, their distance 1 or more. The
+first loss tells less: a compression without a text can lose as much as an unrelated teacher gives.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from math import log
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.base.errors import OutputError, UsageError
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import InputError, OutputError, UsageError
 from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.context import of_text
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.resolve import REPOSITORY, Found, resolve_model
+from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.workspace.manifest import read_manifest
 
 
@@ -60,3 +75,116 @@ def _manifest(student: Path) -> dict[str, Any]:
         return read_manifest(student)
     except OutputError:
         return {}
+
+
+NUMBERS = 1 << 20  # of a tensor that are read
+FAR = 0.5
+LOST = 0.5  # of the nats of a guess among all tokens
+EXPECTED = "expected the dense model that the compressed one came from; check --teacher"
+
+
+def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list[str]:
+    """What speaks against `teacher`, with which `force` goes on. Reads a part of one tensor of each.
+
+    Raises InputError for a student that is dense, a teacher that is not, another number of tokens (no
+    loss compares such answers), and without `force` for whatever speaks against the teacher.
+    """
+    _check_kinds(student, teacher)
+    sizes = [of_text(each.source.config).get("vocab_size") for each in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        tokens = f"a vocabulary of {quote(sizes[1])} tokens, not {quote(sizes[0])} as the compressed"
+        raise InputError(f"{teacher.source.folder}: {tokens} model; {EXPECTED}")
+    found = [line for line in (_other_ids(student, teacher), strangeness(student, teacher)) if line]
+    if found and not force:
+        raise InputError(f"{teacher.source.folder}: {found[0]}; {EXPECTED}, or pass --force")
+    return [f"{teacher.source.folder}: {line}" for line in found]
+
+
+def _check_kinds(student: Checkpoint, teacher: Checkpoint) -> None:
+    """Raise InputError unless `student` is compressed and `teacher` is not."""
+    if not student.compressed:
+        raise InputError(
+            f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
+            "give an output of blr compress"
+        )
+    if teacher.compressed:
+        raise InputError(
+            f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
+        )
+
+
+def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
+    ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
+    if ids[0] is None or ids[1] is None or ids[0][1] == ids[1][1]:
+        return None
+    return "a tokenizer that gives other ids than the compressed model's"
+
+
+def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
+    """What of the teacher's numbers speaks against it; None where they are near the student's, or the
+    student has no matrix of floats that is stored as it is.
+
+    Compared is the student's largest such matrix with the teacher's of that name, or with the nearest
+    of its shape where none is called so. Raises InputError where one cannot be read.
+    """
+    ours, theirs = _matrices(student.source), _matrices(teacher.source)
+    plain = [entry for name, entry in ours.items() if name.rpartition(".")[0] not in student.specs]
+    if not plain:
+        return None
+    shapes = {entry.shape for entry in theirs.values()}
+    own = max(plain, key=lambda entry: (entry.shape in shapes, entry.parameters))
+    like = _like(own, theirs)
+    if not like:
+        return f"no matrix of the sizes {list(own.shape)} of the compressed model's {own.name}"
+    far = min(_distance(student.source, own, teacher.source, other) for other in like)
+    if not far > FAR:
+        return None
+    return (
+        f"{own.name} is not the compressed model's nor near it (they differ by {far:.2f} of their size)"
+    )
+
+
+def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
+    """A hint on a divergence before training that an unrelated teacher gives as well.
+
+    Args:
+        held: figures of merit by text (`objective.Merit`), of a decoder with this `config`.
+    """
+    guess = log(of_text(config).get("vocab_size") or 1)
+    far = max((merits.get("kl", 0.0) for merits in held.values()), default=0.0)
+    if not far > LOST * guess:
+        return []
+    return [
+        f"before training the answers are {far:.1f} nats a token from the teacher's: either the "
+        "compression lost nearly all (compress with --calibration), or it came from another model "
+        "(check --teacher)"
+    ]
+
+
+def _matrices(source: Source) -> dict[str, TensorEntry]:
+    """Stored matrices of floats by name."""
+    found = source.entries.items()
+    return {n: e for n, e in found if len(e.shape) == 2 and e.parameters and e.is_float}
+
+
+def _like(ours: TensorEntry, theirs: Mapping[str, TensorEntry]) -> list[TensorEntry]:
+    """The one of the same name and shape, else all of the shape: a tied head may be stored for the
+    embeddings, names may have a prefix."""
+    named = theirs.get(ours.name)
+    if named is not None and named.shape == ours.shape:
+        return [named]
+    return [entry for entry in theirs.values() if entry.shape == ours.shape]
+
+
+def _distance(student: Source, ours: TensorEntry, teacher: Source, other: TensorEntry) -> float:
+    """‖a − b‖ of two stored tensors over the larger of both norms, 0 where both are."""
+    a, b = _start(student, ours), _start(teacher, other)
+    size = max(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / size if size else 0.0
+
+
+def _start(source: Source, entry: TensorEntry) -> Tensor:
+    """The first `NUMBERS` of a tensor, float64 [n]."""
+    dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+    piece = next(source.read_bytes(entry, NUMBERS * dtype.itemsize))
+    return torch.frombuffer(piece, dtype=dtype).double()

@@ -3,6 +3,7 @@ trackers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from blr.compressor.base.errors import CapabilityError, UsageError
@@ -45,27 +46,21 @@ class Tracking:
         return tracker
 
     def log(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl; a tracker that fails is told no more, and the run goes on."""
-        if self.tracker is None:
-            return
-        found = dict(_flat(line))
-        try:
-            self.tracker.log(found, step=line["step"])
-        except Exception as error:
-            self._failed(error)
+        """A line of metrics.jsonl."""
+        self._tell(lambda tracker: tracker.log(dict(_flat(line)), step=line["step"]))
 
     def finish(self) -> None:
         """Let it write what is left."""
-        if self.tracker is None:
-            return
-        try:
-            self.tracker.finish()
-        except Exception as error:
-            self._failed(error)
+        self._tell(lambda tracker: tracker.finish())
 
-    def _failed(self, error: Exception) -> None:
-        self.tracker = None
-        self.progress.notes([f"--track {self.name} has failed: {first_line(error, 200)}"])
+    def _tell(self, call: Callable[[Any], None]) -> None:
+        """A tracker that fails is told no more, and the run goes on."""
+        try:
+            if self.tracker is not None:
+                call(self.tracker)
+        except Exception as error:
+            self.tracker = None
+            self.progress.notes([f"--track {self.name} has failed: {first_line(error, 200)}"])
 
 
 def check_installed(name: str) -> None:

@@ -1,9 +1,12 @@
-"""The training loop: steps until the budget is spent, judged by held-back windows on the way."""
+"""The training of a student: steps until the budget is spent, judged by held-back windows on the way.
+
+Forward and backward passes of a step are made in parts that fit memory, on a GPU as CUDA graphs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -11,27 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.base.errors import NumericsError
+from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import HEALING, Progress
+from blr.compressor.base.quoting import first_line
+from blr.compressor.fitting.trainer import CapturedPasses, TrainingLoop
 from blr.compressor.healing.data import Data
-from blr.compressor.healing.dense_weights import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
-from blr.compressor.healing.optimizer import load_moments, make_optimizer, schedule, set_rates
-from blr.compressor.healing.passes import Passes
 from blr.compressor.healing.settings import HealOptions
+from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
 from blr.compressor.healing.student_and_teacher import Pair
 from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the one before it
 LOGGED = 100  # lines of metrics in a run
+SMALL = 0.02  # root mean square that a tensor of zeros (a bias, often) is taken to have
+STEP = 1.1  # sizes are rounded to its powers, so that tensors of like size are moved by one kernel
 HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 take as long as ten steps
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Where a run keeps its state, and what is told of every logged line as it comes."""
 
     journal: Journal
@@ -39,18 +44,19 @@ class Place:
     tell: Callable[[dict[str, Any]], None]
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """Trains `pair` on `data`; `run` leaves the best masters in the pair."""
 
+    state: State
+
     def __init__(
-        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: Place,
+        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: StatePlace,
         progress: Progress,
     ) -> None:  # fmt: skip
+        sizes, fused = pair.sizes(processes), pair.device.type == "cuda"
+        super().__init__(pair, rounded_rates(options.rate, sizes, pair.shares), "cpu", fused)
         self.pair, self.data, self.options = pair, data, options
-        self.processes, self.place, self.progress = processes, place, progress
-        self.masters = list(pair.masters.values())
-        sizes = pair.sizes(processes)
-        self.optimizer = make_optimizer(self.masters, options.rate, sizes, pair.shares)
+        self.processes, self.saved_at, self.progress = processes, place, progress
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         self.objective = _objective(pair, data, options)
@@ -63,11 +69,8 @@ class Trainer:
         most = -(-data.batch // processes.count)
         self.passes = Passes(pair, self.objective, scored, most, options.micro, progress)
         self.total = options.steps or (options.epochs and data.steps(options.epochs)) or 0
-        self.figures = Figures(pair.device)  # loss and norm of the gradient of the last step
-        self.since = _Since(pair.device)
+        self.meter = Meter(pair.device)
         self.state = State()
-        self.kept: dict[str, Tensor] | None = None  # this run's copy of the best masters
-        self.spent = 0.0  # share of the budget
         self.speeds: list[float] = []  # tokens a second in every logged part of this run
 
     def run(self) -> State:
@@ -80,14 +83,12 @@ class Trainer:
         self._resume()
         self.started = self.saved = monotonic()
         self.earlier = self.state.seconds
-        self.spent = self._share()
-        if not self.state.before:
-            self._judge_start()
-        with self.progress.training(HEALING, self.spent) as show:
-            while not self.state.done:
-                self._step()
-                self._after(show)
-        self._keep_best()
+        self.spent = self._share()  # of the budget
+        if self.state.values is None:
+            self.consider()
+            self.state.before = self.state.best_merits
+        with self.progress.training(HEALING, self.spent) as self.show:
+            self.train()
         return self.state
 
     def _share(self) -> float:
@@ -97,7 +98,7 @@ class Trainer:
         return self.state.seconds / (60 * (self.options.minutes or 1))
 
     def _resume(self) -> None:
-        found = load_state(self.place.journal, self.place.key, self.pair)
+        found = load_state(self.saved_at.journal, self.saved_at.key, self.pair)
         names = [part.name for part in self.data.parts]
         if found is not None:
             found[0].rename(names)
@@ -106,48 +107,53 @@ class Trainer:
             return
         self.state, masters, moments = found
         self.pair.restore(masters)
-        load_moments(self.optimizer, self.pair.masters, moments)
+        self.optimizer.load([moments.get(name, {}) for name in self.pair.masters])
 
-    def _step(self) -> None:
+    def free(self) -> None:
+        self.passes.graphs.clear()
+        super().free()
+
+    def is_over(self) -> bool:
+        return self.state.done
+
+    def factor(self) -> float:
         half = 0.5 / self.total if self.total else 1e-6
-        set_rates(self.optimizer, schedule(self.spent + half, self.options.warmup))
+        return schedule(self.spent + half, self.options.warmup)
+
+    def backward(self) -> None:
         rows = self.data.take(self.state.step)[self.processes.rank :: self.processes.count]
         loss = self.processes.sum(self.passes(rows))
         self.processes.sum_gradients(self.pair.kept_whole())
         norm = self.pair.norm(self.processes)
-        torch.nn.utils.clip_grads_with_norm_(self.masters, self.options.clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.pair.publish()
-        self.state.step += 1
-        self._check()
-        self.figures.put(torch.stack([loss, norm.detach().float()]))
-        self.since.add(loss, self.data.tokens)
-        self.state.seconds = self.earlier + monotonic() - self.started
+        torch.nn.utils.clip_grads_with_norm_(self.pair.masters.values(), self.options.clip, norm)
+        self.last = loss, norm
 
-    def _check(self) -> None:
-        """Raise NumericsError if the step before this one went wrong: its figures are there by now."""
-        if not self.figures.finite():
-            raise NumericsError(
-                f"the loss or its gradient is not finite at step {self.state.step}; lower --lr, now "
-                f"{self.options.rate:g}, and pass --restart"
-            )
-
-    def _after(self, show: Callable[[float, str], None]) -> None:
+    def after_step(self) -> None:
         """Log, judge and save when their time has come."""
+        self._check()
+        self.meter.add(*self.last, self.data.tokens)
+        self.state.seconds = self.earlier + monotonic() - self.started
         before = self.spent
         now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
         self.spent, late = self.processes.agreed(self._share(), now_late)
         if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
-            loss, speed = self.since.mean(), self.since.speed()
+            loss, speed = self.meter.read()
             self.speeds.append(speed)
             self._log({"loss": loss}, tokens_per_second=speed)
-            show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+            self.show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
         if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
-            self._judge()
+            self.consider()
         self.state.done = self.spent >= 1 or self._stale()
         if late or self.state.done:
             self._save()
+
+    def _check(self) -> None:
+        """Raise NumericsError if the step before this one went wrong: its figures are there by now."""
+        if not self.meter.finite():
+            raise NumericsError(
+                f"the loss or its gradient is not finite at step {self.state.step}; lower --lr, now "
+                f"{self.options.rate:g}, and pass --restart"
+            )
 
     def _stale(self) -> bool:
         return self.options.patience is not None and self.state.worse >= self.options.patience
@@ -166,25 +172,20 @@ class Trainer:
             )
         return found
 
-    def _judge_start(self) -> None:
-        merits = self._merits()
-        self.state.best = self._judged(merits)
-        self.state.before = self.state.best_merits = _plain(merits)
-        self.state.values = self.kept = self.pair.values()
-        self._log({"held": self.state.before})
-
-    def _judge(self) -> None:
-        """Evaluate; remember the masters if they are the best so far."""
+    def judge(self) -> float:
+        """The figure to lower; the merits behind it are logged."""
         self._flush()
-        merits = self._merits()
-        found = self._judged(merits)
-        self._log({"held": _plain(merits)})
-        if found < self.state.best:
-            self.state.best, self.state.best_step = found, self.state.step
-            self.state.best_merits, self.state.worse = _plain(merits), 0
-            self.state.values = self.kept = self.pair.values(self.kept)
-        else:
-            self.state.worse += 1
+        self.merits = self._merits()
+        found = self._judged(self.merits)
+        self._log({"held": _plain(self.merits)})
+        return found
+
+    def consider(self) -> bool:
+        better = super().consider()
+        self.state.worse = 0 if better else self.state.worse + 1
+        if better:
+            self.state.best_merits = _plain(self.merits)
+        return better
 
     def judge_written(self) -> None:
         """Judge the pair as it has been rounded since; the start, where that is no better."""
@@ -198,30 +199,22 @@ class Trainer:
     def _flush(self) -> None:
         """Wait for the step in progress and check it."""
         self._check()
-        self.figures.clear()
+        self.meter.last.zero_()
 
     def _log(self, found: dict[str, Any], **speed: float) -> None:
         """Keep what was `found` at this step. Of times those who watch are told alone: what is written
         is the same whenever the steps are."""
-        line = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
+        line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
-        self.place.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
+        self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
 
     def _save(self) -> None:
         self._flush()
         if self.processes.first or self.pair.slices:
-            place = self.place.journal, self.place.key
+            place = self.saved_at.journal, self.saved_at.key
             save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
         self.processes.wait()
         self.saved = monotonic()
-
-    def _keep_best(self) -> None:
-        """Put the best masters back: those at the start, if nothing was better. What only steps need
-        leaves memory."""
-        assert self.state.values is not None
-        self.passes.graphs.clear()
-        self.optimizer.state.clear()
-        self.pair.restore(self.state.values)
 
 
 def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
@@ -231,52 +224,134 @@ def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embe
     return Objective(pair, options, stream.held[:1, :64].to(pair.device), stream.idle)
 
 
-class Figures:
-    """Numbers of the last step on their way to the CPU, so that asking for them waits for that step
-    alone and not for the one in progress."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-        self.values = torch.zeros(2, pin_memory=self.event is not None)
-
-    def put(self, values: Tensor) -> None:
-        self.values.copy_(values, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def clear(self) -> None:
-        self.values.zero_()
-
-    def finite(self) -> bool:
-        if self.event is not None:
-            self.event.synchronize()
-        return bool(torch.isfinite(self.values).all())
-
-
-class _Since:
-    """Loss and speed since the last logged line."""
+class Meter:
+    """Loss and speed since the last logged line. Loss and gradient's norm of the last step are on their
+    way to the CPU: asking for them waits for that step alone and not for the one in progress."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._clear()
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self.last = torch.zeros(2, pin_memory=self.event is not None)
+        self._restart()
 
-    def _clear(self) -> None:
+    def _restart(self) -> None:
         self.total = torch.zeros((), device=self.device)
         self.steps, self.tokens, self.at = 0, 0, monotonic()
 
-    def add(self, loss: Tensor, tokens: int) -> None:
+    def add(self, loss: Tensor, norm: Tensor, tokens: int) -> None:
+        self.last.copy_(torch.stack([loss, norm.detach().float()]), non_blocking=True)
+        if self.event is not None:
+            self.event.record()
         self.total += loss
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
 
-    def mean(self) -> float:
-        return round(float(self.total) / max(self.steps, 1), 6)
+    def finite(self) -> bool:
+        """Whether the last step's figures are."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(torch.isfinite(self.last).all())
 
-    def speed(self) -> float:
-        """Tokens a second, and a new start."""
-        found = round(self.tokens / max(monotonic() - self.at, 1e-9), 1)
-        self._clear()
-        return found
+    def read(self) -> tuple[float, float]:
+        """Mean loss and tokens a second, and a new start."""
+        loss = round(float(self.total) / max(self.steps, 1), 6)
+        speed = round(self.tokens / max(monotonic() - self.at, 1e-9), 1)
+        self._restart()
+        return loss, speed
 
 
-def _plain(merits: dict[str, Merit | Nearness]) -> dict[str, dict[str, float]]:
+def _plain(merits: dict[str, Merit | Nearness]) -> Any:
     return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}
+
+
+def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) -> list[float]:
+    """Of every master, at the height of the schedule: its share of `rate` × its root mean square. Like
+    rates are made one."""
+    known = (share * (size or SMALL) for size, share in zip(sizes, shares, strict=True))
+    return [rate * STEP ** round(math.log(each, STEP)) for each in known]
+
+
+def schedule(done: float, warmup: float) -> float:
+    """Factor of the rate when `done` of the run is over: up in a line, down in half a cosine."""
+    if done < warmup:
+        return done / warmup
+    return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
+
+
+class Passes:
+    """Leaves the gradients of the mean loss in the masters of `pair`.
+
+    Args:
+        scored: tokens (or sentences) that the loss of a whole batch sums over, of all processes.
+        most: windows of a step that a process has at most. micro: windows a pass, to begin with
+            (None: all).
+    """
+
+    def __init__(
+        self, pair: Pair, objective: Objective | Embedding, scored: int, most: int, micro: int | None,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.pair, self.objective, self.scored = pair, objective, scored
+        self.most, self.micro, self.progress = most, min(micro or most, most), progress
+        self.graphs: dict[torch.Size, CapturedPasses] = {}
+        self.captures = pair.device.type == "cuda" and not pair.slices
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """This process's share of the loss of a batch; `rows` are its windows.
+
+        Raises CapabilityError when not even one window fits in memory.
+        """
+        while True:
+            try:
+                return self._run(rows)
+            except torch.OutOfMemoryError:
+                pass  # again outside of the handler, which keeps the failed pass's tensors alive
+            self._make_room(rows.shape[1])
+
+    def _run(self, rows: Tensor) -> Tensor:
+        total = torch.zeros((), device=self.pair.device)
+        parts = rows.split(self.micro)
+        for part in parts:
+            total += self._part(part)
+            self.pair.collect()
+        if self.pair.slices and len(parts) < -(-self.most // self.micro):
+            self._eager(parts[0][:1], 0.0)  # others need this process's slices in their passes
+            self.pair.collect()
+        return total
+
+    def _part(self, part: Tensor) -> Tensor:
+        if not self.captures:
+            return self._eager(part)
+        if part.shape not in self.graphs and not self._capture(part):
+            return self._eager(part)
+        return self.graphs[part.shape](part)
+
+    def _eager(self, part: Tensor, weight: float = 1.0) -> Tensor:
+        loss = self.objective(part.to(self.pair.device)) * (weight / self.scored)
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self, part: Tensor) -> bool:
+        """Whether the passes of a part of this shape could be captured; if not, none is any more."""
+        try:
+            given = self.pair.parameters, part.to(self.pair.device)
+            self.graphs[part.shape] = CapturedPasses(self._eager, *given)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # whatever a model does that no graph can hold
+            reason = first_line(error, 120)
+            self.progress.notes([f"the training step is no CUDA graph, it runs slower ({reason})"])
+            self.captures = False
+            self.pair.forget()
+        return self.captures
+
+    def _make_room(self, window: int) -> None:
+        self.graphs.clear()
+        self.pair.forget()
+        torch.cuda.empty_cache()
+        if self.micro == 1 or self.pair.slices:  # the others have gone on: no pass is made again
+            raise CapabilityError(
+                f"{self.micro} windows of {window} tokens do not fit {self.pair.device}; "
+                "lower --window or --batch, pass --checkpointing or take a larger GPU"
+            )
+        self.micro = max(1, self.micro // 2)
+        self.progress.notes([f"out of memory: {self.micro} windows a pass from here on"])

@@ -22,7 +22,7 @@ from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.settings import export_settings, warn_once
-from blr.kernels.common.capturing import capturing
+from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 
 MAX_GRAPHS = 16  # input shapes of an encoder kept at once
@@ -220,7 +220,7 @@ def _equal(a: Any, b: Any) -> bool:
 def captured(run: Callable[[], Any]) -> Replay:
     """The kernels of `run` as a CUDA graph."""
     warm_up(run)
-    return _capture(run)
+    return Captured(run)
 
 
 def captured_if_faster(run: Callable[[], Any], pool: Any = None) -> Replay | None:
@@ -229,27 +229,12 @@ def captured_if_faster(run: Callable[[], Any], pool: Any = None) -> Replay | Non
 
     pool: memory that graphs share, of which one is replayed at a time.
     """
-    return _capture(run, pool) if warm_up(run) > BOUND else None
-
-
-def _capture(run: Callable[[], Any], pool: Any = None) -> Replay:
-    graph = torch.cuda.CUDAGraph()
-    # other threads may go on
-    with capturing(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
+    return Captured(run, pool=pool) if warm_up(run) > BOUND else None
 
 
 def warm_up(run: Callable[[], Any]) -> float:
     """Run on a stream of its own until nothing new is set up; the host's share of the last time."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with own_stream() as stream:
         for _ in range(WARMUP):
             stream.synchronize()
             begun = perf_counter()
@@ -257,5 +242,4 @@ def warm_up(run: Callable[[], Any]) -> float:
             host = perf_counter() - begun
             stream.synchronize()
             share = host / (perf_counter() - begun)
-    torch.cuda.current_stream().wait_stream(stream)
     return share

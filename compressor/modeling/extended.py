@@ -46,3 +46,10 @@ def extended_class(native: Any, mixins: tuple[Any, ...]) -> Any:
 def _empty(native: Any, mixins: tuple[Any, ...]) -> Any:
     made: Any = extended_class(native, mixins)
     return made.__new__(made)
+
+
+def with_children(module: nn.Module, children: dict[str, Any]) -> Any:
+    """What has everything of `module`, with `children` in the place of those of their names."""
+    made: Any = object.__new__(type(module))
+    made.__dict__.update(module.__dict__, _modules={**module._modules, **children})
+    return made

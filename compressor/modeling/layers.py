@@ -16,13 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.chunked import by_tokens, has_tokens
-from blr.compressor.modeling.deferred import Deferred, deferred
-from blr.compressor.modeling.expressions import Chained
 from blr.compressor.modeling.modeling_blr import DenseWeight
-from blr.compressor.modeling.products import LowRankProduct, Product
 from blr.compressor.modeling.random_init import drawn
-from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Corrections, Stage
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -50,13 +46,12 @@ from blr.kernels.layers.pivoted.reference import pivoted_linear
 class StructuredLinear(nn.Module):
     """Base of the structured layers: allocates the tensors that `spec` names.
 
-    defers: whether a large output may be a `Deferred`; `defer_large` says so of layers inside models.
-    always: whether every output is one, for a cache that holds the ranks of keys and values.
+    has_ranks: whether it answers a `RankRequest`. cached: whether it does so for a cache.
     wide: ranks with the zeros that lie behind them, and where and how the factors lay when these were
         put there; None without.
     """
 
-    defers = always = False
+    has_ranks = cached = False
     widens = False  # whether the last axis of every factor is the rank
     wide: tuple[int, tuple[Any, ...]] | None = None
     _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
@@ -74,23 +69,8 @@ class StructuredLinear(nn.Module):
         """``x Wᵀ + bias`` by the factors, [..., i] -> [..., o]."""
         raise NotImplementedError
 
-    def bound(self) -> Product:
-        """The product with the factors as they are now, for parts of an output that is deferred: a
-        layer whose weights are offloaded has none later."""
-        raise NotImplementedError
-
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Deferred):
-            if self.defers and has_tokens(x.node):
-                return Deferred(Chained(x.node, self.bound(), self.out_features))
-            y = by_tokens(x.node, self.out_features, lambda part, _: self.product(part, self.bias))
-            return self.product(x, self.bias) if y is NotImplemented else y
-        if self.defers and (later := self._later(x)) is not None:
-            return later
         return self.product(x, self.bias)
-
-    def _later(self, x: Tensor) -> Deferred | None:
-        return deferred(x, self.out_features, self.bound, self.always)
 
     @property
     def described(self) -> Spec:
@@ -212,7 +192,15 @@ class LowRankLinear(StructuredLinear):
     widens = True
     shared: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def has_ranks(self) -> bool:  # type: ignore[override]
+        """Where it is whole in this process, and each rank is of all its inputs."""
+        return self.spec.side == "out" and not self._hf_quantized_needs_local_tp
+
+    def forward(self, x: Any) -> Any:
+        """[..., o] of a tensor; of a `RankRequest` its ranks and the step that follows."""
+        if isinstance(x, RankRequest):
+            return in_ranks(x.x, self.U, self.V, self.bias)
         if self.shared is not None and (y := self.shared.take(self, x)) is not None:
             return y
         return super().forward(x)
@@ -221,9 +209,6 @@ class LowRankLinear(StructuredLinear):
         if self.shared is not None:
             self.shared.part()
         return super()._apply(fn, recurse)
-
-    def bound(self) -> Product:
-        return LowRankProduct(self.U, self.V, self.bias, self.spec.side)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         # read once: packed ones are dequantized at each reading
@@ -256,9 +241,6 @@ class PivotedLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return pivoted_linear(x, self.U, self.V, self.places, bias)
 
-    def bound(self) -> Product:
-        return Product(pivoted_linear, self.U, self.V, self.places, self.bias)
-
     def stages(self) -> tuple[Stage, ...] | None:
         last = Stage(self.matrix("U"), self.bias, places=self.places)
         return Stage(self.matrix("V")), last
@@ -277,9 +259,6 @@ class MonarchLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return monarch_linear(x, self.U, self.V, bias)
 
-    def bound(self) -> Product:
-        return Product(monarch_linear, self.U, self.V, self.bias)
-
     def stages(self) -> tuple[Stage, ...] | None:
         first = Stage(self.matrix("V"), part=self.spec.block_rank)
         return first, Stage(self.matrix("U"), self.bias)
@@ -296,9 +275,6 @@ class BlastLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         U, S, V = (self.U, self.S, self.V) if self.wide is None else self.factors_for(x)
         return blast_linear(x, U, S, V, bias)
-
-    def bound(self) -> Product:
-        return Product(blast_linear, self.U, self.S, self.V, self.bias)
 
     def stages(self) -> tuple[Stage, ...] | None:
         return Stage(self.matrix("V"), mix=self.S), Stage(self.matrix("U"), self.bias)
@@ -328,16 +304,12 @@ class KroneckerLinear(StructuredLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return kronecker_linear(x, self.ordered(), bias)
 
-    def bound(self) -> Product:
-        return Product(kronecker_linear, list(self.ordered()), self.bias)
-
 
 # What families of transformers call the layers that make queries, keys and values.
 PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"),
     *("c_attn", "qkv_proj", "qkv", "query_key_value"),
 }
-CACHED = {"k_proj", "v_proj", "key", "value", "c_attn"}
 LAYERS: dict[type[Spec], type[StructuredLinear]] = {
     LowRankSpec: LowRankLinear,
     PivotedSpec: PivotedLinear,
@@ -354,24 +326,6 @@ def structured_linear(fields: dict[str, Any], bias: bool) -> StructuredLinear:
     """The module for one entry of the configuration's layer table (`Spec.to_dict`)."""
     spec = spec_from_dict(fields)
     return LAYERS[type(spec)](spec, bias)
-
-
-def defer_large(model: nn.Module) -> None:
-    """Let the layers of blocks that make attention's inputs or an MLP's middle give tensors that are
-    made where they are used: those named as such projections, and those that widen. So do those that a
-    LayerNorm beside them takes the output of, with the residual added."""
-    modules = dict(model.named_modules())
-    for name, layer in modules.items():
-        parent, _, child = name.rpartition(".")
-        if not isinstance(layer, StructuredLinear) or hasattr(modules[parent], "spec"):
-            continue  # the latter is part of a layer
-        if any(part.isdecimal() for part in parent.split(".")):
-            wide = 2 * layer.out_features >= 3 * layer.in_features
-            normed = child == "dense" and isinstance(
-                getattr(modules[parent], "LayerNorm", None), nn.LayerNorm
-            )
-            layer.always = child in CACHED and caches_ranks(getattr(model, "config", None)) is not None
-            layer.defers = child in PROJECTIONS or wide or normed
 
 
 def prepare_layers(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
 
-The layers are those of `table.py`; large outputs may be deferred, norms, gates and rotations are one
-kernel, caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as
-CUDA graphs.
+The layers are those of `table.py`; large intermediates are made in slices; norms, gates and rotations
+are one kernel; caches hold ranks; factors are cut over processes; exports run in the decoding runtime
+or as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from typing import Any
 import transformers
 
 from blr.compressor.modeling.attention import register_attention
-from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.cuda_graphs import CapturedForward
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.fused_activation import fuse_activations
 from blr.compressor.modeling.generation import FusedGeneration
+from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.initial import initialize_layers
-from blr.compressor.modeling.layers import defer_large, prepare_layers
+from blr.compressor.modeling.layers import prepare_layers
 from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel, native_name
 from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
+from blr.compressor.modeling.slices import bound_blocks, bound_norms
 from blr.compressor.modeling.splitting import (
     freeze_parts,
     pair_plan,
@@ -47,9 +50,13 @@ class KernelModel(StructuredModel):
         """As of the plain models, and what is done with a model whose layers are in their places."""
         super().place_layers()
         share_rows(self)
-        defer_large(self)
         bound_norms(self)
         fuse(self)
+        fuse_activations(self)
+        part_heads(self)
+        bound_blocks(self)
+        if caches_ranks(self.config) is not None:
+            keep_ranks(self)
 
     def post_init(self: Any) -> None:
         """As of the plain models; pairs of linear layers are split as they say."""

@@ -1,120 +1,142 @@
-"""A cache of transformers that holds the ranks of keys and values. Shipped inside every checkpoint.
+"""A cache of transformers that holds the ranks of keys and values.
 
-k and v projections of low rank give tensors without values (`deferred.py`); from these it takes the
-input in the space of ranks, and what rotates the keys, and gives tensors of all tokens so far, which
-attention reconstructs a few heads at a time. Rotations are kept once for all layers.
+An attention (`rank_attention.py`) gives it the ranks of new tokens and gets all tokens' keys and values,
+made from ranks for one layer at a time. Rotations are kept once for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from blr.compressor.modeling.deferred import Deferred
-from blr.compressor.modeling.expressions import Node
-from blr.compressor.modeling.rank_store import Held, RankStore, again, features_of, of_one_layer, renewed
+from blr.compressor.modeling.rank_formats import FORMATS, Parts
 from blr.compressor.modeling.settings import warn_once
 
+if TYPE_CHECKING:
+    from blr.compressor.modeling.rank_attention import Step
 
-class Table(NamedTuple):
-    """A tensor of all tokens, its dimension of tokens and that of sequences, None where it has none."""
-
-    tensor: Tensor
-    tokens: int
-    rows: int | None
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
-class Tables:
-    """Tensors of all tokens, as cosines and sines, that layers extend by the same ones of new tokens."""
+class RankStore:
+    """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
 
-    def __init__(self) -> None:
-        self.known: list[tuple[Tensor | None, Tensor, Tensor]] = []  # before, new, after
+    def __init__(self, kind: str) -> None:
+        self.format = FORMATS[kind]
+        self.held: Parts = ()
 
-    def extended(self, before: Tensor | None, new: Tensor, dim: int) -> Tensor:
-        """`new` behind `before`, the same tensor for the same ones."""
-        for old, piece, after in self.known:
-            if old is before and _same(piece, new):
-                return after
-        after = new.clone() if before is None else _joined(before, new, dim)
-        self.known.append((before, new, after))
-        return after
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.held[0].shape[1] if self.held else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is held."""
+        return sum(tensor.nbytes for tensor in self.held)
+
+    def append(self, new: Parts) -> None:
+        """What the format makes of the ranks of new tokens."""
+        pairs = zip(self.held, new, strict=True)
+        self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
+
+    def ranks(self, dtype: torch.dtype) -> Tensor:
+        """Of all tokens."""
+        return self.format.unpack(self.held, dtype)
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Put ``function`` of what is held, whose first dimensions are B and T, in its place."""
+        self.held = tuple(function(tensor) for tensor in self.held)
+
+
+class Rotation:
+    """Cosines and sines of all tokens, for all layers that are given the same. The first of these, the
+    leader, extends and changes them."""
+
+    def __init__(self, leader: RankLayer, new: Angles) -> None:
+        self.leader, self.new, self.all = leader, new, new
+
+    def extend(self, new: Angles) -> None:
+        """By those of new tokens."""
+        pairs = zip(self.all, new, strict=True)
+        self.new, self.all = new, (_joined(*next(pairs)), _joined(*next(pairs)))
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Put ``function`` of them in their place."""
+        cosines, sines = self.all
+        self.all = function(cosines), function(sines)
 
 
 class RankLayer(DynamicLayer):
-    """One layer's keys and values by their ranks; whole ones where they come whole."""
+    """One layer's keys and values by their ranks; whole ones where they come whole.
 
-    def __init__(self, tables: Tables, first: bool, kind: str) -> None:
+    rotations: those of the cache. step: what an attention makes of new tokens, while it does.
+    """
+
+    stores: tuple[RankStore, RankStore]
+    rotation: Rotation | None
+    step: Step | None = None
+
+    def __init__(self, rotations: list[Rotation], kind: str) -> None:
         super().__init__()
-        self.shared, self.first = tables, first
-        self.stores = (RankStore(kind), RankStore(kind))
-        self.tables: tuple[list[Table], ...] = ([], [])
-        self.last: tuple[Any, Any] | None = None
+        self.rotations, self.kind = rotations, kind
+        self.reset_ranks()
+
+    @property
+    def length(self) -> int:
+        """Tokens whose ranks it holds."""
+        return self.stores[0].length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Append [B, H, t, D] each; all tokens' keys and values [B, H, T, D], without values where
-        that is how they came."""
-        given = (key_states, value_states)
-        nodes = [t.node for t in given if isinstance(t, Deferred) and of_one_layer(t.node) is not None]
-        if len(nodes) < 2 or self.is_initialized:
-            if self.stores[0].length:
-                self._make_whole()
-            else:
-                warn_once(
-                    "keys and values came whole (gradients, torch.compile?): the cache holds them whole"
+        """Append [B, H, t, D] each; all tokens' keys and values [B, H, T, D]."""
+        step, self.step = self.step, None
+        if step is None or self.is_initialized or not step.explains(key_states, value_states):
+            if self.length:
+                raise RuntimeError(
+                    "a cache that holds ranks was given whole keys and values: expected an attention of "
+                    "low-rank k and v as before; start with a new cache"
                 )
+            warn_once(
+                "keys and values came whole (gradients, torch.compile?): the cache holds them whole"
+            )
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.first:
-            self.shared.known.clear()
-        self.last = (self._appended(0, nodes[0]), self._appended(1, nodes[1], nodes[0]))
-        return tuple(Deferred(node) for node in self.last)
+        first = not self.length
+        self._append(step)
+        return (key_states, value_states) if first else step.all_of(self)
 
-    def _appended(self, which: int, node: Node, earlier: Node | None = None) -> Node:
-        source, store = of_one_layer(node), self.stores[which]
-        assert source is not None
-        start, stop = features_of(node)
-        product, apart = source.product.window(start, stop)
-        if not apart and earlier is not None and of_one_layer(earlier) is source:
+    def _append(self, step: Step) -> None:
+        keys, values = step.keys.parts, step.values.parts
+        if values is keys:
             self.stores = (self.stores[0], self.stores[0])  # the same ranks, of a projection to both
-            store = self.stores[0]
         else:
-            store.append(product.inner(source.x))
-        held = Held(store, product, stop - start if apart else source.shape[-1], source.dtype)
-        old, new = iter(self.tables[which]), list[Table]()
+            self.stores[1].append(values)
+        self.stores[0].append(keys)
+        if step.angles is not None:
+            self._rotate(step.angles)
 
-        def extend(piece: Tensor, dim: int, rows: int | None) -> Tensor:
-            before = next(old, None)
-            whole = self.shared.extended(None if before is None else before.tensor, piece, dim)
-            new.append(Table(whole, dim, rows))
-            return whole
+    def _rotate(self, new: Angles) -> None:
+        if self.rotation is None:
+            self.rotation = next((known for known in self.rotations if _same(known.new, new)), None)
+            if self.rotation is None:
+                self.rotation = Rotation(self, new)
+                self.rotations.append(self.rotation)
+        elif self.rotation.leader is self:
+            self.rotation.extend(new)
 
-        made = again(node, held, extend)
-        self.tables = (new, self.tables[1]) if which == 0 else (self.tables[0], new)
-        return made
-
-    def _make_whole(self) -> None:
-        """From here on whole tensors."""
-        assert self.last is not None
-        keys, values = (node.part({}, {}) for node in self.last)
+    def hold_whole(self, keys: Tensor, values: Tensor) -> None:
+        """From here on whole tensors: these of all tokens so far."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
         self.reset_ranks()
 
-    def _renew(self) -> None:
-        """The keys and values of all tokens are made of what is held now."""
-        if self.last is not None:
-            held = zip(self.last, self.stores, self.tables, strict=True)
-            keys, values = (renewed(n, store, [t.tensor for t in each]) for n, store, each in held)
-            self.last = keys, values
-
     def reset_ranks(self) -> None:
         """Forget them."""
-        kind = self.stores[0].kind
-        self.stores = (RankStore(kind), RankStore(kind))
-        self.tables, self.last = ([], []), None
+        self.stores = (RankStore(self.kind), RankStore(self.kind))
+        self.rotation = None
 
     @property
     def nbytes(self) -> int:
@@ -127,22 +149,22 @@ class RankLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Tokens held."""
-        return self.stores[0].length or super().get_seq_length()
+        return self.length or super().get_seq_length()
 
     def reset(self) -> None:
         """As of the dynamic layer."""
+        self.rotations.clear()
         self.reset_ranks()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """As of the dynamic layer: a negative number of tokens to remove; of early transformers
         also a positive one of tokens to keep."""
-        length = self.stores[0].length
-        kept = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
-        if not length:
+        kept = tokens_to_remove if tokens_to_remove > 0 else max(self.length + tokens_to_remove, 0)
+        if not self.length:
             super().crop(tokens_to_remove)
-        elif kept < length:
-            self._change(1, lambda tensor, dim: tensor.narrow(dim, 0, kept))
+        elif kept < self.length:
+            self._change(lambda tensor: tensor.narrow(1, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """As of the dynamic layer."""
@@ -150,53 +172,47 @@ class RankLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """As of the dynamic layer."""
-        if self.stores[0].length:
-            self._change(0, lambda tensor, dim: tensor.index_select(dim, indices.to(tensor.device)))
+        if self.length:
+            self._change_rows(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
         else:
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As of the dynamic layer."""
-        if self.stores[0].length:
-            self._change(0, lambda tensor, dim: tensor.repeat_interleave(repeats, dim))
+        if self.length:
+            self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
         else:
             super().batch_repeat_interleave(repeats)
 
-    def _change(self, label: int, function: Callable[[Tensor, int], Tensor]) -> None:
-        """Apply `function` of a tensor and its dimension of sequences (label 0) or tokens (1) to all
-        that is held; what is one for all sequences stays."""
+    def _change_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        rows = self.stores[0].held[0].shape[0]
+        self._change(lambda tensor: function(tensor) if len(tensor) == rows else tensor)
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function` to all that is held, [B, T, …]."""
         for store in self._apart():
-            store.change(lambda tensor: function(tensor, label))
-
-        def table(held: Table) -> Table:
-            dim = held.tokens if label == 1 else held.rows
-            if dim is None or (label == 0 and held.tensor.shape[dim] == 1):
-                return held
-            return held._replace(tensor=function(held.tensor, dim))
-
-        self.tables = tuple([table(held) for held in each] for each in self.tables)
-        self._renew()
+            store.change(function)
+        if self.rotation is not None and self.rotation.leader is self:
+            self.rotation.change(function)
 
     def offload(self) -> None:
         """Ranks to the CPU."""
-        if self.stores[0].length:
-            for store in self._apart():
-                self.home = store.held[0].device
-                store.change(lambda tensor: tensor.to("cpu", non_blocking=True))
-            self._renew()
+        if self.length:
+            self.home = self.stores[0].held[0].device
+            self._move(torch.device("cpu"))
         else:
             super().offload()
 
     def prefetch(self) -> None:
         """Ranks back to where they came from."""
-        if self.stores[0].length:
-            for store in self._apart():
-                store.change(
-                    lambda tensor: tensor.to(getattr(self, "home", tensor.device), non_blocking=True)
-                )
-            self._renew()
+        if self.length:
+            self._move(getattr(self, "home", self.stores[0].held[0].device))
         else:
             super().prefetch()
+
+    def _move(self, device: torch.device) -> None:
+        for store in self._apart():
+            store.change(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class RankCache(Cache):
@@ -207,13 +223,9 @@ class RankCache(Cache):
         kind: of `rank_formats.FORMATS`.
     """
 
-    def __init__(self, layers: list[Any], kind: str = "ranks", offloading: bool = False) -> None:
-        tables = Tables()
-        full = [type(layer) is DynamicLayer for layer in layers]
-        made = [
-            RankLayer(tables, n == full.index(True), kind) if full[n] else layer
-            for n, layer in enumerate(layers)
-        ]
+    def __init__(self, layers: Iterable[Any], kind: str = "ranks", offloading: bool = False) -> None:
+        rotations: list[Rotation] = []
+        made = [RankLayer(rotations, kind) if type(layer) is DynamicLayer else layer for layer in layers]
         super().__init__(layers=made, offloading=offloading)
 
     @property
@@ -235,14 +247,15 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
     return RankCache(layers, kind, cache.offloading)
 
 
-def _joined(before: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Both along `dim`; what one has once for all sequences, and the other for each, is repeated."""
-    sizes = list(torch.broadcast_shapes(*(held.narrow(dim, 0, 1).shape for held in (before, new))))
-    sizes[dim] = -1
-    return torch.cat((before.expand(sizes), new.expand(sizes)), dim)
+def _joined(before: Tensor, new: Tensor) -> Tensor:
+    """Both along the tokens; what one has for all sequences, and the other for each, is repeated."""
+    rows = max(len(before), len(new))
+    return torch.cat([held.expand(rows, -1, -1) for held in (before, new)], 1)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of the same numbers by where they lie."""
-    lie = a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
-    return lie and a.shape == b.shape and a.stride() == b.stride()
+def _same(known: Angles, new: Angles) -> bool:
+    """Whether two tables are the same tensors by where they lie."""
+    return all(
+        a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape
+        for a, b in zip(known, new, strict=True)
+    )

@@ -148,7 +148,7 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 def _shares(layer: Any) -> bool:
     """Whether it gains: on a GPU, whole, with no zeros behind its rank and no ranks in a cache."""
-    if not _plain(layer) or layer._hf_quantized_needs_local_tp or layer.always:
+    if not _plain(layer) or layer._hf_quantized_needs_local_tp or layer.cached:
         return False
     return layer.wide is None and type(layer.V) is nn.Parameter and _on_gpu(layer.V)
 

@@ -71,7 +71,6 @@ def split_layers(model: Any) -> None:
     """Let the layers of a model that is about to be split compute with their parts."""
     for module in model.modules():
         if isinstance(module, SPLIT):
-            module.defers = module.always = False
             module._hf_quantized_needs_local_tp = True
 
 

@@ -93,9 +93,10 @@ class FolderRun(ABC):
 
     def run(self, first: bool = True) -> None:
         """Make the folder, or finish what a killed run had all but committed."""
+        fingerprint = self.fingerprint() if first else {}  # names what cannot be read
         with self.workspace.room(self.estimate() if first else 0, check=first):
             if first:
-                self.workspace.open(self.fingerprint())
+                self.workspace.open(fingerprint)
             from blr.compressor.modeling import register
 
             register()

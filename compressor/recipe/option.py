@@ -40,11 +40,16 @@ class Option:
     limits: Limits
 
 
+def described(owner: Any) -> str:
+    """A docstring without its options."""
+    return inspect.cleandoc(owner.__doc__ or "").partition("Options:\n")[0].rstrip()
+
+
 @cache
 def options_of(owner: Any) -> dict[str, Option]:
-    """Those of a model or dataclass, by field: what it describes itself before what it inherits."""
+    """Those of a model, dataclass or function, by name: what it describes before what it inherits."""
     hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
-    for part in owner.__mro__:
+    for part in getattr(owner, "__mro__", (owner,)):
         for name, names, said, default in _entries(part.__doc__ or ""):
             dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
             limits = _limits(hints[name]) or Limits()

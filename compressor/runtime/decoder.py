@@ -28,7 +28,7 @@ from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Sampler, check_logits
 from blr.compressor.runtime.turns import Turn
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
-from blr.kernels.common.capturing import capturing
+from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.attention.launch import MAX_SPLITS
 
@@ -257,22 +257,19 @@ class Decoder:
 
         They run once before; tokens and positions are put back as they were.
         """
-        if self.mode == "eager" or self.ops != "triton" or self.model.device.type != "cuda":
-            return lambda: [run() for run in runs]
-        kept = [t.clone() for t in (self.state.tokens, self.state.pos)]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+
+        def once() -> None:
             for run in runs:
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+
+        if self.mode == "eager" or self.ops != "triton" or self.model.device.type != "cuda":
+            return once
+        kept = [t.clone() for t in (self.state.tokens, self.state.pos)]
+        with own_stream():
+            once()
         for tensor, value in zip((self.state.tokens, self.state.pos), kept, strict=True):
             tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, capture_error_mode="thread_local"):  # other threads may go on
-            for run in runs:
-                run()
-        return partial(_replay, graph, runs)
+        return partial(_replay, Captured(once), runs)
 
     def _advance(self) -> None:
         """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""
@@ -291,9 +288,9 @@ class Decoder:
             )
 
 
-def _replay(graph: torch.cuda.CUDAGraph, runs: list[Run]) -> None:
+def _replay(captured: Captured, runs: list[Run]) -> None:
     """runs: what was captured, held for the tensors of its own: a graph knows addresses only."""
-    graph.replay()
+    captured()
 
 
 def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str) -> None:

@@ -39,10 +39,10 @@ from blr.compressor.structures.linalg import (
     solve_tiled,
 )
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
-from blr.compressor.structures.replayed import Replayed
 from blr.compressor.structures.sizes import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.common.available import kernels_on
+from blr.kernels.common.capturing import Captured
 from blr.kernels.layers.blast.launch import mix
 from blr.kernels.training.cholesky.launch import is_tiled
 
@@ -163,7 +163,7 @@ class BlastProblem:
         self.noise = noise
         self.found: dict[int, Tensor] = {}
         self.kept = self.found  # what a replay writes it to
-        self.replayed: Replayed | None = None
+        self.replayed: Captured | None = None
         self.captures = self.processes.count == 1 and weight.is_cuda and is_tiled(self.rows)
         if gram is not None:
             at = torch.arange(b, device=weight.device)
@@ -214,7 +214,7 @@ class BlastProblem:
         loss of NaN says that there was no exact U."""
         found, self.captures = self.found, False
         with suppress(RuntimeError):
-            self.replayed = Replayed(self._at_once, theta)
+            self.replayed = Captured(self._at_once, theta)
         self.kept, self.found = self.found, found
 
     def _at_once(self, theta: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sizes of the ranks that a cache of keys and values holds. Shipped inside every checkpoint."""
+"""Sizes of the ranks that a cache of keys and values holds."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """Where the numbers of a parameter lie in rows of groups: `rows` gives the matrix [..., R, K] of a
     tensor shaped as the parameter, `back` is its inverse."""
 
@@ -29,7 +29,7 @@ class Place:
     back: Change
 
 
-AS_IT_IS = Place(lambda tensor: tensor, lambda tensor: tensor)
+AS_IT_IS = GroupPlace(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class Latent:
@@ -46,7 +46,7 @@ class Latent:
         parameter: nn.Parameter,
         bits: int,
         group: int,
-        place: Place = AS_IT_IS,
+        place: GroupPlace = AS_IT_IS,
         *,
         scale: Tensor | None = None,
         latent: Tensor | None = None,

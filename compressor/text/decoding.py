@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blr.compressor.base.exhaustion import exhausted, raise_exhausted
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.text.own import distance
-from blr.kernels.common.capturing import capturing
+from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 
 BUCKET = 64  # slots: tokens that share a graph
@@ -38,7 +39,7 @@ PACKED = "blr_packed_heads"  # of transformers' table of attention functions
 PROBED = 8  # samples whose probabilities by a graph are compared
 
 
-class Place:
+class SlotPlace:
     """Where a pass writes and reads: `positions` [t] (int64, on the device), slots of its tokens, and
     `reach`, how many slots it reads."""
 
@@ -56,7 +57,7 @@ class Slots(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, place: Place, length: int) -> None:
+    def __init__(self, place: SlotPlace, length: int) -> None:
         super().__init__()
         self.place, self.length = place, length
 
@@ -105,7 +106,7 @@ class StaticReader:
         device = model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.place, self.filled = Place(self.position, length), 0
+        self.place, self.filled = SlotPlace(self.position, length), 0
         self.cache = {cache_name(model): _cache(model, self.place, length)}
         self.placed = "position_ids" in signature(model.forward).parameters
         self.probabilities: Tensor | None = None
@@ -176,7 +177,7 @@ class StaticReader:
         if reach not in self.graphs:
             self._pass(self.token)
         else:
-            self.graphs[reach].replay()
+            self.graphs[reach]()
             if self.seen[reach] == 2:
                 self._judge()
         self.seen[reach] += 1
@@ -185,14 +186,8 @@ class StaticReader:
         """What a graph cannot hold is read by the host's calls from then on."""
         try:
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # other threads may go on
-            with (
-                on_gpu(self.model.device),
-                capturing(graph, pool=self.pool, capture_error_mode="thread_local"),
-            ):
-                self._pass(self.token)
-            self.graphs[reach] = graph
+            with on_gpu(self.model.device):
+                self.graphs[reach] = Captured(partial(self._pass, self.token), pool=self.pool)
         except Exception as error:  # whatever a model does meanwhile
             self._give_up()
             if said := exhausted(error):
@@ -325,7 +320,7 @@ def _attend(
     return out.reshape(m, h, t, -1).transpose(1, 2).contiguous(), None
 
 
-def _cache(model: Any, place: Place, length: int) -> Cache:
+def _cache(model: Any, place: SlotPlace, length: int) -> Cache:
     count = len(DynamicCache(config=model.config).layers)
     return Cache(layers=[Slots(place, length) for _ in range(count)])
 

@@ -22,6 +22,7 @@ from blr.compressor.checkpoint.regular import (
     read_text,
     refuse,
 )
+from blr.compressor.planning.training_sizes import BATCH
 from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a 
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
 PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
-BATCH = 8  # windows or sentences run through a block at once
 
 
 @dataclass(frozen=True)

@@ -1,103 +1,71 @@
-"""A low-rank feed-forward layer alone: unfused, ours within a bound, FlashSVD's V1 and V2.
+"""A low-rank feed-forward layer: whole, in slices of tokens, and by FlashSVD's V1 and V2; us and MiB.
 
-    python scripts/bench/ffn.py [--json FILE]
+    python scripts/bench/ffn.py [--cases gelu:32768:768:3072:192,silu:8192:4096:11008:1488]
 
-BERT-base's (768, 3072, GELU) and a gated one of Llama-7B's width, bf16, at several ranks: milliseconds
-of a CUDA graph and of a call, MiB beside input and result, error against float32. First every result
-is compared: no time without that.
+A case is an activation, tokens, width, middle and rank; silu has a gate. BERT-base's and Llama-7B's by
+default. What bounded passes of whole models take is `blr bench memory`'s.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from pathlib import Path
+import sys
+from functools import partial
 from typing import Any
 
 import torch
-from graphs import captured
-from published import ffn
-from torch.nn import functional
+from case_files import Way, kernel_case, options, run, timer_of
+from published.ffn import FORMS, Factors, reference
+from torch import Tensor
 
-from blr.compressor.bench.memory.run import milliseconds
-from blr.compressor.bench.memory.track import transient_bytes
-from blr.compressor.modeling.layers import LowRankLinear
-from blr.compressor.structures.specs import LowRankSpec
-from blr.kernels.common.transient import VARIABLE
+from blr.compressor.bench.checks import Expected, expect
+from blr.compressor.bench.harness import Case
+from blr.compressor.bench.layer_problem import KernelTimer
 
-CASES = [
-    *(("gelu", 32768, 768, 3072, rank) for rank in (192, 384, 768)),
-    *(("silu", 8192, 4096, 11008, rank) for rank in (512, 1488)),
-]
-LIMIT = 3e-2
-BOUNDS = (32, 64, 128)
+CASES = (
+    "gelu:32768:768:3072:192,gelu:32768:768:3072:384,gelu:32768:768:3072:768,"
+    "silu:8192:4096:11008:512,silu:8192:4096:11008:1488"
+)
+LIMIT = 3e-2  # relative error in bf16
+BOUNDS = (32, 64, 128)  # MiB of the middle of a slice
 
 
-class Layers:
-    """Of one case; `run` by an arm's name."""
-
-    def __init__(self, activation: str, width: int, middle: int, rank: int) -> None:
-        self.activation = activation
-        names = ("up", "gate", "down") if activation == "silu" else ("up", "down")
-        self.layers = {}
-        for name in names:
-            sizes = (middle, width) if name == "down" else (width, middle)
-            layer = LowRankLinear(LowRankSpec(*sizes, rank), bias=activation == "gelu")
-            self.layers[name] = layer.to("cuda", torch.bfloat16).requires_grad_(False)
-            self.layers[name].defers = name != "down"
-
-    def run(self, arm: str, x: Any) -> Any:
-        """The layer's result for x [1, n, i]."""
-        if arm in ffn.FORMS:
-            made = {n: ffn.Factors(f.U, f.V, f.bias) for n, f in self.layers.items()}
-            return ffn.FORMS[arm](x[0], made["up"], made["down"], self.activation, made.get("gate"))[
-                None
-            ]
-        os.environ[VARIABLE] = "off" if arm == "unfused" else arm.partition("-")[2]
-        act = getattr(functional, self.activation)
-        up = self.layers["up"](x)
-        if "gate" in self.layers:
-            return self.layers["down"](act(self.layers["gate"](x)) * up)
-        return self.layers["down"](act(up))
+def sliced(rows: int, x: Tensor, *rest: Any) -> Tensor:
+    """The layer on so many tokens at a time, as bounded passes of models run it."""
+    return torch.cat([reference(part, *rest) for part in x.split(max(rows, 1))])
 
 
-def case(activation: str, n: int, width: int, middle: int, rank: int) -> list[dict[str, Any]]:
-    """All arms of one case."""
-    device = torch.device("cuda", 0)
-    layers, x = Layers(activation, width, middle, rank), torch.randn(1, n, width, device=device)
-    x, rows = x.bfloat16(), []
-    truth = layers.run("unfused", x).float()
-    for arm in ("unfused", *(f"ours-{mib}" for mib in BOUNDS), *ffn.FORMS):
-        told = {"activation": activation, "n": n, "rank": rank, "arm": arm}
-        try:
-            found = layers.run(arm, x)
-            told["error"] = float((found - truth).norm() / truth.norm())
-            del found
-            if told["error"] <= LIMIT:
-                run = lambda arm=arm: layers.run(arm, x)  # noqa: E731
-                told["mib"] = transient_bytes(run, device) / 2**20
-                told["ms"] = min(milliseconds(run, device) for _ in range(5))
-                graph = captured(run)
-                told["graph"] = min(milliseconds(graph.replay, device) for _ in range(5))
-        except Exception as reason:  # the next arm may run where this one does not
-            told["failed"] = f"{type(reason).__name__}: {str(reason).splitlines()[0][:120]}"
-        rows.append(told)
-        words = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in told.items())
-        print(" ".join(words), flush=True)
-        torch.cuda.empty_cache()
-    return rows
+def layers(tensors: tuple[Tensor, ...]) -> tuple[Factors, Factors, Factors | None]:
+    """Up, down and gate of their factors."""
+    made = [Factors(u, v) for u, v in zip(tensors[::2], tensors[1::2], strict=True)]
+    return made[0], made[1], made[2] if len(made) > 2 else None
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = [row for settings in CASES for row in case(*settings)]
-    if options.json:
-        options.json.write_text(json.dumps(rows))
+def case(timer: KernelTimer, activation: str, n: int, width: int, middle: int, rank: int) -> Case:
+    """All forms of one layer."""
+    form = lambda run: lambda x, *t: run(x, *layers(t)[:2], activation, layers(t)[2])  # noqa: E731
+
+    def made() -> tuple[Expected, dict[str, Way]]:
+        make = partial(torch.randn, device=timer.device, dtype=timer.precision.dtype)
+        sizes = [(width, middle), (middle, width), (width, middle)][: 3 if activation == "silu" else 2]
+        pairs = ((make(o, rank) / rank**0.5, make(i, rank) / i**0.5) for i, o in sizes)
+        arguments = (make(n, width), *(tensor for pair in pairs for tensor in pair))
+        widest = middle * arguments[0].element_size() * (len(sizes) - 1)  # bytes of a token
+        cuts = {f"slices of {mib} MiB": partial(sliced, (mib << 20) // widest) for mib in BOUNDS}
+        runs = {"whole": reference, **cuts, **FORMS}
+        expected = expect(form(reference), arguments[0], arguments[1:])
+        return expected, {name: (form(run), arguments) for name, run in runs.items()}
+
+    title = f"{activation}, {n} x {width}, {middle}, rank {rank}"
+    return kernel_case(timer, title, made, LIMIT, memory=True)
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--cases", default=CASES)
+    given = parser.parse_args()
+    timer, split = timer_of(given), [text.split(":") for text in given.cases.split(",")]
+    return run(given, [case(timer, act, *map(int, sizes)) for act, *sizes in split])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """The table of healing: what compression loses and minutes of training bring back, a row a setting.
 
     python scripts/bench/heal_table.py --data FOLDER --mini FOLDER [--smol FOLDER] --out FOLDER
-        [--rows 'mini-*'] [--seeds 0,1] [--sweep 0.75] [--gpus 0,0,1] [--fits]
+        [--rows 'mini-*'] [--seeds 0,1] [--gpus 0,0,1] [--fits]
         [--budget '--steps 1900'] [--blr 'python -m blr.compressor']
 
 FOLDER of --data holds heldout.txt, calibration.txt, train-prose.txt(.xz) and wikitext2-test.txt. Rows
@@ -12,9 +12,6 @@ the figures of each. With several --seeds (of the fit and of the healing) every 
 a line tells their mean and how far they are from it. --fits ends before healing, so that fits may share
 a GPU, which trainings have to themselves. Minutes are those of training alone (`trained_seconds`: no
 start, no own text, no compression, no evaluation).
-
---sweep trains every row with each of TRIALS for so many minutes first and takes the one whose held-back
-windows (of the training texts, never the reported ones) are nearest the dense model's answers.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from threading import Lock
@@ -53,7 +50,6 @@ class Row:
     compress: str
     heal: str
     target: tuple[float, ...] = ()
-    notes: list[str] = field(default_factory=list)
 
     def asked(self, given: argparse.Namespace, seed: str) -> Row:
         """With the options of all rows and a seed ("" for the default), which its name has, too."""
@@ -75,17 +71,17 @@ ROWS = (
     Row("mini-svd-int4", "mini", f"--method svd --cf 2 --quantize int4 {MINI_FIT}", MINI, (13.6,)),
     Row(
         "mini-int2", "mini", "--base int2 --method blast --blocks 4 --rank 16"
-        " --calibration {data}/calibration.txt --samples 1024", MINI, (12.22,),
+        " --calibration {data}/calibration.txt --samples 1024", MINI, (12.22,)
     ),
     Row("smol-blast-1.5", "smol", f"--method blast --blocks 16 --cf 1.5 {SMOL_FIT}", SMOL, (0.05, 0.15)),
     Row("smol-blast-2", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", SMOL, (0.12, 0.3)),
     Row(
         "smol-int2", "smol", f"--base int2 --method svd --rank 16 --group 64 {SMOL_FIT}",
-        SMOL, (0.12, 0.25),
+        SMOL, (0.12, 0.25)
     ),
     Row(
         "smol-int3", "smol", f"--base int3 --method svd --rank 16 --group 64 {SMOL_FIT}",
-        SMOL, (0.03, 0.06),
+        SMOL, (0.03, 0.06)
     ),
     *(  # the line to beat, without a target
         Row(f"smol-{b}-plain", "smol", f"--method dense --quantize {b} --group 64 {SMOL_FIT}", SMOL)
@@ -93,16 +89,12 @@ ROWS = (
     ),
     Row(
         "smol-blast-2-self", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}",
-        SMOL.replace("{train}", "self"), (0.12, 0.3),
+        SMOL.replace("{train}", "self"), (0.12, 0.3)
     ),
     Row(
         "smol-blast-2-prose", "smol", f"--method blast --blocks 16 --cf 2 {SMOL_FIT}", f"{SMOL} --mix 0"
-    ),
+    )
 )  # fmt: skip
-TRIALS = (
-    *(f"--lr {rate}" for rate in ("0.003", "0.005", "0.01", "0.02")),
-    *(f"--lr {rate} --train {TRAIN}" for rate in ("0.005", "0.01")),
-)
 EVALS = {"mini": "--batch 32", "smol": "--batch 32 --max-tokens 65536"}
 
 
@@ -182,30 +174,12 @@ class Table:
         self.command(key, key, "compress", str(self.models[row.model]), *options, *place)
         return key, folder
 
-    def healed(self, row: Row, key: str, source: Path, options: str) -> tuple[Result, Path]:
+    def healed(self, row: Row, key: str, source: Path) -> tuple[Result, Path]:
         """What a training says and makes."""
         folder = self.out / "models" / key
         teacher = ["--teacher", str(self.models[row.model]), "-o", str(folder), "--overwrite"]
-        given = shlex.split(options.format(**self.words))
+        given = shlex.split(row.heal.format(**self.words))
         return self.command(key, row.name, "heal", str(source), *teacher, *given), folder
-
-    def settled(self, row: Row, source: Path) -> str:
-        """The row's options, or the best of the trials."""
-        if not self.given.sweep:
-            return row.heal
-
-        def tried(number: int) -> float:
-            trial = f"{row.heal} {TRIALS[number]} --minutes {self.given.sweep} --no-check"
-            found, folder = self.healed(row, f"{row.name}.try{number}", source, trial)
-            shutil.rmtree(folder, ignore_errors=True)
-            return sum(text["kl"] for text in found["after"].values()) / len(found["after"])
-
-        with ThreadPoolExecutor(len(TRIALS)) as pool:
-            merits = list(pool.map(tried, range(len(TRIALS))))
-        best = TRIALS[min(range(len(TRIALS)), key=merits.__getitem__)]
-        told = ", ".join(f"{t} {m:.4f}" for t, m in zip(TRIALS, merits, strict=True))
-        row.notes.append(f"held-back KL of the trials: {told}")
-        return f"{row.heal} {best}"
 
     def run(self, row: Row) -> Result:
         """Every step of a row."""
@@ -215,8 +189,7 @@ class Table:
             before = self.evaluated(f"{key}.before", row.name, source, row.model)
             if self.given.fits:
                 return {"row": row.name, "dense": dense, "before": before}
-            options = self.settled(row, source)
-            healed, folder = self.healed(row, f"{row.name}.healed", source, options)
+            healed, folder = self.healed(row, f"{row.name}.healed", source)
             after = self.evaluated(f"{row.name}.after", row.name, folder, row.model)
         except RuntimeError as error:
             return {"row": row.name, "error": str(error)}
@@ -226,8 +199,7 @@ class Table:
             "speed": healed["tokens"] / max(healed["trained_seconds"], 1e-9),
             "verdict": verdict(row, dense, after),
             "command": f"blr compress {row.model} {row.compress.format(**self.words)} -o {key} && "
-            f"blr heal {key} --teacher {row.model} {options.format(**self.words)} -o {row.name}-healed",
-            "notes": row.notes,
+            f"blr heal {key} --teacher {row.model} {row.heal.format(**self.words)} -o {row.name}-healed",
         }
 
 
@@ -254,8 +226,9 @@ def line(found: Result) -> str:
         told = f"{found['before'][name]:.2f} -> {found['after'][name]:.3f} (dense {dense:.2f}"
         cells.append(f"{name} {told}; {was[name]:+.3f} -> {now[name]:+.3f})")
     said = f"{found['minutes']:.2f} min, {found['speed'] / 1e3:,.0f}k tokens/s"
-    rest = [f"    {text}" for text in (found["command"], *found["notes"])]
-    return "\n".join([f"{found['row']:18s} {' | '.join(cells)} | {said} | {found['verdict']}", *rest])
+    return (
+        f"{found['row']:18s} {' | '.join(cells)} | {said} | {found['verdict']}\n    {found['command']}"
+    )
 
 
 def lost(found: Result, when: str) -> dict[str, float]:
@@ -321,7 +294,6 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, help="its folder; without, its rows are left out")
     parser.add_argument("--rows", default="*", help="their names or globs, by comma")
     parser.add_argument("--seeds", default="", help="of fits and healings, as 0,1")
-    parser.add_argument("--sweep", type=float, default=0.0, help="minutes a trial")
     parser.add_argument("--more", default="", help="options of heal for every row, as '--minutes 0.1'")
     parser.add_argument("--fit", default="", help="the same of compress")
     parser.add_argument("--budget", help="of heal, in the place of --minutes, as '--steps 1900'")

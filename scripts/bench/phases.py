@@ -1,95 +1,83 @@
-"""Times of the phases of a token, of a model of an 8B's layers but few of them, on one GPU.
+"""What each phase of a decoded token takes, in a model of an 8B's layers but few of them.
 
-    python scripts/bench/phases.py -o phases.json [--arms dense,lowrank,dense-int4] [--batches 1,4,8]
-        [--layers 4] [--old] [--seconds 60] [--cf 2]
+    python scripts/bench/phases.py [--arms dense,lowrank,corrected-int2] [--batches 1,4,8] [--layers 4]
+        [--contexts 120,32768]
 
-Arms are dense, lowrank, pivoted, monarch, blast and corrected, with the bits behind. Logits are checked
-first against transformers in eager mode on the same weights. `--old` leaves skinny products out. "whole"
-is a token of 32 such layers: what the layers take, and what is left over once.
+Arms are those of `blr bench decode` that are ours, without "ours-". Logits are checked first. A time is
+that of a token; "whole" is a token of 32 such layers: what the layers take, and what is left over once;
+the phases follow in microseconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
-from time import monotonic
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
+from case_files import numbers, options, run, step_case
 
-from blr.compressor.bench.decode.arms import OursArm, reference_logits
-from blr.compressor.bench.decode.models import Models, find_subject, prompt
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.bench.decode import LIMITS, logits_error
+from blr.compressor.bench.decode_arms import OursArm, parse_arm
+from blr.compressor.bench.harness import Case
+from blr.compressor.bench.models import Models, find_model, prompt
+from blr.compressor.bench.timing import Sampler
 
-DEVICE = torch.device("cuda")
 
+def profiled(
+    models: Models, arm: str, batch: int, context: int, steps: int, cuda: bool
+) -> Callable[[dict[str, Any]], tuple[Sampler, float]]:
+    """The check of an arm, whose sampler profiles a token."""
 
-def measured(models: Models, arm: str, batch: int, layers: int, steps: int) -> dict[str, Any]:
-    """Error of the logits and microseconds of phases of one arm and batch."""
-    structure, _, kind = arm.partition("-")
-    model = models.get(structure, kind)
-    ids = prompt(models.subject, model, batch, 120)
-    ours = OursArm(model, ids, steps + 4, "triton", "graph")
-    ours.prefill()
-    tokens = torch.randint(1000, (batch,), device=DEVICE)
-    expected = reference_logits(model, ids, tokens).double()
-    error = float((ours.step(tokens).double() - expected).norm() / expected.norm())
-    ours.prefill()
-    found = ours.decoder.profile(steps)
-    times = {name: us for name, us, _ in found}
-    own = sum(us for name, us in times.items() if name.startswith("layer."))
-    token = times["token"]
-    whole = token + (32 - layers) * (token - times["lm_head"]) / layers
-    sizes = {name: size for name, _, size in found}
-    return {
-        **{"arm": arm, "batch": batch, "error": error, "us": times, "bytes": sizes},
-        **{"layer": own, "token": token, "whole": whole},
-    }
+    def check(told: dict[str, Any]) -> tuple[Sampler, float]:
+        name, layers = parse_arm(f"ours-{arm}"), models.model.settings["num_hidden_layers"]
+        model = models.get(name.structure, name.kind, head=name.head)
+        ids = prompt(None, model, batch, context)
+        ops, mode = ("triton", "graph") if cuda else ("torch", "eager")
+        ours = OursArm(model, ids, steps + 4, ops, mode, name.cache)
+        error = logits_error(ours, model)
+
+        def sample() -> float:
+            ours.prefill()
+            times = {name: us for name, us, _ in ours.decoder.profile(steps)}
+            token = times["token"]
+            told["whole"] = token + (32 - layers) * (token - times["lm_head"]) / layers
+            told.update({name.removeprefix("layer.*."): us for name, us in times.items()})
+            return token / 1e3
+
+        return sample, error
+
+    return check
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser = options(__doc__)
+    parser.add_argument("--model", default="8b")
     parser.add_argument("--arms", default="dense,lowrank,dense-int4,lowrank-int4,corrected-int2")
     parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--contexts", default="120")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cf", type=float, default=2.0)
+    parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--plain-from", type=int, help="rows from which plain weights are skinny")
-    parser.add_argument("--old", action="store_true")
     given = parser.parse_args()
-    if given.old:
-        import blr.kernels.decode.skinny.bound as bound
+    device, whole = pick_device(given.device), find_model(given.model)
+    few = replace(whole, settings={**whole.settings, "num_hidden_layers": given.layers})
+    dtype, cuda = float_dtype(given.dtype), device.type == "cuda"
+    contexts = numbers(given.contexts)
+    models = Models(few, device, dtype, max(contexts) + given.steps + 8, given.cf, given.blocks)
 
-        bound._taken = lambda *_: False
-    if given.plain_from:
-        import blr.compressor.runtime.bind as bind
-        import blr.kernels.decode.skinny.bound as bound
+    def case(batch: int, context: int) -> Case:
+        title = f"{given.model}, batch {batch}, context {context}"
+        arms = given.arms.split(",")
+        checks = {arm: profiled(models, arm, batch, context, given.steps, cuda) for arm in arms}
+        limits = {arm: LIMITS[torch.bfloat16 if "kv8" in arm else dtype] for arm in arms}
+        return step_case(title, checks, limits)
 
-        bound.PLAIN_FROM = bind.PLAIN_FROM = given.plain_from
-    begun, rows = monotonic(), []
-    subject = find_subject("8b")
-    subject = type(subject)("8b", {**subject.settings, "num_hidden_layers": given.layers})
-    models = Models(subject, DEVICE, torch.bfloat16, 256, given.cf)
-    for arm in given.arms.split(","):
-        for batch in map(int, given.batches.split(",")):
-            if monotonic() - begun > given.seconds:
-                print("stopped by time", file=sys.stderr)
-                break
-            try:
-                row = measured(models, arm, batch, given.layers, given.steps)
-            except Exception as error:  # the others are told
-                print(f"{arm} batch {batch}: {type(error).__name__} {error}"[:2000])
-                continue
-            rows.append(row)
-            given.output.write_text(json.dumps(rows, indent=1))
-            head = f"{arm:15} batch {batch:2} error {row['error']:.4f}"
-            whole = f"{batch * 1e6 / row['whole']:7.1f} tokens/s of 32 layers, {row['whole']:6.0f} us"
-            phases = ", ".join(f"{n.removeprefix('layer.*.')} {us:.1f}" for n, us in row["us"].items())
-            print(f"{head} {whole}: {phases}", flush=True)
-    return 0
+    return run(given, [case(*each) for each in product(numbers(given.batches), contexts)])
 
 
 if __name__ == "__main__":

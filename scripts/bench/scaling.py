@@ -7,10 +7,7 @@
 Checkpoints are random, of published shapes, those to compress with fewer decoder layers, and made here
 (a minute; an 8B two). The cases: calibrated BLAST b=16 CF 2 of the 8B and of the 1B shape (with the
 seconds of each phase in the first process), and healing of the 1B and of the 8B shape (compressed by
-Monarch without calibration; tokens a second are the median of the logged lines). With
-two numbers of GPUs measured, others are predicted (`--predict`), and marked so: of compression by
-Amdahl's law; of healing by a step's time on one and what a sum over two adds to it, which grows as the
-bytes of a ring do, 2 (N - 1) / N. That is within one host's links: over hosts it is a bound. One
+Monarch without calibration; tokens a second are the median of the logged lines). One
 warm-up of a small model comes first. A line of the table, and one of JSON in FOLDER/scaling.jsonl, for
 every case and number of GPUs as it is done; a case that is there already is not measured again. What a
 run says meanwhile is in FOLDER/CASE-on-N.log.
@@ -168,42 +165,18 @@ class Bench:
     def warm_up(self) -> None:
         """What the first run on a machine pays for: libraries read from disk, kernels compiled."""
         target = self.out / "warm"
-        options = [
-            "--calibration",
-            str(SAMPLE),
-            "--samples",
-            "8",
-            *self._options(target, max(self.a.gpus)),
-        ]
+        options = ["--calibration", str(SAMPLE), "--samples", "8"]
+        options += self._options(target, max(self.a.gpus))
         command = [*self.blr, "compress", str(TINY), "--method", "blast", "--blocks", "4", *options]
         run(command, self.out / "warm.log")
         shutil.rmtree(target)
 
 
-def predicted(rows: list[dict[str, Any]], numbers: list[int]) -> list[dict[str, Any]]:
-    """Lines for other numbers of GPUs, from the first and the last of `rows`, measured on one and N."""
-    first, last = rows[0], rows[-1]
-    if first["gpus"] != 1 or last["gpus"] == 1:
-        return []
-    count, lines = last["gpus"], []
-    for number in [n for n in numbers if n > count]:
-        row = {**last, "case": f"{last['case']} (predicted)", "gpus": number, "sha256": None}
-        parallel = (first["wall"] - last["wall"]) / (1 - 1 / count)
-        row["wall"] = first["wall"] - parallel + parallel / number
-        if last["tokens"]:
-            step = 1 / first["tokens"]  # of a global batch that stays as it is
-            sums = max(1 / last["tokens"] - step / count, 0.0) / (1 - 1 / count)
-            row["tokens"] = 1 / (step / number + sums * (1 - 1 / number))
-        lines.append(row)
-    return lines
-
-
 def text_of(row: dict[str, Any], base: dict[str, Any]) -> str:
     """A line of the table; `base` is the same case on the fewest GPUs."""
-    speed = (
-        row["tokens"] / base["tokens"] if row["tokens"] else base["wall"] / row["wall"]
-    )  # of healing by tokens
-    unknown = row is base or row["tokens"] or not row["sha256"]
+    healing = row["tokens"]
+    speed = healing / base["tokens"] if healing else base["wall"] / row["wall"]
+    unknown = row is base or healing
     equal = "–" if unknown else ("yes" if row["sha256"] == base["sha256"] else "NO")
     cells = (
         *(row["case"], row["gpus"], f"{row['wall']:.1f}", f"{speed:.2f}"),
@@ -221,7 +194,6 @@ def main() -> None:
     parser.add_argument("--layers-8b", type=int, default=2)
     parser.add_argument("--layers-1b", type=int, default=4)
     parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--predict", type=int, nargs="*", default=[4, 8, 64])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, help="tokens a step of healing")
     parser.add_argument("--device", default="auto")
@@ -231,7 +203,7 @@ def main() -> None:
     print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
     for case in bench.a.cases:
         rows = [bench.measure(case, gpus) for gpus in sorted(bench.a.gpus)]
-        for row in [*rows, *predicted(rows, bench.a.predict)]:
+        for row in rows:
             print(text_of(row, rows[0]), flush=True)
         for row in rows:
             if spent := row.get("spent"):

@@ -8,82 +8,70 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from running import Run
+from running import Invoke, Run
+from torch import Tensor
 
-from blr.compressor.bench.stopping import SIGNALS, Stopped, stoppable
+from blr.compressor.bench.harness import SIGNALS, Stopped, stoppable
+from blr.compressor.structures.registry import Structure
 
 SMALL = ("--models", "vit-b", "--structures", "svd,blast", "--blocks", "4", "--dtype", "float32")
-WRONG = "def blr_peer(): return {'svd': lambda x, U, V: x @ V @ U.mT * 1.1}"
-STOPPED = """
-import os, signal, time
-def svd(x, U, V):
-    if len(x) == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-        while True:
-            time.sleep(0.05)
-    return x @ V @ U.mT
-def blr_peer():
-    return {"svd": svd}
-"""
 
 
-def test_layers_as_text_and_files_with_a_wrong_peer(blr: Run, tmp_path: Path) -> None:
-    (tmp_path / "quick.py").write_text(WRONG)
-    done = blr(
-        *("bench", "layers", *SMALL, "--n", "1,3", "--repeats", "3", "--peer", "quick.py", "-o", "out")
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "CPU run: milliseconds by the host's clock, no floors, no energy"
+def served(monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor]) -> None:
+    """Our layers compute low rank by `product`."""
+    usual = Structure.product
+    mine = lambda self: product if self.name == "svd" else usual(self)  # noqa: E731
+    monkeypatch.setattr(Structure, "product", mine)
+
+
+def test_layers_as_text_and_files_with_a_wrong_arm(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(monkeypatch, lambda x, U, V, bias=None: x @ V @ U.mT * 1.1)
+    out = tmp_path / "out"
+    code, said, err = invoke("bench", "layers", *SMALL, "--n", "1,3", "--repeats", "3", "-o", str(out))
+    assert code == 0, err
+    lines = said.splitlines()
+    assert lines[0] == "cpu: milliseconds a call, by the host's clock"
     assert "vit-b qkv 768→2304 n=3" in lines
     last = json.loads(lines[-1])
-    assert last["summary"]["statuses"] == {"ok": 3 * 2 * 5, "wrong": 3 * 2}
+    assert last["summary"]["statuses"] == {"ok": 3 * 2 * 4, "wrong": 3 * 2}
     assert set(last["summary"]["speedup_over_dense"]) == {"svd", "blast"}
-    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    saved = json.loads((out / "results.json").read_text())
     assert saved["summary"] == last["summary"]
     assert saved["versions"]["torch"] and saved["machine"]["device"] == "cpu"
-    wrong = [row for row in saved["rows"] if row["arm"] == "peer:quick"]
+    wrong = [row for row in saved["rows"] if (row["arm"], row["structure"]) == ("ours", "svd")]
     assert {(row["status"], row["ms"], row["speedup"]) for row in wrong} == {("wrong", None, None)}
     assert all(row["rel_error"] == pytest.approx(0.1, rel=0.01) for row in wrong)
     assert {row["variant"] for row in saved["rows"] if row["arm"] == "ours"} == {"reference"}
-    with (tmp_path / "out" / "results.csv").open(newline="") as file:
+    with (out / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["arm"] for row in rows] == [row["arm"] for row in saved["rows"]]
     assert [row["ms"] for row in rows] == [str(row["ms"] or "") for row in saved["rows"]]
-    plotted = (tmp_path / "out" / "speedup.png").exists()
-    assert plotted != ("pip install 'blr-compress[plots]'" in done.stderr)
 
 
-def test_kernels_as_json(blr: Run) -> None:
-    done = blr(
-        *("bench", "kernels", "--patterns", "(1,48,48,4)(3,48,16,4)", "--batch", "5"),
-        *("--dtypes", "float32,tf32", "--format", "json"),
+def test_a_stopped_run_keeps_finished_cases(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(x) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return x @ V @ U.mT
+
+    served(monkeypatch, stop)
+    out = tmp_path / "out"
+    code, said, err = invoke(
+        "bench", "layers", *SMALL, "--n", "1,2", "--repeats", "1", "--output", str(out)
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    dense = {row["case"]: row["status"] for row in found["rows"] if row["arm"] == "dense"}
-    assert dense == {
-        **{"(1,48,48,4) float32": "ok", "(1,48,48,4) tf32": "ok"},
-        **{"(3,48,16,4) float32": "skipped", "(3,48,16,4) tf32": "skipped"},
-    }
-    by_dtype = found["summary"]["by_dtype"]
-    assert {name: each["patterns"] for name, each in by_dtype.items()} == {"float32": 2, "tf32": 2}
-    assert by_dtype["tf32"]["by_h"][0][0] == pytest.approx((48 + 48) / 48**2, abs=1e-5)
-    assert all(row["joules"] is None and row["floor_ms"] is None for row in found["rows"])
-
-
-def test_a_stopped_run_keeps_finished_cases(blr: Run, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(STOPPED)
-    options = ("--n", "1,2", "--peer", "slow.py", "--repeats", "1", "--output", "out")
-    done = blr("bench", "layers", *SMALL, *options)
-    assert done.returncode == 130, done.stderr
-    assert done.stderr.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
-    saved = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert saved["stopped"] == json.loads(done.stdout.splitlines()[-1])["stopped"] == "SIGINT"
+    assert code == 130, err
+    assert err.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
+    saved = json.loads((out / "results.json").read_text())
+    assert saved["stopped"] == json.loads(said.splitlines()[-1])["stopped"] == "SIGINT"
     assert {row["n"] for row in saved["rows"]} == {1}
 
 
@@ -96,9 +84,6 @@ def test_a_stopped_run_keeps_finished_cases(blr: Run, tmp_path: Path) -> None:
         (["layers", "--structures", "svd,fft"], "structure 'fft' is unknown"),
         (["layers", "--dtype", "int4"], "dtype 'int4' is unknown"),
         (["layers", "--cf", "1"], "cf is 1: expected"),
-        (["layers", "--peer", "missing.py"], "peer missing.py: expected a .py file"),
-        (["kernels", "--dtypes", "bf16"], "dtype 'bf16' is unknown"),
-        (["kernels", "--patterns", "(1,2,3)"], "pattern is '(1,2,3)'"),
         (["layers", "--device", "cuda:9"], "device 'cuda:9' cannot be used"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -12,10 +12,8 @@ from running import Run
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.memory.models import find_subject, rank_spec
-from blr.compressor.bench.memory.predict import predicted
-from blr.compressor.bench.memory.run import MemoryOptions, run_memory
-from blr.compressor.bench.memory.track import transient_bytes
+from blr.compressor.bench.memory import run_memory, transient_bytes
+from blr.compressor.bench.options import MemoryOptions
 
 SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds", "1", "--keep", "0.5")
 
@@ -39,7 +37,6 @@ def test_arms_of_both_kinds(blr: Run, tmp_path: Path) -> None:
         assert ours["peak_bytes"] == ours["transient_bytes"] + ours["weights_bytes"]
         assert whole["rel_error"] <= 1e-5 and whole["transient_bytes"] <= naive["transient_bytes"]
         for row in (dense, naive, whole, ours):
-            assert 0.7 < row["transient_bytes"] / row["predicted_bytes"] < 1.6, row
             assert row["ms"] > 0
     assert report["summary"]["not_ok"] == 0 and len(report["summary"]["cases"]) == 2
     with (tmp_path / "out" / "results.csv").open() as file:
@@ -59,7 +56,6 @@ def test_graphs_want_a_gpu() -> None:
         (["--arms", "ours-x"], "arm 'ours-x': expected dense, naive, whole, ours or ours-N"),
         (["--pairs", "4"], "--pairs is '4': expected batch x length"),
         (["--keep", "2"], "--keep is '2': expected shares"),
-        (["--heads", "few"], "--heads is 'few': expected whole or per-head"),
         (["--dtype", "int4"], "dtype 'int4': expected float32"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -83,15 +79,3 @@ def test_tracking_counts_what_lives_at_one_time() -> None:
         assert (z + 1).shape == (65536,)
 
     assert transient_bytes(run, torch.device("cpu")) == 2 * x.nbytes
-
-
-def test_predictions_of_the_paper() -> None:
-    """FlashSVD's FFN holds r(BM + D_F) in the place of BM·D_F, its attention r(BM + D) thrice."""
-    bert = find_subject("bert-base")
-    tokens, rank = 64 * 512, rank_spec(768, 3072, 0.5, 1).rank
-    held = 4 * 768 * tokens * 2
-    ffn = predicted(bert, "flashsvd", 64, 512, 0.5, 2, 0) - held
-    assert ffn == 2 * max(rank * (tokens + 3072), 3 * 192 * (tokens + 768))
-    naive = predicted(bert, "naive", 64, 512, 0.5, 2, 0)
-    assert naive == (3 * 768 + 2 * 3072) * tokens * 2
-    assert predicted(bert, "ours", 64, 512, 0.5, 2, 64 << 20) <= 0.5 * naive

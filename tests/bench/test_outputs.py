@@ -11,16 +11,8 @@ import pytest
 from producing import snapshot
 
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
-from blr.compressor.bench.results import (
-    CSV_NAME,
-    JSON_NAME,
-    PLOTS,
-    Report,
-    check_output,
-    save,
-    save_figure,
-)
-from blr.compressor.cli.bench_options import finish
+from blr.compressor.bench.results import CSV_NAME, JSON_NAME, BenchReport, check_output, save
+from blr.compressor.cli.bench import finish
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
 
@@ -28,7 +20,7 @@ MINE = "the user's"
 TABLE = table_text("mine", "a test", [{"structure": "lowrank", "dtype": "float16", "variant": "gemm"}])
 
 
-@pytest.mark.parametrize("name", [JSON_NAME, CSV_NAME, *PLOTS])
+@pytest.mark.parametrize("name", [JSON_NAME, CSV_NAME])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_a_folder_with_results_is_refused_before_the_work(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / name
@@ -44,7 +36,7 @@ def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path: Path) -> None
         (tmp_path / name).write_text(MINE)
     before = snapshot(tmp_path)
     check_output(tmp_path)
-    save(Report("bench layers", {}), {}, tmp_path)
+    save(BenchReport("bench layers", {}), {}, tmp_path)
     after = snapshot(tmp_path)
     assert after.keys() - before.keys() == {JSON_NAME, CSV_NAME}
     assert {name: after[name] for name in before} == before
@@ -56,23 +48,11 @@ def test_the_current_folder_is_refused(output: str) -> None:
         check_output(Path(output))
 
 
-class Figure:
-    """What is used of a matplotlib figure."""
-
-    def savefig(self, file: Any, **options: Any) -> None:
-        file.write(b"png")
-
-
-@pytest.mark.parametrize("write", ["results", "figure"])
-def test_files_that_appear_meanwhile_stay(write: str, tmp_path: Path) -> None:
-    name = {"results": CSV_NAME, "figure": PLOTS[0]}[write]
-    (tmp_path / name).write_text(MINE)
+def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
+    (tmp_path / CSV_NAME).write_text(MINE)
     with pytest.raises(OutputError):
-        if write == "results":
-            save(Report("bench layers", {}), {}, tmp_path)
-        else:
-            save_figure(Figure(), tmp_path / name)
-    assert (tmp_path / name).read_text() == MINE
+        save(BenchReport("bench layers", {}), {}, tmp_path)
+    assert (tmp_path / CSV_NAME).read_text() == MINE
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -88,9 +68,9 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(number, os.strerror(number), str(paths[-1]))
 
     monkeypatch.setattr(os, "link", fails)
-    arguments = (Report("bench layers", {"n": 7}), 0, {"wins": 3}, lambda report: "the table")
+    arguments = (BenchReport("bench layers", {"n": 7}), 0, {"wins": 3}, lambda report: "the table")
     with pytest.raises((OutputError, StorageError)):
-        finish(*arguments, save, lambda report, folder: None, tmp_path, format)
+        finish(*arguments, tmp_path, format)
     printed = capsys.readouterr().out
     assert '"wins": 3' in printed and ("the table" in printed) == (format is Format.text)
     assert not list(tmp_path.glob("*.tmp"))

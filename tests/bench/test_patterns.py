@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
-from blr.compressor.bench.patterns import BATCH, LIMIT, grid, largest, sample, stratum
+from comparisons import BATCH, LIMIT, grid, largest, sample, stratum
 
 pytestmark = pytest.mark.fast
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import prefill, prefilled
-from blr.compressor.bench.prefill import PrefillOptions, run_prefill
-from blr.compressor.bench.prefilled import GRAPH, RUNTIME, Prefilled, find_any
-from blr.compressor.bench.summary import prefill_summary, prefill_text
+from blr.compressor.bench import prefill
+from blr.compressor.bench.models import find_model
+from blr.compressor.bench.options import PrefillOptions
+from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, prefill_summary, run_prefill
+from blr.compressor.bench.results import prefill_text
 from blr.compressor.modeling import float8
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -34,16 +35,6 @@ def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["dense-fp8"].of_dense_fp8 == 1 and rows["dense"].of_dense == 1
     assert prefill_summary(report.rows)["statuses"] == {"ok": len(ARMS)}
     assert "pico, 1 x 24 tokens" in prefill_text(report)
-
-
-def test_encoders_are_timed_to_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    given = options(
-        models=("pico-bert", "pico-vit"), arms=("dense", "lowrank-fp8"), tokens=(8,), batch=2
-    )
-    report, _ = run_prefill(given, Progress(quiet=True))
-    assert [row.status for row in report.rows] == ["ok"] * 4, [row.note for row in report.rows]
-    assert all(0.005 < (row.rel_error or 0) < 0.3 for row in report.rows[1::2])
 
 
 def test_a_wrong_arm_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +61,12 @@ def fail_to_capture(run: Callable[[], Any]) -> Callable[[], Any]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[Prefilled, Any]:
+def graphed(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> tuple[PrefillModels, Any]:
     """A pico decoder whose passes `capture` captures, its layers as they are in place of compiled."""
-    monkeypatch.setattr(prefilled, "captured", capture)
+    monkeypatch.setattr(prefill, "captured", capture)
     keep = lambda module, **_: setattr(module, "_compiled_call_impl", module._call_impl)  # noqa: E731
     monkeypatch.setattr(nn.Module, "compile", keep)
-    models = Prefilled(find_any("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
+    models = PrefillModels(find_model("pico"), torch.device("cpu"), torch.float32, 16, 2.0, 4, 1)
     return models, models.get("dense")
 
 
@@ -101,13 +92,10 @@ def test_graphs_are_of_a_gpu() -> None:
 
 
 def test_prompts_as_an_export_takes_them() -> None:
-    """Compared with the faster way of transformers; encoders have no runtime, and say so."""
+    """Compared with the faster way of transformers."""
     report, code = run_prefill(options(arms=("dense", "lowrank"), runtime=True), Progress(quiet=True))
     rows = {(row.arm, row.way): row for row in report.rows}
     assert code == 0 and set(rows) == {(a, w) for a in ("dense", "lowrank") for w in ("", RUNTIME)}
     found, dense = rows["lowrank", RUNTIME], rows["dense", ""]
     assert found.status == "ok" and (found.rel_error or 0) < 0.05
     assert found.ms and dense.ms and found.of_dense == pytest.approx(dense.ms / found.ms)
-    given = options(models=("pico-bert",), arms=("dense",), tokens=(8,), runtime=True)
-    with pytest.raises(UsageError, match="--runtime"):
-        run_prefill(given, Progress(quiet=True))

@@ -1,8 +1,8 @@
-"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved. And
-what they remove is theirs."""
+"""The scripts that measure on a GPU can be started: time on one is lost by a name that has moved."""
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -32,16 +32,35 @@ def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.Monkey
     assert callable(load(script, monkeypatch).main)
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_only_what_was_made_is_removed(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SMALL = {
+    "kronecker": ["patterns", "--patterns", "(1,48,48,4)(3,48,16,4)", "--batch", "5"],
+    "phases": ["--model=pico", "--layers=2", "--blocks=4", "--batches=1", "--arms=dense", "--steps=1"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_script_runs_in_small_on_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a configuration whose folder is there already `blr` says no, and the script touches nothing."""
-    quality = load(FOLDER / "quality.py", monkeypatch)
-    (tmp_path / "mine").mkdir()
-    answer = "sys.exit('in the way')" if refused else 'print(\'{"cf": 2.0, "seconds": 0.1}\')'
-    config = {"name": "mine", "model": "who/x", "compress": [], "eval": []}
-    row = quality.measure(config, [sys.executable, "-c", f"import sys; {answer}"], tmp_path)
-    assert ("error" in row) == refused == (tmp_path / "mine").exists()
-    quality.measure({**config, "compress": None}, [], tmp_path)
-    assert (tmp_path / "mine").exists() == refused
+    """Every arm is right, and the results are the harness's JSON."""
+    script, out = load(FOLDER / f"{name}.py", monkeypatch), tmp_path / "out.json"
+    common = ["--dtype", "float32", "--rounds", "1", "--device", "cpu", "-o", str(out)]
+    monkeypatch.setattr(sys, "argv", [name, *SMALL[name], *common])
+    assert script.main() == 0, capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert set(found["summary"]["statuses"]) == {"ok"}
+    assert all(row["ms"] > 0 and row["rel_error"] < 1e-5 for row in found["rows"])
+
+
+def test_rules_of_the_shipped_table_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours where it is faster at every layer, the plain form where it is not at one."""
+    script = load(FOLDER / "tune_table.py", monkeypatch)
+    shape = {"inputs": 4096, "outputs": 4096, "blocks": 1, "rank": 1024}
+    times = {4: [(1.0, 2.0), (1.0, 2.0)], 16: [(1.0, 2.0), (1.9, 1.0)]}  # of ours and the plain form
+    rows = [
+        {"structure": "lowrank", "shape": shape, "n": n, "times": {"narrow": a, "gemm": b, "dense": 3.0}}
+        for n, both in times.items()
+        for a, b in both
+    ]
+    found = [(tuple(rule["n"]), rule["variant"]) for rule in script.rules_of(rows)]
+    assert found == [((4, 4), "narrow"), ((5, script.BUCKETS[-1]), "gemm")]

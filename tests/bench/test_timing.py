@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -33,9 +31,6 @@ class Clock:
 class Recorded:
     """A sampler that takes `seconds`, writes its name down and fails in round `breaks`."""
 
-    calls = 1
-    step: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(
         self, name: str, log: list[str], clock: Clock, seconds: float, breaks: int = -1
     ) -> None:
@@ -55,7 +50,8 @@ def run(
     log: list[str] = []
     failed: list[str] = []
     clock = Clock()
-    arms = {n: Recorded(n, log, clock, s, (breaks or {}).get(n, -1)) for n, s in seconds.items()}
+    made = {n: Recorded(n, log, clock, s, (breaks or {}).get(n, -1)) for n, s in seconds.items()}
+    arms = {name: recorded.sample for name, recorded in made.items()}
     times = interleave(arms, rounds, lambda name, error: failed.append(name), 0.3, clock)
     return log, times, failed
 

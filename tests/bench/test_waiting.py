@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from running import Invoke
 
-from blr.compressor.bench import waiting
-from blr.compressor.bench.runner import Case, Runner
+from blr.compressor.bench import layers
+from blr.compressor.bench.checks import PRECISIONS
+from blr.compressor.bench.harness import Case, Harness
+from blr.compressor.bench.layers import announce, cpu_rate
+from blr.compressor.bench.shapes import find_layers, specs_for
 
 CPU = ("--device", "cpu")
 
@@ -19,11 +21,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     """The cases that are run, on a CPU of 50 GFLOPS; none is."""
     found: list[Case] = []
 
-    def run_all(self: Runner, cases: Sequence[Case], *_: Any) -> None:
+    def run(self: Harness, cases: Sequence[Case]) -> int:
         found.extend(cases)
+        return 0
 
-    monkeypatch.setattr(Runner, "run_all", run_all)
-    monkeypatch.setattr(waiting, "_rate", lambda precision: 5e10)
+    monkeypatch.setattr(Harness, "run", run)
+    monkeypatch.setattr(layers, "cpu_rate", lambda precision: 5e10)
     return found
 
 
@@ -35,24 +38,20 @@ def test_small_layers_by_default(ran: list[Case], invoke: Invoke) -> None:
     assert "6 cases on a CPU take about" in line and "(predicted)" in line
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("layers", "--models", "llama-7b", "--n", "1,1024,4096"), ("kernels",)],
-)
-def test_minutes_are_refused_unless_asked_for(
-    command: tuple[str, ...], ran: list[Case], invoke: Invoke
-) -> None:
-    code, out, err = invoke("bench", *command, *CPU)
+def test_minutes_are_refused_unless_asked_for(ran: list[Case], invoke: Invoke) -> None:
+    command = ("bench", "layers", "--models", "llama-7b", "--n", "1,1024,4096", *CPU)
+    code, out, err = invoke(*command)
     assert (code, out) == (2, "") and not ran
     assert err.count("\n") == 1 and "minutes (predicted)" in err and "--seconds N" in err
-    assert invoke("bench", *command, *CPU, "--seconds", "5")[0] == 0 and ran
+    assert invoke(*command, "--seconds", "5")[0] == 0 and ran
 
 
 def test_a_prediction_is_the_arms_and_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_rate", lambda precision: 1e9)
-    cases = [
-        Case("a", waiting.Precision("float32", "float32", False, 0.1), list, n, 1e9) for n in (2, 4)
-    ]
-    assert waiting.predicted_seconds(cases) == pytest.approx(6 * 0.05 + 2 * 8)
+    precision, layer = PRECISIONS["float32"], find_layers(["vit-b"])[0]
+    (spec,) = specs_for(layer, ["svd"])
+    numbers = layer.in_features * layer.out_features + 2 * spec.parameters
+    rate = 8 * 2 * 34 * numbers / 20  # a case of two tokens takes 20 seconds beside its three arms
+    monkeypatch.setattr(layers, "cpu_rate", lambda precision: rate)
+    assert "2 cases on a CPU take about 40 s" in announce([(layer, [spec], 2)] * 2, precision, None)
     monkeypatch.undo()
-    assert 1e7 < waiting._rate(cases[0].precision) < 1e14
+    assert 1e7 < cpu_rate(precision) < 1e14

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ import torch
 import typer
 
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.precision import PRECISIONS
-from blr.compressor.bench.runner import Runner
-from blr.compressor.bench.shapes import Layer
-from blr.compressor.bench.stopping import Stopped
+from blr.compressor.bench import tuning as tune
+from blr.compressor.bench import tuning_float8 as float8
+from blr.compressor.bench.checks import PRECISIONS
+from blr.compressor.bench.harness import Harness, Stopped
+from blr.compressor.bench.layer_problem import KernelTimer
+from blr.compressor.bench.results import BenchReport
+from blr.compressor.bench.shapes import LayerShape
+from blr.compressor.bench.tuning import Tuning
+from blr.compressor.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
-from blr.compressor.tune import float8
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import Candidate, Point, merged, rules_of
-from blr.compressor.tune.run import Tuning
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
 from blr.kernels.fp8 import launch
@@ -53,12 +54,19 @@ TIMES: dict[Shape, dict[int, dict[str, float]]] = {
 }
 
 
-def points(dtype: str = "bfloat16") -> list[Point]:
+def points(dtype: str = "bfloat16") -> list[TunedPoint]:
     return [
-        Point("blast", shape, dtype, n, times)
+        TunedPoint("blast", shape, dtype, n, times)
         for shape, measured in TIMES.items()
         for n, times in measured.items()
     ]
+
+
+def tuning_of(structures: Sequence[str], tokens: tuple[int, ...]) -> Tuning:
+    """A run on the CPU in float32."""
+    cpu = torch.device("cpu")
+    harness = Harness(BenchReport("tune", {}), Progress(quiet=True), cpu, rounds=1)
+    return Tuning(harness, [KernelTimer(cpu, PRECISIONS["float32"])], structures, tokens)
 
 
 def chosen(rules: list[dict[str, Any]], shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -144,7 +152,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "variants_of", lambda structure: (table, configs))
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
-    layer = Layer("pico", "up", 32, 32, 2.0, {})
+    layer = LayerShape("pico", "up", 32, 32, 2.0, {})
     monkeypatch.setattr("blr.compressor.bench.shapes.find_layers", lambda models: [layer])
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
     return tmp_path
@@ -217,12 +225,12 @@ def test_an_interrupted_run_writes_nothing(
 
 def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors reach variants in the order of VARIANTS' arguments, in kernel layout."""
-    layer = Layer("pico", "up", 64, 96, 1.5, {})
-    bench = Tuning(Runner(torch.device("cpu"), 1), [PRECISIONS["float32"]], TUNED, (3,))
+    layer = LayerShape("pico", "up", 64, 96, 1.5, {})
+    bench = tuning_of(TUNED, (3,))
     real = tune.variants_of
     reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)
-    assert tune.measure(bench, [layer], None, Progress(quiet=True)) is None
+    assert bench.measure([layer]) is None
     assert bench.refused == []
     assert {p.structure for p in bench.points} == {"lowrank", "monarch", "blast", "kronecker"}
     assert all(p.times.keys() == {"own", "dense"} for p in bench.points)
@@ -260,16 +268,16 @@ def test_products_in_float8_are_tuned_and_chosen(
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
     small = {"small": Tile(16, 16, 32, stages=2, warps=4), "wide": Tile(32, 16, 32, stages=2, warps=4)}
     monkeypatch.setattr(float8, "TILES", small)
-    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
-    layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.float8_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
-    assert {n for _, _, n in cases} == {16} and len(cases) == 10
-    for case, found, n in cases[:2]:
-        tuning.run(case, found, n)
+    tuning = tuning_of(["fp8"], (8, 16))
+    layer = LayerShape("pico", "q", 256, 256, 2.0, {})
+    cases = list(float8.product_cases([layer], (8, 16), tuning.timers[0]))
+    assert {n for _, (*_, n) in cases} == {16} and len(cases) == 10
+    for case in cases[:2]:
+        tuning.run(*case)
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     shape = tuning.points[0].shape
-    points = [Point("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
-    points.append(Point("fp8", shape, "bfloat16", 64, {"wide": 1.0, "library": 1.01}))
+    points = [TunedPoint("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
+    points.append(TunedPoint("fp8", shape, "bfloat16", 64, {"wide": 1.0, "library": 1.01}))
     rules = rules_of(points, tune.known_candidates((16,)))
     path = tmp_path / "cpu.yaml"
     write_table(path, table_text("cpu", "a test", rules))
@@ -292,19 +300,19 @@ def test_products_in_float8_are_tuned_and_chosen(
 def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float8 or dequantized: both arms check themselves, and a layer asks for its rule."""
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    tuning = Tuning(Runner(torch.device("cpu"), rounds=1), [PRECISIONS["float32"]], ["fp8"], (8, 16))
-    layer = Layer("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.layer_cases([layer], (8, 16), PRECISIONS["float32"], tuning.runner))
-    assert {(found.structure, n) for _, found, n in cases} == {
+    tuning = tuning_of(["fp8"], (8, 16))
+    layer = LayerShape("pico", "q", 256, 256, 2.0, {})
+    cases = list(float8.layer_cases([layer], (8, 16), tuning.timers[0]))
+    assert {(structure, n) for _, (structure, *_, n) in cases} == {
         (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
     }
-    for case, found, n in cases:
-        tuning.run(case, found, n)
+    for case in cases:
+        tuning.run(*case)
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     structure, shape = next((p.structure, p.shape) for p in tuning.points if p.shape.rank)
     times = {8: (1.0, 0.5), 64: (1.0, 0.99), 256: (1.0, 2.0)}
     points = [
-        Point(structure, shape, "bfloat16", n, {"float8": here, "dequantized": there})
+        TunedPoint(structure, shape, "bfloat16", n, {"float8": here, "dequantized": there})
         for n, (here, there) in times.items()
     ]
     rules = rules_of(points, tune.known_candidates((16,)))

@@ -13,14 +13,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.ordered_sums import sum_in_order
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.fitting.batches import window_rows
+from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.moments import RIDGE, Inputs, Moments, MomentSums
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.moments import RIDGE, Moments, products
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
@@ -222,11 +222,9 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def summed(batches: list[Inputs]) -> Moments:
-    sums = MomentSums(Processes("cpu"), len(batches), len(batches[0].products()))
-    for inputs in batches:
-        sums.add(inputs)
-    return sums.moments()
+def summed(*batches: dict[str, torch.Tensor]) -> Moments:
+    asked = Processes("cpu"), len(batches), batches.__getitem__, batches[0], torch.float64
+    return Moments(**sum_in_order(*asked))
 
 
 def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() -> None:
@@ -234,7 +232,7 @@ def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() 
     weight = torch.randn(4, 6, dtype=torch.float64)
     dense, student, drift = torch.randn(50, 6), torch.randn(50, 6), torch.randn(50, 4)
     starts = [slice(n, n + 10) for n in range(0, 50, 10)]
-    moments = summed([Inputs(student[rows], dense[rows], drift[rows]) for rows in starts])
+    moments = summed(*(products(student[rows], dense[rows], drift[rows]) for rows in starts))
     wanted = dense.double() @ weight.T + drift.double()
     ridge = (RIDGE * student.double().square().sum() / 6) ** 0.5 * torch.eye(6, dtype=torch.float64)
     inputs, outputs = torch.cat([student.double(), ridge]), torch.cat([wanted, ridge @ weight.T])
@@ -251,7 +249,7 @@ def test_target_does_not_explode_where_inputs_are_nearly_dependent() -> None:
     student = dense.clone()
     student[:, 5] = student[:, 4] + 1e-3 * torch.randn(500)
     weight = torch.randn(4, 6, dtype=torch.float64)
-    moments = summed([Inputs(student, dense)])
+    moments = summed(products(student, dense))
     assert float((moments.target(weight, correct_drift=True) - weight).norm()) < float(weight.norm())
 
 
@@ -259,5 +257,5 @@ def test_target_keeps_the_weight_where_no_token_went() -> None:
     weight = torch.randn(3, 6, dtype=torch.float64)
     student = torch.zeros(4, 6)
     student[:, 0] = 1
-    moments = summed([Inputs(student, student.clone())])
+    moments = summed(products(student, student.clone()))
     assert moments.target(weight, correct_drift=True).equal(weight)

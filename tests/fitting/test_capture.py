@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.capture import alike
+from blr.compressor.fitting.block_passes import Batch, alike
 
 
 def test_batches_that_differ_in_more_than_their_states_are_not_captured() -> None:

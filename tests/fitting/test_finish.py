@@ -14,14 +14,14 @@ from pico import save_pico
 from running import Invoke
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.fitting import finish
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting import refit
+from blr.compressor.fitting.block_passes import Blocks, run_block
+from blr.compressor.fitting.student import FitRun
 
 PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
 
 
-def divergence(found: Run) -> float:
+def divergence(found: FitRun) -> float:
     """KL of the dense model's distributions from those of the stored results, nats a token."""
     blocks, total = Blocks([student.block for student in found.students]), 0.0
     starts = found.model.start(calibration())
@@ -51,7 +51,7 @@ def test_it_comes_nearer_to_the_dense_models_distributions(
 def test_a_resumed_run_trains_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_pico("llama", tmp_path / "model")
     first = run(folder, tmp_path / "journal", epochs=1, finish=1, **PACKED)
-    monkeypatch.setattr(finish, "Finishing", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(refit, "Finishing", lambda *_: pytest.fail("computed again"))
     second = run(folder, tmp_path / "journal", epochs=1, finish=1, **PACKED)
     assert first.results == second.results
     assert first.norms == second.norms
@@ -62,13 +62,13 @@ def test_who_has_no_logits_or_no_room(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("bert", "llama"):
         model = block_model(name, tmp_path / name)
         batches = model.start(calibration())
-        assert finish.finish_epochs(None, 4, model, batches) == 0  # on a CPU
+        assert refit.finish_epochs(None, 4, model, batches) == 0  # on a CPU
         if name == "llama":
-            assert finish.finish_epochs(3, 4, model, batches) == 3
-        monkeypatch.setattr(finish, "_room", lambda _: 1.0)
+            assert refit.finish_epochs(3, 4, model, batches) == 3
+        monkeypatch.setattr(refit, "_room", lambda _: 1.0)
         message = "predicts tokens" if name == "bert" else "GB"
         with pytest.raises(CapabilityError, match=message):
-            finish.finish_epochs(3, 4, model, batches)
+            refit.finish_epochs(3, 4, model, batches)
         monkeypatch.undo()
 
 

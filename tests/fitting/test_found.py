@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from blr.compressor.base.errors import BlrError, CapabilityError
+from blr.compressor.fitting.block_passes import Blocks, run_block
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.running import Blocks, run_block
 from blr.compressor.recipe.architectures import find_family
 
 pytestmark = pytest.mark.fast

@@ -11,9 +11,8 @@ import torch
 from calibrating import run
 from pico import save_pico
 
-from blr.compressor.fitting.block_inputs import read_by
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.fitting.student import Student
+from blr.compressor.fitting.student import Student, read_by
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -12,7 +12,7 @@ from rows import Row, bounded, relative, row
 from structured import blast, low_rank, monarch, per_head, structured_model
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.layers import defer_large
+from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.kernels.common import transient
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def generations(name: str, device: str) -> Iterator[Row]:
         for kind in (None, "ranks", "int8"):
             model = structured_model(name, spec).to(device)
             model.config.blr["kv_cache"] = kind
-            defer_large(model)
+            keep_ranks(model)
             found[kind] = model.generate(ids, num_beams=beams, **options).tolist()
         yield row(found["ranks"] == found[None], f"ranks {name}", f"{beams} beams")
         yield row([len(r) for r in found["int8"]] == [30, 30], f"ranks {name}", f"{beams} beams, int8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.compressor.healing.losses import Head, kl, summed
+from blr.compressor.healing.objective import Readout, kl, summed
 
 pytestmark = pytest.mark.gpu
 ROWS, WIDTH, VOCABULARY = 300, 64, 49152
@@ -18,7 +18,7 @@ def test_it_is_that_of_torch(on_cuda: str, monkeypatch: pytest.MonkeyPatch) -> N
     targets = torch.zeros(ROWS, dtype=torch.long, device=on_cuda)
 
     def run() -> tuple[torch.Tensor, ...]:
-        loss = summed(hidden, Head(weight), (theirs.detach(), Head(weight.detach())), targets, kl)
+        loss = summed(hidden, Readout(weight), (theirs.detach(), Readout(weight.detach())), targets, kl)
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     monkeypatch.setenv("BLR_KERNELS", "torch")

@@ -19,8 +19,9 @@ from rows import Row, attempt, bounded, relative, row
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.bench.precision import PRECISIONS, computing_in
-from blr.compressor.bench.subjects import reference_of
+from blr.compressor.bench.checks import PRECISIONS, computing_in
+from blr.compressor.bench.layer_problem import reference_of
+from blr.compressor.bench.tuning import variants_of
 from blr.compressor.modeling.layers import StructuredLinear, structured_linear
 from blr.compressor.modeling.shared_input import pack_shared_input
 from blr.compressor.structures.specs import (
@@ -30,7 +31,6 @@ from blr.compressor.structures.specs import (
     MonarchSpec,
     Spec,
 )
-from blr.compressor.tune.run import variants_of
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import in_order, with_zeros
 from blr.kernels.common.orders import order_of

@@ -55,7 +55,7 @@ def test_a_run_stopped_in_training_fits_nothing_again(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(trainer.Trainer, "_step", interrupt)
+        patched.setattr(trainer.Trainer, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(dense, tmp_path / "out")
     assert not (tmp_path / "out").exists()

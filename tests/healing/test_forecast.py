@@ -15,7 +15,8 @@ from heal_models import QUIET
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.commands.heal import HealRun, heal
 from blr.compressor.exporting.origin import open_checkpoint
-from blr.compressor.healing.forecast import (
+from blr.compressor.healing.settings import MINUTES, HealOptions
+from blr.compressor.planning.forecast_healing import (
     HOST,
     SLICED,
     TRAINED,
@@ -28,7 +29,6 @@ from blr.compressor.healing.forecast import (
     sizes_of,
     words,
 )
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
@@ -36,7 +36,7 @@ from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.workspace import Workspace
 from configs import BILLION, LARGE, SMOL
 
-H200 = find_gpu("h200")
+H200, USUAL = find_gpu("h200"), HealOptions("", minutes=MINUTES)
 
 
 def large(folder: Path, method: str = "svd", cf: float = 2.0) -> Any:
@@ -90,7 +90,7 @@ def test_healings_took_what_is_predicted(name: str, tmp_path: Path) -> None:
 def test_what_is_needed_is_told_beside_what_is_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     source, _ = open_or_outline(tmp_path)
-    found = planned(source, make_plan(source, Recipe(method="monarch", cf=2.0)), H200)
+    found = planned(source, make_plan(source, Recipe(method="monarch", cf=2.0)), USUAL, H200)
     assert 85e9 < found["least"] < 0.8 * found["total"]
     assert f"; {found['least'] / 1e9:,.1f} GB at least, with --checkpointing; " in found["said"]
     trained = sum(spec.parameters for spec in large(tmp_path, "monarch")[1].values())
@@ -100,7 +100,7 @@ def test_what_is_needed_is_told_beside_what_is_taken(tmp_path: Path) -> None:
 
 def test_no_speed_is_told_that_nobody_has_measured(dense: Path) -> None:
     source, _ = open_or_outline(dense)
-    said = planned(source, make_plan(source, Recipe(method="svd", cf=2.0)), H200)["said"]
+    said = planned(source, make_plan(source, Recipe(method="svd", cf=2.0)), USUAL, H200)["said"]
     assert "over 500,000 tokens/s" in said
 
 
@@ -176,7 +176,7 @@ def test_full_numbers_of_what_is_packed_are_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int2"])
 def test_every_kind_of_number_is_planned(kind: Any, dense: Path) -> None:
     source, _ = open_or_outline(dense)
-    found = planned(source, make_plan(source, Recipe(method="svd", cf=1.5, quantize=kind)), H200)
+    found = planned(source, make_plan(source, Recipe(method="svd", cf=1.5, quantize=kind)), USUAL, H200)
     assert found["fits"] and found["trained"] > 0
 
 

@@ -27,7 +27,7 @@ trainer.Trainer._save = saved
 """
 # At most two windows a pass
 NARROW = """
-from blr.compressor.healing.passes import Passes
+from blr.compressor.healing.trainer import Passes
 init = Passes.__init__
 def narrow(self, pair, objective, scored, most, micro, progress):
     init(self, pair, objective, scored, most, 2, progress)

@@ -23,7 +23,7 @@ from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.healing import passes, trainer
+from blr.compressor.healing import trainer
 from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading import compute_dtype as computing
@@ -200,13 +200,13 @@ def test_a_run_that_only_gets_worse_keeps_the_start(
 def test_nan_ends_the_run_and_keeps_the_state_before(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_all, calls = passes.Passes.__call__, []
+    run_all, calls = trainer.Passes.__call__, []
 
-    def broken(self: passes.Passes, rows: torch.Tensor) -> torch.Tensor:
+    def broken(self: trainer.Passes, rows: torch.Tensor) -> torch.Tensor:
         calls.append(rows)
         return run_all(self, rows) * (float("nan") if len(calls) == 8 else 1)
 
-    monkeypatch.setattr(passes.Passes, "__call__", broken)
+    monkeypatch.setattr(trainer.Passes, "__call__", broken)
     with pytest.raises(BlrError, match=r"not finite at step 8; lower --lr, now 0\.01") as raised:
         run(compressed, dense, tmp_path / "out", save_minutes=0.0)
     assert raised.value.exit_code == 7 and not (tmp_path / "out").exists()
@@ -232,15 +232,15 @@ def test_out_of_memory_makes_parts_smaller_and_changes_nothing_else(
     compressed: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(compressed, dense, tmp_path / "whole", steps=4)
-    eager, sizes = passes.Passes._eager, []
+    eager, sizes = trainer.Passes._eager, []
 
-    def small(self: passes.Passes, part: torch.Tensor) -> torch.Tensor:
+    def small(self: trainer.Passes, part: torch.Tensor) -> torch.Tensor:
         sizes.append(len(part))
         if len(part) > limit:
             raise torch.OutOfMemoryError
         return eager(self, part)
 
-    monkeypatch.setattr(passes.Passes, "_eager", small)
+    monkeypatch.setattr(trainer.Passes, "_eager", small)
     limit = 1
     parts = run(compressed, dense, tmp_path / "parts", steps=4).after["self"]
     near = {"rel": TOLERANCES[torch.float32], "abs": 2e-6}  # sums of parts, told to six places

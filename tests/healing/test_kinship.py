@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.origin import open_checkpoint
-from blr.compressor.healing import teacher_match as kinship
+from blr.compressor.healing import teacher as kinship
 from blr.compressor.healing.settings import HealOptions
-from blr.compressor.healing.teacher import named_teacher
-from blr.compressor.healing.teacher_match import first_loss, strangeness
+from blr.compressor.healing.teacher import first_loss, named_teacher, strangeness
 from blr.compressor.workspace.manifest import read_manifest
 
 Change = Callable[[torch.Tensor], torch.Tensor]

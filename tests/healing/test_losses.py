@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from blr.compressor.healing import losses
-from blr.compressor.healing.losses import (
-    Answers,
-    Head,
+from blr.compressor.healing import objective
+from blr.compressor.healing.objective import (
     Measure,
+    Readout,
+    Replies,
     kl,
     kl_of_top,
     lm,
@@ -34,21 +34,21 @@ def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", MEASURES)
 @pytest.mark.parametrize("rows", [2, 100])
 def test_in_parts_as_in_one(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK", rows * VOCABULARY)
+    monkeypatch.setattr(objective, "CHUNK", rows * VOCABULARY)
     hidden, weight, theirs, their_weight, targets = case()
     whole = MEASURES[name](hidden @ weight.mT, theirs @ their_weight.mT, targets)
     expected = torch.autograd.grad(3 * whole, (hidden, weight))
-    found = summed(hidden, Head(weight), (theirs, Head(their_weight)), targets, MEASURES[name])
+    found = summed(hidden, Readout(weight), (theirs, Readout(their_weight)), targets, MEASURES[name])
     torch.testing.assert_close(found, whole)
     torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, weight)), expected)
     with torch.no_grad():
-        again = summed(hidden, Head(weight), (theirs, Head(their_weight)), targets, MEASURES[name])
+        again = summed(hidden, Readout(weight), (theirs, Readout(their_weight)), targets, MEASURES[name])
     torch.testing.assert_close(again, whole)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, theirs, their_weight, targets = case()
-    loss = summed(hidden, Head(weight.detach()), (theirs, Head(their_weight)), targets, kl)
+    loss = summed(hidden, Readout(weight.detach()), (theirs, Readout(their_weight)), targets, kl)
     loss.backward()
     assert hidden.grad is not None and weight.grad is None
 
@@ -95,7 +95,7 @@ def test_a_head_takes_states_of_a_wider_dtype() -> None:
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0)).bfloat16().eval()
     ids = torch.arange(1, 7)[None]
-    answers = Answers(model, ids)
+    answers = Replies(model, ids)
     hidden, _ = answers.run(ids)
     assert answers.plain and hidden.dtype == torch.float32
     loss = summed(hidden[0], answers.head, (hidden[0], answers.head), ids[0], kl)
@@ -107,7 +107,7 @@ def test_a_head_takes_states_of_a_wider_dtype() -> None:
 @pytest.mark.parametrize("trained", ["weight", "bias", "both"])
 def test_a_bias_of_the_head_is_trained(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts as in one, and by itself."""
-    monkeypatch.setattr(losses, "CHUNK", 2 * VOCABULARY)
+    monkeypatch.setattr(objective, "CHUNK", 2 * VOCABULARY)
     hidden, weight, theirs, their_weight, targets = case()
     bias = torch.randn(VOCABULARY, requires_grad=True)
     hidden = hidden.detach()
@@ -116,5 +116,5 @@ def test_a_bias_of_the_head_is_trained(trained: str, monkeypatch: pytest.MonkeyP
     leaves = [tensor for tensor in (weight, bias) if tensor.requires_grad]
     whole = kl(torch.nn.functional.linear(hidden, weight, bias), theirs @ their_weight.mT, targets)
     expected = torch.autograd.grad(whole, leaves)
-    found = summed(hidden, Head(weight, bias), (theirs, Head(their_weight)), targets, kl)
+    found = summed(hidden, Readout(weight, bias), (theirs, Readout(their_weight)), targets, kl)
     torch.testing.assert_close(torch.autograd.grad(found, leaves), expected)

@@ -13,8 +13,8 @@ from pico import save_pico
 from safetensors.torch import load_file
 
 from blr.compressor.commands.heal import heal
-from blr.compressor.fitting.equal_weights import Twin
 from blr.compressor.fitting.rounding import Metric
+from blr.compressor.fitting.trainable_layers import Twin
 from blr.compressor.healing import trainer
 from blr.compressor.healing.embedding import PADDING
 from blr.compressor.healing.objective import Objective

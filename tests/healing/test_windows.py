@@ -14,7 +14,7 @@ import torch
 
 from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.healing import data
-from blr.compressor.healing.data import Data, Part, Reading, _shares, batch_windows, text_digests
+from blr.compressor.healing.data import Data, Reading, TextPart, _shares, batch_windows, text_digests
 from blr.compressor.healing.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.text import windows as windows_of_text
@@ -124,7 +124,7 @@ def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_share_of_the_rows_has_some_of_each_part() -> None:
-    mixed = Data([Part("a", one_text(), 2), Part("self", samples(), 4)], "")
+    mixed = Data([TextPart("a", one_text(), 2), TextPart("self", samples(), 4)], "")
     rows = mixed.take(5)
     assert rows.shape == (mixed.batch, WINDOW) == (6, WINDOW)
     own = [int(row[0]) >= 1000 for row in rows]

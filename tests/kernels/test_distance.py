@@ -8,7 +8,7 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.healing.losses import missed_states
+from blr.compressor.healing.objective import missed_states
 from blr.kernels.training.distance import reference
 from blr.kernels.training.distance import triton as kernel
 from blr.kernels.training.distance.op import relative_errors

@@ -7,7 +7,7 @@ import torch
 from compiling import compile_for
 from torch.nn.functional import log_softmax
 
-from blr.compressor.healing.losses import Head, kl, summed
+from blr.compressor.healing.objective import Readout, kl, summed
 from blr.kernels.training.divergence import triton as kernel
 from blr.kernels.training.divergence.op import divergence_sum
 
@@ -38,8 +38,8 @@ def test_it_is_that_of_torch(width: int, dtype: torch.dtype, monkeypatch: pytest
 def test_a_loss_in_parts_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
-    teacher, targets = (torch.randn(7, 11), Head(None)), torch.zeros(7, dtype=torch.long)
-    expected = summed(hidden, Head(weight), teacher, targets, kl)
+    teacher, targets = (torch.randn(7, 11), Readout(None)), torch.zeros(7, dtype=torch.long)
+    expected = summed(hidden, Readout(weight), teacher, targets, kl)
     wanted = torch.autograd.grad(3 * expected, (hidden, weight))
     calls = []
 
@@ -50,7 +50,7 @@ def test_a_loss_in_parts_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     divergence = kernel.divergence
     monkeypatch.setattr(kernel, "divergence", counted)
     monkeypatch.setenv("BLR_KERNELS", "triton")
-    found = summed(hidden, Head(weight), teacher, targets, kl)
+    found = summed(hidden, Readout(weight), teacher, targets, kl)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, weight)), wanted)
     assert calls

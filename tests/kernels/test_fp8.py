@@ -2,7 +2,7 @@
 
 Triton's interpreter cuts off where it rounds to float8, by which numbers may be a step (1/8) apart and
 sums of many some percent, and halves some just below a power of two; what the hardware makes of it is
-checked by scripts/bench/fp8.py.
+checked by tests/gpu/test_float8.py.
 """
 
 from __future__ import annotations

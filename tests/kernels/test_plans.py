@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.compressor.tune import run as tune
-from blr.compressor.tune.rules import Candidate, Point, rules_of
+from blr.compressor.bench import tuning as tune
+from blr.compressor.bench.tuning_rules import Candidate, TunedPoint, rules_of
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.lowrank import op as lowrank_op
@@ -59,7 +59,7 @@ def test_the_plain_form_runs_where_ours_is_not_faster(
     times = {4: (1.0, 2.0), 16: (1.0, 1.02), 64: (1.5, 1.0)}
     shape = Shape(64, 64, 1 if structure == "lowrank" else 4, 16)
     points = [
-        Point(structure, shape, "float32", n, {ours: t[0], plain: t[1], "dense": 3.0})
+        TunedPoint(structure, shape, "float32", n, {ours: t[0], plain: t[1], "dense": 3.0})
         for n, t in times.items()
     ]
     rules = rules_of(points, {c.label: c for c in map(Candidate, (ours, plain, "dense"))})

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from structured import structured_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from blr.compressor.modeling.bounded_norm import bound_norms
 from blr.compressor.modeling.extended import Extension, extend
 from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling.rank_attention import keep_ranks
+from blr.compressor.modeling.slices import bound_norms
 
 pytestmark = pytest.mark.fast
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -40,6 +42,9 @@ def test_signature_and_source_are_the_native_ones() -> None:
     bound_norms(model)
     found: list[Any] = [type(m) for m in model.modules() if isinstance(m, Extension)]
     assert {made.__name__ for made in found} == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
+    structured = structured_model("llama")
+    keep_ranks(structured)
+    found += [type(m) for m in structured.modules() if isinstance(m, Extension)]
     for made in found:
         assert inspect.unwrap(made.forward) is inspect.unwrap(made.native.forward)
         assert inspect.signature(made.forward) == inspect.signature(made.native.forward)

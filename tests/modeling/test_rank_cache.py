@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from exporting import compress_to, tokens_without_blr
+from pico import MODELS, MORE
 from structured import low_rank, per_head, structured_model
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from blr.compressor import register
 from blr.compressor.base.errors import UsageError
-from blr.compressor.modeling.expressions import Heads, Like, Node, Replayed, Source
-from blr.compressor.modeling.layers import defer_large
+from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import RankCache, RankLayer, rank_cache
-from blr.compressor.modeling.rank_store import again
 from blr.compressor.structures.cached import KV_CACHES
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
@@ -37,7 +37,7 @@ def caching(name: str, spec: Any, kind: str | None, **changes: Any) -> Any:
     """The model with a cache of ranks."""
     model = structured_model(name, spec, **changes)
     model.config.blr["kv_cache"] = kind
-    defer_large(model)
+    keep_ranks(model)
     return model
 
 
@@ -200,23 +200,11 @@ def test_a_cache_goes_on_from_a_copy_and_from_a_file(kind: str) -> None:
     assert all(torch.equal(logits, expected) for logits in found)
 
 
-def test_a_token_makes_no_more_nodes_than_its_keys_are_made_of() -> None:
-    """Norms and rotations read what is before them more than once: as a tree of readers keys of Qwen 3
-    were thousands of nodes, made again for every token."""
-    node: Node = Heads(Source(torch.ones(1, 1, 4), None, 4), 2, 2)
-    for _ in range(12):
-        node = Replayed(torch.add, ((node, node), {}), Like(node.shape, node.dtype), node.labels)
-    leaf = Source(torch.ones(1, 3, 4), None, 4)
-    made = again(node, leaf, lambda tensor, dim, rows: tensor)
-    assert made.shape == (1, 3, 2, 2) and made.sources == {leaf}
-    assert len(leaf.dependents) == 14  # itself, heads and twelve sums
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "held"), [(None, 32 * 4), ("int4", 8 + 24 // 2 + 2 * 4)])
 def test_compressed_for_its_cache(tiny: Path, tmp_path: Path, kind: str | None, held: int) -> None:
-    """`--kv-cf 2`: k and v of heads together, all else dense; loads where blr is not. `held`: bytes of
-    a token's keys."""
+    """`--kv-cf 2`: k and v of heads together, all else dense; loads where blr is not, with whole keys
+    and values. `held`: bytes of a token's keys."""
     output = compress_to(tiny, tmp_path / "out", method="dense", kv_cf=2.0, kv_quantize=kind)
     table = json.loads((output / "config.json").read_text())["blr"]
     assert table["kv_cache"] == (kind or "ranks")
@@ -228,12 +216,11 @@ def test_compressed_for_its_cache(tiny: Path, tmp_path: Path, kind: str | None, 
     found = model.generate(ids, **options, return_dict_in_generate=True)
     config = model.config
     assert found.past_key_values.nbytes == config.num_hidden_layers * (5 + 23) * 2 * held
-    if kind is None:
-        model.config.blr["kv_cache"] = None
-        defer_large(model)
-        assert torch.equal(model.generate(ids, **options), found.sequences)
+    model.config.blr["kv_cache"] = None
+    whole = model.generate(ids, **options)
+    assert kind is not None or torch.equal(whole, found.sequences)
     outside = tokens_without_blr({"out": output}, ids[0].tolist(), tmp_path / "scratch")
-    assert list(outside.values()) == [found.sequences[0].tolist()]
+    assert list(outside.values()) == [whole[0].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -289,3 +276,41 @@ def test_whole_keys_end_the_ranks_of_a_cache_that_was_changed(name: str) -> None
         found.append(model(input_ids=ids[:, -3:], past_key_values=cache).logits)
         assert found[-1].requires_grad and cache.get_seq_length() == LENGTH
     assert (found[0] - found[1]).norm() <= TOLERANCES[torch.float32] * found[1].norm()
+
+
+def test_layers_that_have_their_weights_only_while_they_are_called() -> None:
+    """As where accelerate keeps them on the CPU or on disk."""
+    model = caching("qwen3", per_head, "ranks")
+    expected = generated(model)
+    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    found = generated(model)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.past_key_values.nbytes == expected.past_key_values.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "model"),
+    [
+        ("PhiConfig", {"partial_rotary_factor": 0.5, "qk_layernorm": True}, "PhiForCausalLM"),
+        ("GlmConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}, "GlmForCausalLM"),
+        ("HunYuanDenseV1Config", {"head_dim": 8}, "HunYuanDenseV1ForCausalLM"),
+        ("SmolLM3Config", {"num_hidden_layers": 4}, "SmolLM3ForCausalLM"),
+        ("GPTJConfig", {"rotary_dim": 4}, "GPTJForCausalLM"),
+        ("OlmoConfig", {"clip_qkv": 1.0}, "OlmoForCausalLM"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith("LM") else "",
+)
+def test_keys_of_other_families(
+    config: str, settings: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is rotated, norms behind rotations, layers without any, pairs of features; keys that
+    are clipped in place are whole."""
+    shape = {**MODELS["llama"][1], **settings}
+    monkeypatch.setitem(MORE, "other", (config, shape, model))
+    expected = generated(caching("other", low_rank, None))
+    found = generated(caching("other", low_rank, "ranks"))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(
+        (layer.nbytes > 0) == ("clip_qkv" not in settings) for layer in found.past_key_values.layers
+    )

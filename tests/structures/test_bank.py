@@ -8,9 +8,9 @@ from torch import nn
 
 from blr.compressor.structures import bank
 from blr.compressor.structures.bank import Banks
-from blr.compressor.structures.latent import Latent, Place, Plain, Trained
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 
-TURNED = Place(lambda t: t.mT, lambda t: t.mT)
+TURNED = GroupPlace(lambda t: t.mT, lambda t: t.mT)
 
 
 def _trained() -> list[Trained]:

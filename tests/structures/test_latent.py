@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from blr.compressor.structures.latent import Latent, Place
+from blr.compressor.structures.latent import GroupPlace, Latent
 from blr.kernels.decode.quantized.reference import levels_of, values_of
 
-TURNED = Place(lambda t: t.mT, lambda t: t.mT)
+TURNED = GroupPlace(lambda t: t.mT, lambda t: t.mT)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -17,7 +17,7 @@ TURNED = Place(lambda t: t.mT, lambda t: t.mT)
 def test_the_parameter_is_on_the_stored_grid(bits: int, turned: bool) -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(10, 7))
-    found = Latent(parameter, bits, 4, TURNED if turned else Place(lambda t: t, lambda t: t))
+    found = Latent(parameter, bits, 4, TURNED if turned else GroupPlace(lambda t: t, lambda t: t))
     found.publish()
     levels, scale = found.rounded()
     value = values_of(levels.unflatten(-1, (-1, 4)), scale.float()[..., None], bits).flatten(-2)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tolerances import RECOVERY, SLACK, TOLERANCES
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.healing.factor_balance import balanced
 from blr.compressor.structures import lowrank, pivoted
+from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.linalg import orthonormal
 from blr.compressor.structures.restore import restored

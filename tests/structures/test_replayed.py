@@ -31,7 +31,7 @@ class Called:
 @pytest.fixture
 def problem(monkeypatch: pytest.MonkeyPatch) -> tuple[blast.BlastProblem, Tensor]:
     monkeypatch.setenv("BLR_KERNELS", "triton")
-    monkeypatch.setattr(blast, "Replayed", Called)
+    monkeypatch.setattr(blast, "Captured", Called)
     torch.manual_seed(0)
     weight, x = torch.randn(12, 16), torch.randn(40, 16)
     made = blast.BlastProblem(weight, x.mT @ x / 40, BlastSpec(16, 12, 4, 5), noise=0.1)
@@ -70,7 +70,7 @@ def test_what_cannot_be_captured_is_evaluated_as_before(
     def refuse(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(blast, "Replayed", refuse)
+    monkeypatch.setattr(blast, "Captured", refuse)
     first, _ = made.evaluate(theta)
     assert made.replayed is None and made.evaluate(theta)[0] == first
 

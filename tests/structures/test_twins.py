@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.compressor.fitting.equal_weights import make_twin
 from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layer
+from blr.compressor.fitting.trainable_layers import make_twin
 from blr.compressor.modeling.table import layer_of
 from blr.compressor.structures.specs import (
     BlastSpec,

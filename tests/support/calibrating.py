@@ -12,12 +12,11 @@ from pico import MODELS, MORE, VOCAB, save_pico
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
-from blr.compressor.fitting.batches import Batch, window_rows
+from blr.compressor.fitting.block_passes import Batch, Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.finish import finish_blocks
-from blr.compressor.fitting.run import Run
-from blr.compressor.fitting.running import Blocks, run_block
+from blr.compressor.fitting.refit import finish_blocks
 from blr.compressor.fitting.sensitivity import measure
+from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import make_plan
@@ -59,7 +58,7 @@ def native(name: str, folder: Path) -> Any:
     return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **settings: Any) -> Run:
+def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **settings: Any) -> FitRun:
     """Fit the checkpoint in `folder`, keeping layers in `journal`."""
     journal.mkdir(exist_ok=True)
     model, recipe = opened(folder), make_recipe(**settings)
@@ -68,7 +67,7 @@ def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **sett
     work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
     sensitivity = measure(work, model, batches, "sensitivity")
     plan = make_plan(source, recipe)
-    found = Run(work, model, plan, batches, sensitivity, epochs, "prefix", finish)
+    found = FitRun(work, model, plan, batches, sensitivity, epochs, "prefix", finish)
     sequential.fit_blocks(found)
     if finish:
         finish_blocks(found, model.start(calibration()))
@@ -86,7 +85,7 @@ def assert_parts_are_rows(every: Blocks, batch: Batch) -> None:
         states = whole
 
 
-def drift(found: Run) -> float:
+def drift(found: FitRun) -> float:
     """Relative distance of the compressed model's last hidden states from the dense ones."""
     pairs = [(batch.student, batch.hidden) for batch in found.batches]
     return float(sum((s - h).norm() for s, h in pairs) / sum(h.norm() for _, h in pairs))

@@ -22,9 +22,9 @@ for rank in range(1, {count}):
 """
 # What is shared out only where it is large
 SMALL = """
-from blr.compressor.fitting import refit
+from blr.compressor.planning import training_sizes
 from blr.compressor.structures import blast
-blast.SHARES, blast.LARGE, refit.PART_WORK = 2, 1, 1 << 16
+blast.SHARES, blast.LARGE, training_sizes.PART_WORK = 2, 1, 1 << 16
 """
 
 

@@ -25,8 +25,8 @@ from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.evaluate import _pool, perplexity, read_tokens
 from blr.compressor.commands.heal import heal
 from blr.compressor.fitting import engine
-from blr.compressor.fitting.batches import Batch
-from blr.compressor.fitting.finish import Finishing
+from blr.compressor.fitting.block_passes import Batch
+from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
 from blr.compressor.healing.data import Author, Reading, make_data
 from blr.compressor.healing.embedding import sentence_stream

@@ -182,7 +182,7 @@ class Graph:
         self.reader, self.reach = reader, reader.place.reach
         self.token, self.replays = reader.token.clone(), 0
 
-    def replay(self) -> None:
+    def __call__(self) -> None:
         self.replays += 1
         assert self.reader.place.reach == self.reach
         self.reader._pass(self.token if self.frozen else self.reader.token)

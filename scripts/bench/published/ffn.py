@@ -10,7 +10,7 @@ algorithms 2 and 3. With ``h = x V₁`` of rank r₁ and the middle ``y = φ(h U
           stay on the chip, so nothing is made twice; all factors are read once for so few tokens.
 
 Gated layers have two first factors, ``y = φ(gate) ⊙ up``. No table picks them: chunks of tokens over
-the vendor's products (`modeling/chunked.py`) bound the same memory and make nothing twice.
+the vendor's products (`modeling/slices.py`) bound the same memory and make nothing twice.
 `scripts/bench/ffn.py` says when each wins.
 """
 
@@ -62,7 +62,7 @@ def reference(
 def middle(
     h, u, bias, f, in_f, width, rank, n, in_n, k,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr
 ):  # fmt: skip
     """A tile [n, f] of ``h uᵀ + bias`` in float32."""
     y = tl.zeros([BLOCK_N, BLOCK_F], tl.float32)
@@ -81,7 +81,7 @@ def streamed_kernel(
     h, gate_h, u, gate_u, bias, gate_bias, v, s, tokens, width, rank, gate_rank, out_rank,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr
 ):  # fmt: skip
     """s[n, r] = Σ_f φ(h uᵀ + bias)[n, f] v[f, r]; all matrices with contiguous rows."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -136,7 +136,7 @@ def streamed(
 @triton.jit
 def project(
     x, v, n, in_n, k, rank, inputs,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """x v [n, RANK] of all ranks in the dtype of x."""
     d = tl.arange(0, BLOCK_D)
@@ -166,7 +166,7 @@ def fused_kernel(
     tokens, inputs, width, outputs, rank, gate_rank, out_rank,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr,
     OUT_RANK: tl.constexpr, BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
-    GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """The whole layer of BLOCK_N tokens; RANK and OUT_RANK cover all ranks."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -223,18 +223,8 @@ def fused(
     flags |= {"DOWN_BIAS": down.bias is not None, "GATED": gate is not None}
     if n:
         fused_kernel[(triton.cdiv(n, given["BLOCK_N"]),)](
-            *(
-                x.contiguous(),
-                *tensors,
-                out,
-                n,
-                inputs,
-                width,
-                outputs,
-                rank,
-                other.U.shape[1],
-                out_rank,
-            ),
+            *(x.contiguous(), *tensors, out, n, inputs, width, outputs),
+            *(rank, other.U.shape[1], out_rank),
             **{**sizes, **flags, "ACT": activation, **given},
             PRECISION=dot_precision(),
         )

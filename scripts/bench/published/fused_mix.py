@@ -43,7 +43,7 @@ def fused_mix_kernel(
     x_token, x_block, x_p, v_block, v_p, v_r, s_k, s_l, s_r, out_block, out_token,
     BLOCKS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_P: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_P: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """``out[k, n, r] = Σ_l s[k, l, r] Σ_p x[n, l, p] v[l, p, r]``; out has stride 1 along r.
 
@@ -129,7 +129,7 @@ def fused_mix_product(x: Tensor, S: Tensor, V: Tensor, out: Tensor, **config: in
         x, V, S, out, n, rank, width,
         x.stride(0), width * x.stride(1), x.stride(1), *V.stride(), *S.stride(), *out.stride()[:2],
         BLOCKS=blocks, STEPS=triton.cdiv(width, config["BLOCK_P"]),
-        EVEN_P=width % config["BLOCK_P"] == 0, PRECISION=dot_precision(), **config,
+        EVEN_P=width % config["BLOCK_P"] == 0, PRECISION=dot_precision(), **config
     )  # fmt: skip
     return out
 

@@ -41,7 +41,7 @@ def mix_kernel(
     z, s, out, rank, columns,
     z_rank, z_block, s_k, s_l, s_r, out_block, out_rank,
     BLOCKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    TENSOR: tl.constexpr, PRECISION: tl.constexpr,
+    TENSOR: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """``out[k, r, n] = Σ_l s[k, l, r] z[r, l, n]``; z and out have stride 1 along n.
 
@@ -121,7 +121,7 @@ def mix(z: Tensor, S: Tensor, out: Tensor, **config: int) -> Tensor:
     mix_kernel[grid](
         z, S, out, rank, columns,
         *z.stride()[:2], *S.stride(), *out.stride()[:2],
-        BLOCKS=blocks, TENSOR=config["BLOCK_B"] >= 16, PRECISION=dot_precision(), **config,
+        BLOCKS=blocks, TENSOR=config["BLOCK_B"] >= 16, PRECISION=dot_precision(), **config
     )  # fmt: skip
     return out
 

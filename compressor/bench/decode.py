@@ -1,0 +1,243 @@
+"""`blr bench decode`: tokens a second of our decoder beside transformers', on the same weights.
+
+Arms of one model, context and batch are timed by the wall clock over whole steps. No arm has a time
+before its logits (and, for a checkpoint, its greedy tokens) are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
+from blr.compressor.bench.checks import WrongResult, relative_error
+from blr.compressor.bench.decode_arms import (
+    HF,
+    INT8,
+    ArmName,
+    HfArm,
+    OursArm,
+    compare_tokens,
+    parse_arm,
+    reference_logits,
+)
+from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.compressor.bench.models import (
+    OWN,
+    BenchModel,
+    Models,
+    cache_bytes,
+    find_model,
+    prompt,
+    refuse_large,
+    weight_bytes,
+)
+from blr.compressor.bench.options import DecodeOptions
+from blr.compressor.bench.results import BenchReport, DecodeRow, statuses
+from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.compressor.runtime.modes import FORMER, MODES, OPS
+
+BASELINE = f"{HF}-dense"
+# What is timed unless --arms says otherwise, for shapes and for checkpoints.
+SHAPE_ARMS = (
+    *(BASELINE, "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch"),
+    *("ours-lowrank-int8", "ours-lowrank-int4"),
+)
+FOLDER_ARMS = (f"{HF}-{OWN}", f"ours-{OWN}")
+# Relative error of logits above which an arm is wrong. Both sides round activations dozens of times
+# on the way through a model: for 32 layers in bfloat16 (2^-9, some 200 roundings) that is 0.03. Keys and
+# values in int8 count as bfloat16.
+LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+GREEDY = 32  # tokens that are compared
+DEQUANTIZED = 1.25  # times the stored bytes: a decoder that reads more holds copies in another form
+COPIED, REPEATS = 1 << 30, 7  # bytes of a copy whose speed is measured, and how often
+RESERVE = 0.7  # of the free memory that the caches of arms timed together may take
+
+
+def current(options: DecodeOptions, progress: Progress) -> DecodeOptions:
+    """The options with modes of earlier versions, also at the end of arms, by what does their work.
+    Raises UsageError for what is no mode and no kind of operators."""
+    arms = []
+    for arm in options.arms:
+        rest, dash, mode = arm.rpartition("-")
+        arms.append(rest + dash + FORMER.get(mode, mode))
+    named = {options.mode, *(arm.rpartition("-")[2] for arm in options.arms)}
+    for old in FORMER.keys() & named:
+        progress.say(f"mode {old!r} is gone: the CUDA graph is faster; timed as {FORMER[old]!r}")
+    mode = FORMER.get(options.mode, options.mode)
+    for name, value, known in (("mode", mode, MODES), ("ops", options.ops, ("auto", *OPS))):
+        if value not in known:
+            raise UsageError(f"{name} {value!r}: expected one of {', '.join(known)}")
+    return replace(options, mode=mode, arms=tuple(dict.fromkeys(arms)))
+
+
+def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
+    """The arms that fit a model. Raises UsageError if none does."""
+    usual = SHAPE_ARMS if model.folder is None else FOLDER_ARMS
+    arms = [parse_arm(text) for text in asked or usual]
+    fitting = [arm for arm in arms if (arm.structure == OWN) == (model.folder is not None)]
+    if not fitting:
+        raise UsageError(
+            f"none of the arms fits {model.name}: a shape takes dense and the structures, "
+            "a checkpoint takes hf-own and ours-own; give --arms of these"
+        )
+    return fitting
+
+
+@dataclass
+class DecodeCases:
+    """The cases of one run. copy_tbps: of the GPU, for floors."""
+
+    options: DecodeOptions
+    device: torch.device
+    copy_tbps: float | None = None
+
+    def __post_init__(self) -> None:
+        self.dtype = float_dtype(self.options.dtype)
+
+    def of(self, model: BenchModel, arms: Sequence[ArmName]) -> list[Case]:
+        """A case for every context and batch."""
+        o = self.options
+        room = max(o.contexts) + o.steps + 2
+        models = Models(model, self.device, self.dtype, room, o.cf, o.blocks, o.rank)
+        return [
+            Case(
+                f"{model.name} context {context} batch {batch}",
+                partial(self._arms, models, arms, context, batch),
+                self._compare,
+                together=partial(self._fitting, models, context, batch),
+            )
+            for context in o.contexts
+            for batch in o.batches
+        ]
+
+    def _arms(self, models: Models, names: Sequence[ArmName], context: int, batch: int) -> Sequence[Arm]:
+        made, o = [], self.options
+        for name in names:
+            row = DecodeRow(models.model.name, str(name), context, batch, o.dtype, o.steps)
+            made.append(Arm(row, partial(self._check, models, name, row)))
+        return made
+
+    def _fitting(self, models: Models, context: int, batch: int, arms: Sequence[Any]) -> int:
+        """How many of `arms` find room for their caches beside the weights."""
+        if self.device.type != "cuda":
+            return len(arms)
+        free_models(self.device)
+        size, held = 0, context + self.options.steps + 1
+        for name in (parse_arm(arm.row.arm) for arm in arms):
+            with suppress(torch.OutOfMemoryError):  # said again, and recorded, when its turn comes
+                size = cache_bytes(_model(models, name), held, batch, name.cache == INT8)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self.device)[0] * RESERVE
+        return max(int(free // size), 1) if size else len(arms)
+
+    def _check(self, models: Models, name: ArmName, row: DecodeRow) -> Checked:
+        """The arm with its graphs captured, and how far its logits are off."""
+        model, o = _model(models, name), self.options
+        held = cache_bytes(model, row.context + o.steps // 2, row.batch, name.cache == INT8)
+        row.bytes = weight_bytes(model) + held
+        ids = prompt(models.model.folder, model, row.batch, row.context)
+        room = max(o.steps, GREEDY if name.structure == OWN else 1)
+        made = self._made(name, model, ids, room)
+        if isinstance(made, OursArm) and (read := made.bytes_read()) > DEQUANTIZED * row.bytes:
+            what = f"the decoder reads {read / row.bytes:.1f} times the bytes of the model"
+            raise RuntimeError(f"{what}: it does not take these layers as they are stored")
+        limit, note = LIMITS[torch.bfloat16 if name.cache == INT8 else self.dtype], None
+        error = logits_error(made, model)
+        if not error <= limit:
+            raise WrongResult(error, f"logits differ by {error:.2g}")
+        if name.structure == OWN and isinstance(made, OursArm):
+            plain = HfArm(model, ids, GREEDY, compiling=False)
+            row.equal_tokens, note, wrong = compare_tokens(made.greedy(GREEDY), plain, model, limit)
+            if wrong:
+                raise WrongResult(error, note or "")
+        sampler = partial(step_ms, made, o.steps)
+        sampler()
+        return Checked(sampler, error, limit, note)
+
+    def _made(self, name: ArmName, model: Any, ids: torch.Tensor, room: int) -> HfArm | OursArm:
+        o, cuda = self.options, self.device.type == "cuda"
+        if name.runtime == HF:
+            return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
+        ops = ("triton" if cuda else "torch") if o.ops == "auto" else o.ops
+        return OursArm(model, ids, room, ops, name.mode or o.mode, name.cache)
+
+    def _compare(self, rows: Sequence[DecodeRow]) -> None:
+        """Fill in floors, and `speedup` over the dense baseline or transformers on a checkpoint."""
+        base = next((r.ms for r in rows if r.arm in (BASELINE, FOLDER_ARMS[0])), None)
+        for row in rows:
+            if row.ms is not None and base is not None:
+                row.speedup = base / row.ms
+            if row.ms is not None and self.copy_tbps is not None and row.bytes is not None:
+                row.floor_ms = row.bytes / self.copy_tbps * 1e-9
+                row.fraction = row.floor_ms / row.ms
+
+
+def _model(models: Models, name: ArmName) -> Any:
+    plain = name.runtime == HF and name.structure == "lowrank"
+    return models.get(name.structure, name.kind, plain, name.head)
+
+
+def logits_error(made: HfArm | OursArm, model: Any) -> float:
+    """Of the logits after the prompt and one step, against transformers in eager mode."""
+    fed = made.ids[:, 0].clone()
+    made.prefill()
+    found = made.step(fed).float().clone()
+    return relative_error(found, reference_logits(model, made.ids, fed))
+
+
+def measured_copy(device: torch.device) -> float:
+    """Terabytes a second that a large copy on a CUDA device reads and writes, a median of repeats."""
+    source = torch.randn(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    sampler = CudaSampler(lambda: target.copy_(source), Rotation((), 0), target)
+    return 2 * COPIED / spread([sampler.sample() for _ in range(REPEATS)]).ms * 1e-9
+
+
+def step_ms(arm: HfArm | OursArm, steps: int) -> float:
+    """Milliseconds a step by the wall clock, host included, over `steps` steps after a prompt."""
+    arm.prefill()
+
+    def run() -> None:
+        for _ in range(steps):
+            arm.step()
+
+    return wall_ms(run, arm.ids.device) / steps
+
+
+def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Time everything that `options` name; the report, and the exit code.
+
+    Raises UsageError or CapabilityError before anything is timed.
+    """
+    device = pick_device(options.device)
+    options = current(options, progress)
+    cases = DecodeCases(options, device)
+    models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
+    widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
+    refuse_large(device, widths, "time --models pico or a checkpoint folder")
+    settings = {k: v for k, v in asdict(options).items() if v is not None}
+    report = BenchReport("bench decode", settings, DecodeRow)
+    harness = Harness(report, progress, device, options.rounds, options.seconds)
+    if device.type == "cuda":
+        progress.stage("measuring copy bandwidth")
+        cases.copy_tbps = measured_copy(device)
+    report.machine["copy_tbps"] = cases.copy_tbps
+    return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])
+
+
+def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
+    """Tokens a second by model, arm and "context x batch"."""
+    speeds: dict[str, Any] = {}
+    for row in rows:
+        if row.tokens_per_second is not None:
+            arms = speeds.setdefault(row.model, {}).setdefault(row.arm, {})
+            arms[f"{row.context}x{row.batch}"] = round(row.tokens_per_second, 1)
+    return {"tokens_per_second": speeds, "statuses": statuses(rows)}

@@ -1,1 +1,0 @@
-"""`blr bench decode`: whole models beside transformers."""

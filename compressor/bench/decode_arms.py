@@ -1,0 +1,172 @@
+"""The ways to decode that `blr bench decode` times: transformers compiled, and our `Decoder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import UsageError
+from blr.compressor.bench.layer_problem import RECOMPILATIONS
+from blr.compressor.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
+from blr.compressor.exporting.pack import KINDS
+from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.runtime.modes import CACHES, MODES
+
+HF, OURS = "hf", "ours"
+WHOLE, INT8 = CACHES
+CACHE = "kv8"  # in arms: keys and values in int8
+HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
+
+
+@dataclass(frozen=True)
+class ArmName:
+    """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
+    of the output head ("" for none), the kind of the cache; ``ours-lowrank-eager``: our decoder's
+    mode ("" for the bench's)."""
+
+    runtime: str
+    structure: str
+    kind: str = ""
+    head: str = ""
+    mode: str = ""
+    cache: str = WHOLE
+
+    def __str__(self) -> str:
+        head = next((name for name, kind in HEADS.items() if kind == self.head), "")
+        cache = CACHE if self.cache == INT8 else ""
+        parts = (self.runtime, self.structure, self.kind, head, cache, self.mode)
+        return "-".join(part for part in parts if part)
+
+
+def parse_arm(text: str) -> ArmName:
+    """Raises UsageError for an arm that does not exist."""
+    runtime, _, later = text.partition("-")
+    structure, *rest = later.split("-")
+    kind = rest.pop(0) if rest and rest[0] in FEW_BITS else ""
+    head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
+    cache = INT8 if rest and rest[0] == CACHE else WHOLE
+    rest = rest[1:] if cache == INT8 else rest
+    mode = rest.pop(0) if rest and rest[0] in MODES else ""
+    structures = ("dense", *STRUCTURES, CORRECTED, OWN)
+    known = runtime in (HF, OURS) and structure in structures and not rest
+    if runtime == HF:  # has nothing of ours
+        plain = not (kind or head or mode or cache == INT8)
+        known = known and plain and structure in ("dense", "lowrank", OWN)
+    if not known or (structure == CORRECTED and not kind):
+        raise UsageError(
+            f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
+            f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
+            f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
+            f"values in int8, then - and a mode of {', '.join(MODES)}"
+        )
+    return ArmName(runtime, structure, kind, head, mode, cache)
+
+
+class HfArm:
+    """transformers with a static cache; the step compiled by mode="reduce-overhead" if `compiling`.
+
+    ids: [B, T], the prompt. steps: room for new tokens.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, steps: int, compiling: bool) -> None:
+        from transformers import StaticCache
+
+        self.model, self.ids = model, ids
+        self.cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps + 1)
+        self.cached = {cache_name(model): self.cache}
+        self.tokens = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
+        self.forward = self._step
+        if compiling:
+            torch._dynamo.config.recompile_limit = RECOMPILATIONS
+            self.forward = torch.compile(self._step, mode="reduce-overhead")
+
+    def prefill(self) -> None:
+        """Forget everything, take the prompt and choose the first token."""
+        self.cache.reset()
+        out = self.model(self.ids, **self.cached, use_cache=True, logits_to_keep=1)
+        self.tokens.copy_(out.logits[:, -1:].argmax(-1))
+
+    def step(self, tokens: Tensor | None = None) -> Tensor:
+        """Feed `tokens` [B], or those chosen last; returns logits [B, vocab], valid until the next."""
+        if tokens is not None:
+            self.tokens.copy_(tokens[:, None])
+        torch.compiler.cudagraph_mark_step_begin()
+        chosen, logits = self.forward(self.tokens)
+        self.tokens.copy_(chosen)
+        return logits
+
+    def greedy(self, count: int) -> list[list[int]]:
+        """The first `count` new tokens of every row, by transformers' `generate`."""
+        mask = torch.ones_like(self.ids)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        generate = self.model.generate
+        out = generate(self.ids, attention_mask=mask, max_new_tokens=count, **options)
+        found: list[list[int]] = out[:, self.ids.shape[1] :].tolist()
+        return found
+
+    def _step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(tokens, **self.cached, use_cache=True).logits[:, -1]
+        return logits.argmax(-1, keepdim=True), logits
+
+
+class OursArm:
+    """Our decoder on the model's own weights; arguments as of `HfArm`. ops: "triton" or "torch"."""
+
+    def __init__(
+        self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto", cache: str = WHOLE
+    ) -> None:
+        from blr.compressor.runtime.decoder import Decoder
+
+        self.ids = ids
+        batch, context = len(ids), ids.shape[1] + steps + 1
+        self.decoder = Decoder(model, batch=batch, context=context, mode=mode, ops=ops, cache=cache)
+
+    def prefill(self) -> None:
+        """Forget everything, take the prompt and choose the first token."""
+        self.decoder.prefill(self.ids)
+
+    def step(self, tokens: Tensor | None = None) -> Tensor:
+        """Feed `tokens` [B], or those chosen last; returns logits [B, vocab]."""
+        chosen = self.decoder.state.tokens[: len(self.ids)]
+        return self.decoder.step(chosen if tokens is None else tokens)
+
+    def bytes_read(self) -> int:
+        """Bytes that a step reads by the decoder's own count."""
+        return sum(size for _, size in self.decoder.stages())
+
+    def greedy(self, count: int) -> list[list[int]]:
+        """The first `count` new tokens of every row."""
+        return self.decoder.generate(self.ids, max_new_tokens=count)
+
+
+def reference_logits(model: Any, ids: Tensor, tokens: Tensor) -> Tensor:
+    """[B, vocab] in float32 after the prompt and `tokens` [B]: transformers, eager, without a cache."""
+    whole = torch.cat([ids, tokens[:, None]], 1)
+    found: Tensor = model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
+
+
+def compare_tokens(
+    found: list[list[int]], plain: HfArm, model: Any, limit: float
+) -> tuple[int, str | None, bool]:
+    """How many leading tokens are equal, what is to be said of it, and whether that is wrong.
+
+    Tokens may part where two logits of transformers are as near as the two paths' rounding: from
+    there on both continuations are right.
+    """
+    equal, note = len(found[0]), None
+    for ids, ours, theirs in zip(plain.ids, found, plain.greedy(len(found[0])), strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if same is None:
+            continue
+        equal = min(equal, same)
+        prefix = torch.cat([ids, ids.new_tensor(theirs[:same])])[None]
+        logits = model(prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        gap = float(logits[theirs[same]] - logits[ours[same]])
+        if gap > limit * float(logits.square().mean().sqrt()):
+            return equal, f"greedy tokens differ after {same}, by {gap:.2g} in the logits", True
+        note = f"greedy tokens part after {same} at a near tie (logits differ by {gap:.2g})"
+    return equal, note, False

@@ -1,0 +1,304 @@
+"""Random layers to time: their data, what must come out, how kernels are given them, checked and timed.
+
+Layers in float8 quantize activations in every call, its time counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.quoting import named_line
+from blr.compressor.bench.checks import (
+    Expected,
+    Precision,
+    WrongResult,
+    computing_in,
+    expect,
+    poisoned,
+    within,
+)
+from blr.compressor.bench.harness import Arm, Checked
+from blr.compressor.bench.results import LayerRow
+from blr.compressor.bench.shapes import LayerShape
+from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
+from blr.compressor.modeling.float8 import prepared, structure_of
+from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.structures.laid import laid_rank, laid_shape
+from blr.compressor.structures.packing import pack_factor, unpack_factor
+from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.specs import DenseSpec, KroneckerSpec, Pattern, QuantizedSpec, Spec
+from blr.kernels.common import tables
+from blr.kernels.common.available import HALF, kernel_device
+from blr.kernels.common.layout import relaid, spaced, with_zeros
+from blr.kernels.common.names import FOLDERS
+from blr.kernels.common.orders import order_of
+from blr.kernels.decode.quantized.formats import ROW
+from blr.kernels.fp8.op import STRUCTURES as FLOAT8
+from blr.kernels.fp8.op import fp8_device, fp8_product, fp8_rows
+from blr.kernels.layers.kronecker.choose import Problem as FactorProblem
+from blr.kernels.layers.kronecker.choose import choose as choose_for_factor
+
+GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
+RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
+FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
+SEEDS = {"x": 0, "dense": 1, "structured": 2}
+Maker = Callable[[], tuple[Call, Rotation]]  # gives f(*arguments) and its arguments
+
+
+@dataclass
+class KernelTimer:
+    """Calls on one device in one precision. `compiling`: some arms use torch.compile."""
+
+    device: torch.device
+    precision: Precision
+    compiling: bool = False
+    l2: int = 0
+    flush: Any = field(default=None, repr=False)
+    pool: Any = None  # memory that the graphs of a case share
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+            self.flush = torch.empty(2 * self.l2, dtype=torch.uint8, device=self.device)
+
+    @contextmanager
+    def case(self) -> Iterator[None]:
+        """Inside, the arms of one case are checked and timed; torch gives no advice about TF32 or beta
+        layouts, for both are meant."""
+        if self.compiling:
+            torch.compiler.reset()  # the functions are the same in all cases, the shapes are not
+            torch._dynamo.config.recompile_limit = RECOMPILATIONS
+        self.pool = None if self.flush is None else torch.cuda.graph_pool_handle()
+        with computing_in(self.precision), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+        self.pool = None
+
+    def checked(self, make: Maker, expected: Expected, limit: float | None = None) -> Checked:
+        """A call run and compared. `limit`: relative error that is right, None for the precision's."""
+        call, rotation = make()
+        limit, note = limit or self.precision.gate, None
+        error = within(expected.error(poisoned(call, rotation.arguments)), limit)
+        if self.flush is None:
+            return Checked(CpuSampler(call, rotation).sample, error, limit)
+        if self._eager_ms(call, rotation) < GRAPH_BELOW_MS:
+            try:
+                return self._graph(call, rotation, expected, error, limit)
+            except (WrongResult, torch.OutOfMemoryError):
+                raise
+            except Exception as failure:
+                note = f"no CUDA graph: {named_line(failure)}"
+                torch.cuda.synchronize()
+        return Checked(CudaSampler(call, rotation, self.flush).sample, error, limit, note)
+
+    def _graph(
+        self, call: Call, rotation: Rotation, expected: Expected, error: float, limit: float
+    ) -> Checked:
+        """By a graph whose replay, over an output filled with NaN, is right too."""
+        sampler = CudaSampler(call, rotation, self.flush, self.pool)
+        sampler.output.fill_(float("nan"))
+        sampler.step()
+        error = max(error, within(expected.error(sampler.output), limit))
+        sampler.output = None
+        return Checked(sampler.sample, error, limit)
+
+    def _eager_ms(self, call: Call, rotation: Rotation) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        begin.record()
+        call(*rotation.arguments)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+@dataclass
+class LayerProblem:
+    """One layer on one input. Nothing is allocated before it is asked for, so that a layer which does
+    not fit is an arm without memory and not the end of the run.
+
+    Attributes:
+        timer: what its arms are timed by. row: of its arms, but for their names.
+        x: gives the input [n, i], the same at every call. factors: likewise the factors, or the weight
+            of a dense layer. reference: f(x, *factors).
+    """
+
+    timer: KernelTimer
+    row: LayerRow
+    x: Callable[[], Tensor]
+    factors: Callable[[], tuple[Tensor, ...]]
+    reference: Call
+
+    @cached_property
+    def expected(self) -> Expected:
+        """Some rows of the right output."""
+        return expect(self.reference, self.x(), self.factors())
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """Input and canonical factors."""
+        return self.rotate(self.factors())
+
+    def rotate(self, weights: Sequence[Tensor]) -> Rotation:
+        """The input and `weights`."""
+        return Rotation((self.x(), *weights), self.timer.l2)
+
+    def arm(self, name: str, make: Maker, variant: str | None = None, limit: float | None = None) -> Arm:
+        """An arm of this layer. `make` gives the call and its arguments."""
+        row = replace(self.row, arm=name, variant=variant)
+        return Arm(row, lambda: self.timer.checked(make, self.expected, limit))
+
+
+def problem_of(
+    timer: KernelTimer, layer: LayerShape, spec: Spec | None, n: int, title: str
+) -> LayerProblem:
+    """A layer in a structure, dense for None, with random numbers for n tokens."""
+    i, o, device, precision = layer.in_features, layer.out_features, timer.device, timer.precision
+    name, said, cf = "dense", "", 1.0
+    if spec is not None:
+        name, said, cf = spec.structure, spec.describe(), i * o / spec.parameters
+    row = LayerRow(title, layer.model, layer.name, name, said, i, o, cf, n, precision.name, arm="")
+
+    def factors() -> tuple[Tensor, ...]:
+        if spec is None:
+            return (gaussian((o, i), i, precision, device, SEEDS["dense"]),)
+        return random_factors(spec, precision, device, SEEDS["structured"])
+
+    x = lambda: gaussian((n, i), 1, precision, device, SEEDS["x"])  # noqa: E731
+    return LayerProblem(timer, row, cache(x), cache(factors), reference_of(name))
+
+
+def gaussian(
+    shape: Sequence[int], terms: float, precision: Precision, device: torch.device, seed: int
+) -> Tensor:
+    """Normal numbers of variance 1/terms, so that a sum over `terms` products keeps the size."""
+    random = torch.Generator(device).manual_seed(seed)
+    made = torch.randn(tuple(shape), generator=random, device=device, dtype=precision.dtype)
+    return made if terms == 1 else made.div_(sqrt(terms))
+
+
+def random_factors(
+    spec: Spec, precision: Precision, device: torch.device, seed: int
+) -> tuple[Tensor, ...]:
+    """Factors whose product keeps the size of its input, and indices of any order, as of `spec`."""
+    factors = [
+        gaussian(shape, _terms(name, shape), precision, device, seed + n)
+        for n, (name, shape) in enumerate(spec.shapes().items())
+    ]
+    return (*factors, *(random_order(count, device) for (count,) in spec.indices().values()))
+
+
+def random_order(count: int, device: torch.device) -> Tensor:
+    """[count] int32, each number below `count` once."""
+    random = torch.Generator().manual_seed(count)
+    return torch.randperm(count, generator=random, dtype=torch.int32).to(device)
+
+
+def _terms(name: str, shape: Sequence[int]) -> int:
+    """How many products each output of a factor sums."""
+    if name.startswith("factors."):
+        return shape[2]
+    return {"U": shape[-1], "S": shape[0], "V": shape[-2]}[name]
+
+
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The dense layer: cuBLAS on a GPU."""
+    return torch.nn.functional.linear(x, weight)
+
+
+def reference_of(structure: str) -> Call:
+    """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
+    return dense_linear if structure == "dense" else STRUCTURES[structure].reference()
+
+
+def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
+    but for zeros behind ranks; indices as they are."""
+    named = dict(zip((*spec.shapes(), *spec.indices()), factors, strict=True))
+    orders = [(named[name], order_of(spec.structure, name, len(s))) for name, s in spec.shapes().items()]
+    indices, width = [named[name] for name in spec.indices()], laid_rank(spec)
+    if width == getattr(spec, "rank", 0):
+        return (*(relaid(f, order) for f, order in orders), *indices)
+    return tuple(with_zeros(spaced(f, order, width), width) for f, order in orders)
+
+
+def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) -> str:
+    """Which variant runs for n tokens: "reference" where no kernels do, else the tables' choice, for
+    Kronecker-sparse layers on "auto" that of each factor."""
+    here = kernel_device(torch.empty(0, dtype=precision.dtype, device=device))
+    if not here or not STRUCTURES[spec.structure].tuned:
+        return "reference"
+    variant, _ = tables.choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
+    if isinstance(spec, KroneckerSpec) and variant == "auto":
+        return " ".join(factor_variant(pattern, n, precision) for pattern in spec.patterns)
+    return str(variant)
+
+
+def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
+    """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
+    kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
+    variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
+    return f"{variant}:{config['path']}" if "path" in config else variant
+
+
+def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
+    """The arm of a layer, dense if `spec` is None, where the device multiplies in float8."""
+    structure = "dense" if spec is None else FOLDERS[spec.structure]
+    half = layer.timer.precision.dtype in HALF
+    if structure in FLOAT8 and half and fp8_device(layer.timer.device):
+        name = "dense-fp8" if spec is None else "fp8"
+        yield layer.arm(name, lambda: rounding_call(layer, spec), limit=FLOAT8_LIMIT)
+
+
+def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
+    """A layer with canonical `factors` rounded to float8, a scale a row."""
+    spec, tensors = _stored(plain, factors)
+    with torch.device("meta"):
+        made = quantized_layer(spec, bias is not None)
+    made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
+    return made.requires_grad_(False).eval()
+
+
+def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
+    """A layer with float8 weights, dense if `spec` is None, on inputs that it rounds."""
+    made = float8_layer(*_factors(layer, spec))
+    structure = structure_of(made)
+    scales, weights = prepared(made, structure, layer.x())
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
+
+    return call, layer.rotate(weights)
+
+
+def dequantizing_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
+    """The same on inputs as they are, its weights dequantized at every call."""
+    plain, factors = _factors(layer, spec)
+    packing, stored = _stored(plain, factors)
+    product = reference_of("dense") if spec is None else STRUCTURES[spec.structure].product()
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        held = dict(zip(stored, weights, strict=True))
+        return product(x, *(unpack_factor(packing, name, held, x.dtype) for name in factors))
+
+    return call, layer.rotate(list(stored.values()))
+
+
+def _factors(layer: LayerProblem, spec: Spec | None) -> tuple[Spec, dict[str, Tensor]]:
+    plain = spec or DenseSpec(layer.row.in_features, layer.row.out_features)
+    return plain, dict(zip(plain.shapes(), layer.factors(), strict=True))
+
+
+def _stored(plain: Spec, factors: dict[str, Tensor]) -> tuple[QuantizedSpec, dict[str, Tensor]]:
+    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
+    packed = (pack_factor(spec, name, factor, factor.dtype) for name, factor in factors.items())
+    return spec, {name: tensor for found in packed for name, tensor in found.items()}

@@ -1,1 +1,0 @@
-"""`blr bench memory`: what a forward pass takes beside the weights, dense, low-rank and bounded."""

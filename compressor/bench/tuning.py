@@ -1,0 +1,160 @@
+"""Every variant of every structure timed on this GPU, and the table written that says which to take.
+
+Arms are timed as benchmarks are (interleaved, cold L2, gated by a float64 reference), the dense
+layer among them; `tuning_rules.py` chooses among what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blr.compressor.base.device import device_name, pick_device
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
+from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
+from blr.compressor.bench.results import WRONG, versions
+from blr.compressor.bench.shapes import LayerShape, specs_for
+from blr.compressor.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
+from blr.compressor.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
+from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
+from blr.compressor.structures.laid import laid_shape
+from blr.compressor.structures.registry import STRUCTURES, TUNED
+from blr.compressor.structures.specs import Spec
+from blr.kernels.common.available import has_triton, kernel_device
+from blr.kernels.common.dispatch import Variant, forget
+from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
+
+FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
+QUICK = (1, 8, 256, 4096)
+FLOAT8 = PRODUCT  # beside the structures
+
+
+def tuning_device(name: str) -> torch.device:
+    """The GPU to tune, "auto" for the first. Raises CapabilityError where no kernels run."""
+    device = pick_device(name)
+    if device.type != "cuda":
+        raise CapabilityError("tune: found no GPU, expected one that CUDA sees; run it on the GPU")
+    if not has_triton():
+        raise CapabilityError("tune: found no triton, expected it beside torch; install it")
+    if not kernel_device(torch.empty(0, device=device)):
+        raise CapabilityError(
+            f"tune: kernels do not run on {device_name(device)}; expected an NVIDIA GPU of compute "
+            "capability 8 or later, and BLR_KERNELS other than torch"
+        )
+    return device
+
+
+def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, list[dict[str, Any]]]]:
+    """`Structure.variants` by name."""
+    return STRUCTURES[structure].variants()
+
+
+def candidates(structure: str, n: int) -> list[Candidate]:
+    """What is timed for n tokens: every variant meant for as many, with each configuration it lists."""
+    table, configs = variants_of(structure)
+    names = [name for name in table if n <= MOST.get(name, n)]
+    meant = [name for name in names if name != REFERENCE]
+    return [Candidate(name, config) for name in meant for config in configs.get(name, [{}])]
+
+
+@dataclass
+class Tuning:
+    """One run over layers, structures, dtypes and numbers of tokens.
+
+    Attributes:
+        timers: one a precision. points: what was measured so far. refused: arms that gave wrong numbers.
+    """
+
+    harness: Harness
+    timers: Sequence[KernelTimer]
+    structures: Sequence[str] = TUNED
+    tokens: Sequence[int] = FULL
+    points: list[TunedPoint] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
+        """Each layer in each structure, dtype and number of tokens, timed beside the dense layer, and
+        what tables call it."""
+        plain = [name for name in self.structures if name != FLOAT8]
+        for timer in self.timers:
+            for layer in layers:
+                for spec in specs_for(layer, plain):
+                    for n in self.tokens:
+                        yield self.case(timer, layer, spec, n)
+            if FLOAT8 in self.structures and timer.precision.stored == "bfloat16":
+                yield from product_cases(layers, self.tokens, timer)
+                yield from layer_cases(layers, self.tokens, timer)
+
+    def case(self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int) -> tuple[Case, Measured]:
+        """Every candidate for one layer in one structure, and what tables call it."""
+        title = f"{layer.title} {spec.structure} {spec.describe()} {timer.precision.name} n={n}"
+        arms = partial(self._arms, timer, layer, spec, n, title)
+        folder, dtype = STRUCTURES[spec.structure].folder, timer.precision.stored
+        measured = folder, laid_shape(spec), dtype, n
+        return Case(title, lambda: list(arms()), around=timer.case), measured
+
+    def run(self, case: Case, measured: Measured) -> None:
+        """Time one case and keep what came out right."""
+        rows = self.harness.run_case(case)
+        times = {row.arm: row.ms for row in rows if row.ms is not None}
+        wrong = (row for row in rows if row.status == WRONG)
+        self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
+        self.points.append(TunedPoint(*measured, times))
+
+    def measure(self, layers: Sequence[LayerShape]) -> str | None:
+        """Run all cases, none of them started after the harness's seconds.
+
+        Returns:
+            Why it ended early, if it did. Raises Stopped on a stopping signal.
+        """
+        cases = list(self.cases(layers))
+        with stoppable(), self.harness.progress.layers(len(cases), "timing") as starting:
+            for done, (case, measured) in enumerate(cases):
+                if self.harness.is_over():
+                    return f"the seconds were spent after {done} of {len(cases)} cases"
+                starting(case.title)
+                self.run(case, measured)
+        return None
+
+    def _arms(
+        self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int, title: str
+    ) -> Iterator[Arm]:
+        dense = problem_of(timer, layer, None, n, title)
+        yield dense.arm(DENSE, lambda: (dense.reference, dense.rotation))
+        made = problem_of(timer, layer, spec, n, title)
+        canonical = made.factors
+        made.x, made.factors = dense.x, lambda: our_layout(spec, canonical())
+        table, _ = variants_of(spec.structure)
+        for candidate in candidates(spec.structure, n):
+            yield made.arm(candidate.label, _maker(made, table, candidate))
+
+    def write(self, path: Path, gpu: str, device: torch.device) -> dict[str, Any]:
+        """Write the rules of what was measured to `path`, over what a table there says of the same.
+
+        Returns:
+            Facts for the user. Raises RecipeError for a file there that is no table; OutputError,
+            StorageError.
+        """
+        rules = merged(rules_of(self.points, known_candidates(self.tokens)), read_table(path))
+        what = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+        write_table(path, table_text(gpu, f"blr tune on {device_name(device)}, {what}", rules))
+        forget()
+        return {"output": str(path), "gpu": gpu, "rules": len(rules), "cases": len(self.points)}
+
+
+def _maker(made: LayerProblem, table: Mapping[str, Any], candidate: Candidate) -> Any:
+    run, config = table[candidate.variant], dict(candidate.config)
+    return lambda: (lambda x, *factors: run(x, *factors, **config), made.rotation)
+
+
+def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
+    """Every candidate that may have been timed, by label."""
+    every = (c for s in TUNED for n in tokens for c in candidates(s, n))
+    float8 = {label: Candidate(*chosen) for label, chosen in float8_candidates().items()}
+    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}, **float8}

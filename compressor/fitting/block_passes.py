@@ -1,0 +1,248 @@
+"""Hidden states on their way through the blocks, a batch of windows at a time; blocks are run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.planning.training_sizes import KEPT_SHARE
+
+NUMBER = "_number"  # attribute of a loaded block: its place in the model
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
+
+
+@dataclass
+class Batch:
+    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of blocks
+    and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
+    compressed one. Both stay on the device that `start` put them on, and are empty in processes that
+    do not own the batch. Blocks differ in what they are given where some attend to a window alone or
+    rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks'). `alone` is what
+    they are for one of the windows by itself, which tells what of them is a window's own. `idle`
+    positions at the start of every window predict no token of the text."""
+
+    hidden: Tensor
+    student: Tensor
+    arguments: tuple[Arguments, ...]
+    mask: Tensor
+    kinds: tuple[int, ...] = ()
+    alone: tuple[Arguments, ...] = ()
+    idle: int = 0
+
+    def given(self, block: nn.Module) -> Arguments:
+        """What `block` gets beside its hidden states; what it writes there nobody sees."""
+        kind = self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0
+        found: Arguments = _fresh(self.arguments[kind])
+        return found
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Those [n, d] of real tokens of `values` [m, w, d], or [m w, d] and [m, 1, w, d] as some
+        modules take them; waits for no GPU."""
+        flat = values.flatten(0, -2)
+        return flat if self._real is None else flat[self._real.to(flat.device)]
+
+    def predicting(self, values: Tensor) -> Tensor:
+        """Those [n, d] of `values` [m, w, d] that predict a token of the text."""
+        return values[:, self.idle :].flatten(0, 1) if self.idle else self.rows(values)
+
+    @cached_property
+    def _real(self) -> Tensor | None:
+        """Numbers of the real tokens; None if all are."""
+        return None if bool(self.mask.all()) else self.mask.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real ones."""
+        return int(self.mask.sum())
+
+
+def _fresh(value: Any) -> Any:
+    """An argument in containers of its own."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_fresh, value))
+    if isinstance(value, dict):
+        return {name: _fresh(each) for name, each in value.items()}
+    return copy.copy(value) if isinstance(value, Mapping) else value  # transformers' own are no dicts
+
+
+def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
+    """The arguments that differ, and which of them every block's are."""
+    found, kinds = list[Arguments](), list[int]()
+    for one in given:
+        kinds.append(next((k for k, other in enumerate(found) if same(one, other)), len(found)))
+        if kinds[-1] == len(found):
+            found.append(one)
+    return tuple(found), tuple(kinds)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same numbers, tensors inside of them included."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return isinstance(one, bool | int | float | str) and one == other
+
+
+def window_rows(batch: Batch, windows: Tensor) -> Batch:
+    """Some windows of a batch: its mask and what a block is given with it; no hidden states."""
+    count = len(batch.mask)
+    if len(windows) == count:
+        return batch
+
+    def cut(value: Any, alone: Any) -> Any:
+        if type(value) is not type(alone):
+            return value
+        if isinstance(value, Tensor):
+            return _rows(value, alone, windows, count)
+        if isinstance(value, tuple | list):
+            return type(value)(map(cut, value, alone))
+        if isinstance(value, dict):
+            return {key: cut(item, alone.get(key)) for key, item in value.items()}
+        return value
+
+    return replace(batch, arguments=cut(batch.arguments, batch.alone), mask=batch.mask[windows])
+
+
+def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
+    """Those of some of `count` windows, of each of which `alone` has as many; all where it is not
+    larger for more windows."""
+    if not value.dim() or not alone.dim() or len(value) != count * len(alone):
+        return value
+    each = value.unflatten(0, (count, len(alone)))
+    return each[windows.to(value.device)].flatten(0, 1)
+
+
+def alike(batches: Sequence[Batch]) -> list[bool]:
+    """Which batches differ from the first in their hidden states alone: all of their tokens are real,
+    as many, and the blocks' other arguments are the same."""
+    first = batches[0]
+    return [
+        bool(batch.mask.all())
+        and batch.mask.shape == first.mask.shape
+        and same(batch.arguments, first.arguments)
+        and batch.kinds == first.kinds
+        for batch in batches
+    ]
+
+
+Watch = Callable[[str, Any], None]
+StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Reached(Exception):
+    """Thrown to stop a forward pass once a module's input is known."""
+
+
+class Blocks(nn.Module):
+    """All blocks in turn, run as one by `run_block`."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
+def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
+    if isinstance(block, Blocks):
+        for part in block.blocks:
+            hidden = run_block(part, hidden, batch)
+        return hidden
+    positional, named = batch.given(block)
+    out = block(hidden, *positional, **named)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
+    """A block's hidden states, and what it is given beside them."""
+    if positional:
+        return positional[0], (positional[1:], named)
+    named = dict(named)
+    return named.pop("hidden_states"), ((), named)
+
+
+@contextmanager
+def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
+    """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
+
+    def stand_in(number: int) -> Callable[..., Any]:
+        def forward(*positional: Any, **named: Any) -> Any:
+            return run(number, parted(positional, named)[0], positional, named)
+
+        return forward
+
+    for number, block in enumerate(blocks):
+        block.forward = stand_in(number)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module], enter: Watch | None = None, leave: Watch | None = None
+) -> Iterator[None]:
+    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and its first input, unless
+    that has a name, and `leave` what it gives."""
+
+    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if enter is not None and inputs:
+            enter(name, inputs[0])
+
+    def behind(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if leave is not None:
+            leave(name, output)
+
+    handles = [m.register_forward_pre_hook(partial(before, n)) for n, m in modules.items()]
+    handles += [m.register_forward_hook(partial(behind, n)) for n, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def captured_inputs(block: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """While active, the input of every named submodule is kept under its name when it runs."""
+    kept: dict[str, Tensor] = {}
+    with watched({name: block.get_submodule(name) for name in names}, kept.__setitem__):
+        yield kept
+
+
+def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
+    """Run the block until its submodule `last` has received its input."""
+
+    def stop(name: str, given: Tensor) -> None:
+        raise Reached
+
+    with suppress(Reached), watched({last: block.get_submodule(last)}, stop):
+        run_block(block, hidden, batch)
+
+
+def home(size: int, device: torch.device) -> torch.device:
+    """`device` if `size` bytes are a small part of its free memory, else the CPU."""
+    return device if size <= KEPT_SHARE * free_bytes(device) else torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory what nothing holds, torch's own cache included; 0 of other devices."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

@@ -1,0 +1,165 @@
+"""Layers as they are trained: those in few bits as full numbers, others by their dense weight.
+
+Thousands of tokens share the factors: composing the weight anew for every pass costs as much as r
+tokens, and one product with it is faster than a chain of small ones and keeps nothing but its input for
+the backward pass. Low-rank layers stay as they are, with pivots or without: their two products are as
+large as they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
+from blr.compressor.modeling.layers import LAYERS, LowRankLinear, PivotedLinear, StructuredLinear
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
+from blr.compressor.structures.packing import from_matrix, to_matrix
+from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.restore import factors_of, part_of
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
+from blr.kernels.decode.quantized.reference import pack
+
+
+class Sum(nn.Module):
+    """``y = x Qᵀ + x Sᵀ + bias`` of two layers without bias."""
+
+    def __init__(self, base: nn.Module, correction: nn.Module) -> None:
+        super().__init__()
+        self.base, self.correction = base, correction
+        self.bias: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., i] -> [..., o]."""
+        y = self.base(x) + self.correction(x)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`module` computes with the values that are stored; `parts` are what is trained of it, by the
+    names of the factors; the module's bias is not among them."""
+
+    spec: Spec
+    module: nn.Module
+    parts: dict[str, Trained]
+
+    def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
+        """As of ``spec.stored()``; `dtype`: of what is not packed; `metric`: of the layer's inputs, for
+        factors in float8, which are trained as they are and rounded once, when that is over."""
+        if isinstance(self.spec, CorrectedSpec):
+            halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
+            return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
+        if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
+            factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
+            factors |= {name: self.module.get_buffer(name) for name in self.spec.indices()}
+            return round_factors(factors, self.spec, metric, dtype)
+        found: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            if isinstance(part, Plain):
+                found[name] = part.parameter.detach().to(dtype).contiguous()
+                continue
+            levels, scale = part.rounded()
+            packed = pack(levels, part.bits, part.group)
+            found |= dict(zip(stored_names(name), (packed, scale), strict=True))
+        return found | {name: self.module.get_buffer(name) for name in self.spec.indices()}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with `tensors` as `stored` gives them, of a layer that is not corrected."""
+        factors = factors_of(self.spec, tensors, torch.float32)
+        for name, part in self.parts.items():
+            part.parameter.copy_(factors[name])
+
+    def latents(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""
+        found = {name: part.full() for name, part in self.parts.items() if isinstance(part, Latent)}
+        return {latent_name(name): t.to("cpu", dtype).contiguous() for name, t in found.items()}
+
+
+def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
+    """The twin of a stored layer, in float32 on the tensors' device.
+
+    Args:
+        tensors: by the names of ``spec.stored()``, with the latent numbers where they are known.
+    """
+    if isinstance(spec, CorrectedSpec):
+        halves = {name: make_twin(part, part_of(tensors, name)) for name, part in spec.parts()}
+        module: nn.Module = Sum(halves["base"].module, halves["correction"].module)
+        parts = {f"{n}.{k}": part for n, half in halves.items() for k, part in half.parts.items()}
+    else:
+        factors = factors_of(spec, tensors, torch.float32)
+        module = _plain_module(spec, factors)
+        found = {name: module.get_parameter(name) for name in spec.shapes()}
+        parts = {name: _part(spec, name, p, tensors) for name, p in found.items()}
+    if bias is not None:
+        module.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+    return Twin(spec, module, parts)
+
+
+def _half(twin: Twin, name: str, spec: Spec) -> Twin:
+    parts = {k.removeprefix(f"{name}."): p for k, p in twin.parts.items() if k.startswith(f"{name}.")}
+    return Twin(spec, twin.module.get_submodule(name), parts)
+
+
+def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
+    plain = spec.plain
+    with torch.device("meta"):
+        if isinstance(plain, DenseSpec):
+            module: nn.Module = nn.Linear(plain.in_features, plain.out_features, bias=False)
+        else:
+            module = LAYERS[type(plain)](plain, bias=False)
+    module.load_state_dict(factors, assign=True)
+    return module.requires_grad_(False)
+
+
+def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
+    if not isinstance(spec, QuantizedSpec) or spec.fp8 or (form := spec.format_of(name)) is None:
+        return Plain(parameter)
+    place = GroupPlace(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
+    scale = tensors[stored_names(name)[1]]
+    latent = tensors.get(latent_name(name))
+    return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
+
+
+PLAIN = (LowRankLinear, PivotedLinear)
+
+
+def compose_layers(model: nn.Module, widest: int | None = None) -> None:
+    """Make the structured layers of `model` compute by their dense weights; of those whose inputs and
+    outputs together are more than `widest` none."""
+    for module in model.modules():
+        if widest is not None and _width(module) > widest:
+            continue
+        if isinstance(module, Sum):
+            module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
+        elif isinstance(module, StructuredLinear) and not isinstance(module, PLAIN):
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _width(module: nn.Module) -> int:
+    """Inputs and outputs of a structured layer, alone or as a correction."""
+    layer = module.correction if isinstance(module, Sum) else module
+    return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
+
+
+def dense_weight(layer: StructuredLinear) -> Tensor:
+    """The weight [o, i], differentiable."""
+    names = (*layer.spec.shapes(), *layer.spec.indices())
+    held = dict(zip(names, layer.ordered(), strict=True))
+    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
+
+
+def _forward_sum(layer: Sum, x: Tensor) -> Tensor:
+    base, correction = layer.base, layer.correction
+    assert isinstance(base, nn.Linear) and isinstance(correction, StructuredLinear)
+    return linear(x, base.weight + dense_weight(correction), layer.bias)
+
+
+def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:
+    return linear(x, dense_weight(layer), layer.bias)

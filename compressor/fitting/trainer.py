@@ -1,0 +1,255 @@
+"""The one training loop: of the factors of a block, of all blocks, or of a whole model.
+
+Every step moves the masters of the trained parameters by Adam. Now and then a figure on held-back text
+says how good they are; the best ones so far are kept, those at the start included, and put back in the
+end. `refit.py` trains a block towards the outputs of the dense one, `finish.py` all blocks towards the
+dense model's distributions, and healing a model towards its teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.structures.bank import Banks
+from blr.compressor.structures.latent import Trained
+from blr.kernels.common.capturing import Captured, own_stream
+
+WARM_UP = 2  # eager passes before a capture
+BETAS, EPS = (0.9, 0.95), 1e-8  # of Adam
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # as torch calls what is kept of a master
+SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
+
+
+class Adam:
+    """Adam (arXiv 1412.6980) with a rate for every tensor.
+
+    Args:
+        masters: tensors that are moved in place. rates: of each, at a factor of 1.
+        fused: whether one kernel of a GPU moves all tensors of a rate. Without it, a few kernels move
+            all tensors, which is faster where rates are many.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], rates: Sequence[float], fused: bool = False) -> None:
+        self.masters, self.rates, self.fused = [m.detach() for m in masters], list(rates), fused
+        self.mean = [torch.zeros_like(master) for master in self.masters]
+        self.square = [torch.zeros_like(master) for master in self.masters]
+        self.steps = [0] * len(self.masters)
+
+    @torch.no_grad()
+    def move(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """One step at `factor` of the rates; what has no gradient stays where it is."""
+        alike: dict[tuple[float, int] | None, dict[int, Tensor]] = {}
+        for n, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.steps[n] += 1
+                kind = (self.rates[n], self.steps[n]) if self.fused else None
+                alike.setdefault(kind, {})[n] = gradient
+        for some in alike.values():
+            self._move(list(some), list(some.values()), factor)
+
+    def _move(self, chosen: list[int], gradients: list[Tensor], factor: float) -> None:
+        held = self.masters, self.mean, self.square
+        masters, mean, square = ([tensors[n] for n in chosen] for tensors in held)
+        (fast, slow), steps = BETAS, [self.steps[n] for n in chosen]
+        rates = [self.rates[n] * factor for n in chosen]
+        if self.fused:
+            step = [torch.full((), float(steps[0]), device=masters[0].device)] * len(masters)
+            torch._fused_adamw_(
+                masters, gradients, mean, square, [], step, lr=rates[0], beta1=fast, beta2=slow, eps=EPS,
+                weight_decay=0.0, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        torch._foreach_lerp_(mean, gradients, 1 - fast)
+        torch._foreach_mul_(square, slow)
+        torch._foreach_addcmul_(square, gradients, gradients, 1 - slow)
+        below = torch._foreach_sqrt(square)
+        torch._foreach_div_(below, [(1 - slow**step) ** 0.5 for step in steps])
+        torch._foreach_add_(below, EPS)
+        starts = (1 - fast**step for step in steps)  # means start from zero
+        moved = [-(rate / start) for rate, start in zip(rates, starts, strict=True)]
+        torch._foreach_addcdiv_(masters, mean, below, moved)
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """What it keeps of every master, under torch's names."""
+        counts = [torch.tensor(float(step)) for step in self.steps]
+        kept = zip(counts, self.mean, self.square, strict=True)
+        return [dict(zip(MOMENTS, found, strict=True)) for found in kept]
+
+    def load(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from the `moments` of another one; nothing is kept of a master without any."""
+        for n, found in enumerate(moments):
+            if found.keys() >= {*MOMENTS}:
+                step, mean, square = (found[name] for name in MOMENTS)
+                self.steps[n] = round(float(step))
+                self.mean[n].copy_(mean)
+                self.square[n].copy_(square)
+
+    def free(self) -> None:
+        """Give the memory of its moments back: no step follows."""
+        self.mean.clear()
+        self.square.clear()
+
+
+class CapturedPasses(Captured):
+    """`passes` of `inputs`, which leave gradients in `parameters`, as a CUDA graph, to be replayed with
+    other inputs. The gradients lie in memory that the next replay writes to.
+
+    Raises RuntimeError where they do what no graph can hold.
+    """
+
+    def __init__(
+        self, passes: Callable[..., Any], parameters: Sequence[nn.Parameter], *inputs: Tensor
+    ) -> None:
+        self.parameters = parameters
+        with own_stream():  # libraries set themselves up in the first passes
+            for _ in range(WARM_UP):
+                forget(parameters)
+                passes(*inputs)
+            forget(parameters)
+        super().__init__(passes, *inputs)
+        self.gradients = [parameter.grad for parameter in parameters]
+        forget(parameters)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        found = super().__call__(*inputs)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return found
+
+
+def forget(tensors: Iterable[Tensor]) -> None:
+    """Drop their gradients."""
+    for tensor in tensors:
+        tensor.grad = None
+
+
+class TrainedSet:
+    """The parameters that are trained, by name. An optimizer moves `masters`, by name, in their place,
+    at the `shares` of its rate."""
+
+    def __init__(self, trained: Mapping[str, Trained]) -> None:
+        self.trained, self.banks = dict(trained), Banks(trained.values())  # banks move masters: first
+        self.masters: dict[str, Tensor] = {}
+        self.shares: list[float] = []
+        for name, part in self.trained.items():
+            for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
+                self.masters[name + suffix] = master
+                self.shares.append(share)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the model computes with."""
+        return [part.parameter for part in self.trained.values()]
+
+    def publish(self) -> None:
+        """Round the masters to the parameters."""
+        self.banks.publish()
+
+    def collect(self) -> None:
+        """Add the gradients of a pass to those of the masters, in float32."""
+        self.banks.collect()
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        forget((*self.parameters, *self.masters.values()))
+
+    @torch.no_grad()
+    def values(
+        self, into: dict[str, Tensor] | None = None, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """Copies of the masters on `device`, contiguous, by name; in the memory of an earlier result
+        `into`, if there is one."""
+        if into is None:
+            into = {
+                n: torch.empty(m.shape, dtype=m.dtype, device=device) for n, m in self.masters.items()
+            }
+        return {n: into[n].copy_(m) for n, m in self.masters.items()}
+
+    @torch.no_grad()
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """The inverse of `values`."""
+        for name, master in self.masters.items():
+            master.copy_(values[name])
+        self.publish()
+
+
+@dataclass
+class Best:
+    """Where a training is: the steps done, the best figure and its step, and the masters then."""
+
+    step: int = 0
+    best: float = float("inf")
+    best_step: int = 0
+    values: dict[str, Tensor] | None = None
+
+
+class TrainingLoop:
+    """Trains `what`; a subclass says by which gradients, at which rates, for how long, and what is good.
+
+    Args:
+        rates: of the masters. place: where the best masters are kept.
+    """
+
+    def __init__(
+        self, what: TrainedSet, rates: Sequence[float], place: torch.device | str, fused: bool = False
+    ) -> None:
+        self.what, self.place = what, place
+        self.optimizer = Adam(list(what.masters.values()), rates, fused)
+        self.state = Best()
+        self.kept: dict[str, Tensor] | None = None  # memory of this run for the best masters
+
+    def train(self) -> None:
+        """Train until it is over, and put the best masters back."""
+        if self.state.values is None:
+            self.consider()
+        while not self.is_over():
+            self.step()
+            self.after_step()
+        self.free()
+        assert self.state.values is not None
+        self.what.restore(self.state.values)
+
+    def step(self) -> None:
+        """One step."""
+        self.backward()
+        self.optimizer.move([m.grad for m in self.what.masters.values()], self.factor())
+        self.what.forget()
+        self.what.publish()
+        self.state.step += 1
+
+    def consider(self) -> bool:
+        """Judge the masters; whether they are the best so far, and so are kept."""
+        found = self.judge()
+        better = self.state.values is None or found < self.state.best
+        if better:
+            self.state.best, self.state.best_step = found, self.state.step
+            self.state.values = self.kept = self.what.values(self.kept, self.place)
+        return better
+
+    def is_over(self) -> bool:
+        """Whether no step follows."""
+        raise NotImplementedError
+
+    def factor(self) -> float:
+        """Of the rates, for the next step."""
+        raise NotImplementedError
+
+    def backward(self) -> None:
+        """Leave the gradients of the next step in the masters."""
+        raise NotImplementedError
+
+    def judge(self) -> float:
+        """The figure to lower."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Do what is due behind a step."""
+
+    def free(self) -> None:
+        """Give back the memory that only steps need."""
+        self.optimizer.free()

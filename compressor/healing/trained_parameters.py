@@ -1,0 +1,142 @@
+"""Which parameters of a compressed model a healing trains, and where they lie on disk.
+
+They lie mostly under their own names, but norms of old checkpoints under others, and the experts of a
+layer one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from blr.compressor.base.errors import UsageError
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.healing.additions import is_addition
+from blr.compressor.healing.settings import KINDS
+from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.native import native_errors
+from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.streamed import empty_model
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.modeling_blr import module_names
+
+
+def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
+    """Raise UsageError, from headers, when nothing of `checkpoint` is of the `kinds` to be trained."""
+    if "factors" in kinds and checkpoint.specs:
+        return
+    source = open_source(checkpoint.source.folder)
+    with native_errors(source), quiet_transformers():
+        model = empty_model(source)
+    _check_any(model, kinds, checkpoint.specs)
+
+
+def choose(
+    student: Any, kinds: tuple[str, ...], packed: Collection[str], added: set[str], held: Collection[str]
+) -> list[str]:
+    """Names of the parameters that are trained, which want gradients from here on.
+
+    Args:
+        kinds: of `settings.KINDS`. packed: names of the factors of layers in few bits.
+        added: names of layers with additions. held: names of what the checkpoint can store.
+
+    Raises UsageError when there is nothing of these kinds.
+    """
+    named = dict(student.named_parameters())
+    plain = [n for n in named if n not in packed and _is_trained(student, n, kinds, added)]
+    placed = [name for name in plain if name in held or is_addition(name)]
+    found = [*placed, *(packed if "factors" in kinds else ())]
+    if not found and not plain:
+        _check_any(student, kinds, packed)
+    if not found:
+        raise UsageError(
+            f"--train {','.join(kinds)}: the checkpoint stores {plain[0]} otherwise than the model "
+            f"computes with it; leave that kind out"
+        )
+    for name in found:
+        named[name].requires_grad_()
+    return found
+
+
+def kind_of(model: Any, name: str) -> str:
+    """Which of `settings.KINDS` the parameter called `name` is."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if isinstance(module, nn.ParameterList):
+        return "factors"
+    if isinstance(module, StructuredLinear) and leaf != "bias":
+        return "factors"
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if leaf == "bias":
+        return "biases"
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    return "head" if module is model.get_output_embeddings() else "dense"
+
+
+def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) -> None:
+    """Raise UsageError when nothing of `model` is of the `kinds`; `factored` names what has factors."""
+    present = {kind_of(model, name) for name, _ in model.named_parameters()}
+    present |= {"factors"} if factored else set()
+    if not present & {*kinds}:
+        raise UsageError(
+            f"--train {','.join(kinds)}: the model has none of these; expected some of "
+            f"{', '.join(kind for kind in KINDS if kind in present)}"
+        )
+
+
+def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
+    """Whether the parameter `name` is: of the kinds asked for; of layers with additions, only these."""
+    if is_addition(name):
+        return True
+    kind = kind_of(student, name)
+    return kind in kinds and not (kind in ("factors", "dense") and name.rpartition(".")[0] in added)
+
+
+class StoredNames:
+    """The tensors of a checkpoint by the parameters of `model` that they are loaded into.
+
+    Attributes:
+        names: name on disk to what the model calls it.
+        merged: parameter to names on disk: for every row of it those that are one upon another there.
+        held: the parameters that can be stored, by all their names.
+    """
+
+    def __init__(self, model: Any, stored: Collection[str]) -> None:
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self.names = _named(model, stored, every.keys())
+        loaded = {name: old for old, name in self.names.items()}
+        self.merged: dict[str, list[list[str]]] = {}
+        for name in every.keys() - loaded.keys():
+            if parts := merged_names(model, name, loaded):
+                self.merged[name] = [[loaded[each] for each in row] for row in parts]
+        placed = {id(p) for name, p in every.items() if name in loaded or name in self.merged}
+        self.held = {name for name, parameter in every.items() if id(parameter) in placed}
+
+    def parted(self, values: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+        """What is stored of the `values` of merged parameters, by name on disk."""
+        found: dict[str, Tensor] = {}
+        for name in self.merged.keys() & values.keys():
+            for rows, parts in zip(values[name], self.merged[name], strict=True):
+                heights = [source.entries[part].shape[0] for part in parts]
+                found |= dict(zip(parts, rows.split(heights), strict=True))
+        return found
+
+
+def _named(model: Any, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """What `model` calls the tensors `stored`: by its name for the module, or by that for the tensor
+    where only this one is among the `known`."""
+    modules = module_names(model, {name.rpartition(".")[0] for name in stored})
+    whole = {old: new for new, old in renamed(model, stored).items()}
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for name in stored:
+        owner, _, leaf = name.rpartition(".")
+        found[name] = f"{modules[owner]}.{leaf}"
+        if found[name] not in known and name in whole:
+            candidates = (whole[name], whole[name].removeprefix(prefix), prefix + whole[name])
+            found[name] = next((each for each in candidates if each in known), whole[name])
+    return found

@@ -1,0 +1,231 @@
+"""Attention that gives a cache the ranks of its keys and values, and makes those of all tokens of them.
+
+Between its layer and the cache a key is normed, rotated, or both, in an order that families differ in.
+It is found by comparing with the keys that the attention's own `forward` makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blr.compressor.modeling.extended import Extension, extend, with_children
+from blr.compressor.modeling.fused_rotary import ROTATION, behind_renaming
+from blr.compressor.modeling.rank_cache import Angles, RankCache, RankLayer
+from blr.compressor.modeling.rank_formats import FORMATS, Format, Parts
+from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
+
+APART = ("k_proj", "v_proj")
+JOINT = "c_attn"  # GPT-2's: queries, keys and values, as wide as each other
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+ORDERS = (("norm", "rotate"), ("rotate", "norm"), ("norm",), ("rotate",), ())
+CLOSE = 4  # units of the last place of the largest number, to which found keys are the same
+
+
+class Made(NamedTuple):
+    """What keys or values of new tokens are made from: ranks as a cache holds them, and outputs
+    start…stop of a product, in a dtype."""
+
+    parts: Parts
+    product: OfRanks
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    def flat(self, ranks: Tensor) -> Tensor:
+        """[B, t, H·D] of ranks."""
+        return self.product.outputs(ranks, self.start, self.stop)
+
+
+@dataclass
+class Step:
+    """What an attention makes of new tokens for a cache.
+
+    angles: cosines and sines of their positions, None for an attention that is given none.
+    """
+
+    attention: Any
+    angles: Angles | None
+    format: Format
+    made: dict[str, Made] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Made:
+        """Of the new tokens."""
+        return self.made["keys"]
+
+    @property
+    def values(self) -> Made:
+        """Of the new tokens."""
+        return self.made["values"]
+
+    def layers(self) -> dict[str, Any]:
+        """Functions in the place of the attention's layers, which keep ranks of what they are asked."""
+        names = projections(self.attention)
+        return {n: self._joint if n == JOINT else partial(self._apart, n) for n in names}
+
+    def _apart(self, name: str, x: Tensor) -> Tensor:
+        layer = getattr(self.attention, name)
+        ranks, product = layer(RankRequest(x))
+        kind = "keys" if name == APART[0] else "values"
+        return self._keep(kind, self.format.pack(ranks), product, (0, layer.out_features), x.dtype)
+
+    def _joint(self, x: Tensor) -> Tensor:
+        layer = getattr(self.attention, JOINT)
+        ranks, product = layer(RankRequest(x))
+        width = layer.out_features // 3
+        y, whole = [product.outputs(ranks, 0, width)], self.format.pack(ranks)
+        for kind, start in (("keys", width), ("values", 2 * width)):
+            if (found := product.part(start, start + width)) is None:
+                y.append(self._keep(kind, whole, product, (start, start + width), x.dtype))
+            else:
+                parts = self.format.pack(ranks[..., found[1], :])
+                y.append(self._keep(kind, parts, found[0], (0, width), x.dtype))
+        return torch.cat(y, -1)
+
+    def _keep(
+        self, kind: str, parts: Parts, product: OfRanks, span: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        self.made[kind] = Made(parts, product, *span, dtype)
+        return self._new(kind)
+
+    def _new(self, kind: str) -> Tensor:
+        """Keys or values of the new tokens as their layer gives them; a model may write on those."""
+        made = self.made[kind]
+        return made.flat(self.format.unpack(made.parts, made.dtype))
+
+    def explains(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether it is known how keys and values [B, H, t, D] are made from what the layers gave."""
+        if len(self.made) < 2 or len(keys.shape) != 4:
+            return False
+        known = self.attention.key_orders
+        if known is None and not _close(_heads(self._new("values"), values.shape[-1]), values):
+            return False
+        if known is None or len(known) > 1:  # one token at the first position is not rotated
+            flat = self._new("keys")
+            fits = [o for o in known or ORDERS if _fits(self.attention, o, flat, self.angles, keys)]
+            self.attention.key_orders = tuple(fits) or known
+        return bool(self.attention.key_orders)
+
+    def all_of(self, held: RankLayer) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, T, D] of all tokens that a cache holds."""
+        flat = [
+            made.flat(store.ranks(made.dtype))
+            for made, store in zip((self.keys, self.values), held.stores, strict=True)
+        ]
+        width, angles = self.attention.head_dim, held.rotation and held.rotation.all
+        keys = ordered(self.attention, self.attention.key_orders[0], flat[0], angles)
+        return keys, _heads(flat[1], width)
+
+
+class RankAttention(Extension):
+    """Mixin before an attention whose keys and values are of low rank.
+
+    key_orders: the orders of `ORDERS` that its keys are made by, as far as it is known; None before any.
+    """
+
+    key_orders: tuple[tuple[str, ...], ...] | None = None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of the attention; a `RankCache` among its arguments is given ranks."""
+        compute: Any = super().forward  # type: ignore[misc]
+        cache = next((each for each in kwargs.values() if isinstance(each, RankCache)), None)
+        number = getattr(self, "layer_idx", getattr(self, "layer_id", 0))
+        held = None if cache is None else cache.layers[number]
+        if not isinstance(held, RankLayer) or held.is_initialized:
+            return compute(*args, **kwargs)
+        x = args[0] if args else kwargs["hidden_states"]
+        angles = kwargs.get("position_embeddings")
+        step = Step(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
+        if _is_watched(self, x):
+            _make_whole(step, held, x)
+            return compute(*args, **kwargs)
+        held.step = step
+        return compute.__func__(with_children(self, step.layers()), *args, **kwargs)
+
+
+def keep_ranks(model: nn.Module) -> None:
+    """Let the attention of `model` give ranks to caches, where its keys and values have some."""
+    for module in model.modules():
+        names = projections(module)
+        if have_ranks(module, *names) and hasattr(module, "head_dim"):
+            extend(module, RankAttention)
+            for name in names:
+                getattr(module, name).cached = True
+
+
+def projections(attention: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that make keys and values."""
+    return (JOINT,) if JOINT in attention._modules else APART
+
+
+def ordered(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any) -> Tensor:
+    """Keys [B, H, T, D] of what their layer gives [B, T, H·D], by an order of `ORDERS`."""
+    norm: Any = next((getattr(attention, name) for name in KEY_NORMS if hasattr(attention, name)), None)
+    width = attention.head_dim
+    if order[:1] == ("norm",) and norm.weight.shape[-1] == flat.shape[-1] != width:
+        flat, order = norm(flat), order[1:]  # of all heads together
+    keys = flat.unflatten(-1, (-1, width))
+    for name in order:
+        keys = norm(keys) if name == "norm" else _rotated(attention, keys, *angles)
+    return keys.transpose(1, 2)
+
+
+def _rotated(attention: Any, keys: Tensor, *angles: Tensor) -> Tensor:
+    """Keys [B, T, H, D] by the function of the model's own file; of some families a part is rotated."""
+    rotate = behind_renaming(attention.native.forward).__globals__[ROTATION]
+    alone = rotate.__code__.co_argcount == 3  # GPT-J's: of one tensor, pairs of features by one angle
+    turned, rest = keys.tensor_split([angles[0].shape[-1] * (1 + alone)], -1)
+    if alone:
+        turned = rotate(turned, *angles)
+    else:
+        turned = turned.transpose(1, 2)
+        turned = rotate(turned[:, :1], turned, *angles)[1].transpose(1, 2)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def _fits(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any, keys: Tensor) -> bool:
+    try:
+        return _close(ordered(attention, order, flat, angles), keys)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # it has no norm, or is given no angles
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    most = CLOSE * torch.finfo(found.dtype).eps * expected.abs().max()
+    return bool((found - expected).abs().max() <= most)
+
+
+def _are_angles(given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) == 2 and all(each.dim() == 3 for each in given)
+
+
+def _heads(flat: Tensor, width: int) -> Tensor:
+    return flat.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+def _is_watched(attention: nn.Module, x: Tensor) -> bool:
+    """Whether keys and values must be whole: for gradients, in a trace, under autocast, for hooks of
+    their layers or adapters around them."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(x.device.type):
+        return True
+    names = projections(attention)
+    layers = [attention._modules[name] for name in names]
+    hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers if layer)
+    return hooked or not have_ranks(attention, *names)
+
+
+@torch.no_grad()
+def _make_whole(step: Step, held: RankLayer, x: Tensor) -> None:
+    """Let a cache that holds ranks hold whole keys and values of the same tokens from here on."""
+    if held.length and have_ranks(step.attention, *projections(step.attention)):
+        for layer in step.layers().values():
+            layer(x[:, :0])  # for the products alone
+        held.hold_whole(*step.all_of(held))

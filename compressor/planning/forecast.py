@@ -1,0 +1,216 @@
+"""What a compression takes, predicted from headers alone: time, memory of GPUs and host, disk.
+
+*Needed* memory is what it cannot do without. What all batches have (their states, the dense inputs of
+a block, what the sensitivities keep) and the last pass are on the GPU where that has the room, else on
+the host or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds.
+Compared with runs on H200 and H100 (`scripts/log`; the test has them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blr.compressor.base.progress import duration
+from blr.compressor.base.tables import amount
+from blr.compressor.base.work_shares import share_out
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.forecast_time import Compression, phases
+from blr.compressor.planning.plan import Plan, PlannedLayer
+from blr.compressor.planning.roofline import Gpu
+from blr.compressor.planning.training_sizes import (
+    DOUBLE,
+    HOST_BYTES,
+    KEPT_SHARE,
+    LOGITS,
+    SENSITIVITY_TOKENS,
+    SINGLE,
+    STATES,
+)
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.sizes import SPREAD_BYTES
+from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, LowRankSpec, PivotedSpec, Spec
+
+TOGETHER = 0.85  # of the speed that as many GPUs would have apart
+ALONE = ("libraries and the rest", "reading, writing and the check")  # what one process does
+CONTEXT = 1e9  # bytes of CUDA and its libraries
+HELD, TIGHT = 1.4, 1.1  # times what is in use that torch's cache of memory holds, and has to
+MOMENT, FACTOR = 22.0, 92.0  # bytes of a layer's fit: times i², times the factors' numbers
+DESCENT = 20  # vectors that BLAST's descent remembers
+TENSORS = 4  # of the logits' size in the last pass
+TRAINED = 28  # bytes of a trained number with its gradient, moments, copy and best
+SMALL = 4 << 20  # bytes on disk of small files
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Of a run on `gpus` GPUs of `room` bytes each: seconds by what they go into; bytes of each GPU that
+    it needs (`memory`), and those that it takes where they are there; bytes of the host, and on disk."""
+
+    phases: dict[str, float]
+    memory: float
+    taken: float
+    host: float
+    disk: float
+    gpus: int
+    room: float
+
+    @property
+    def seconds(self) -> float:
+        """From start to verified output."""
+        return sum(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory <= self.room
+
+
+def planned(
+    source: Source, plan: Plan, recipe: Recipe, gpu: Gpu, gpus: int, calibrated: bool
+) -> dict[str, Any]:
+    """What compressing by `plan` would take, JSON-ready; `said` is one line."""
+    found = forecast(Compression(source, plan, recipe, gpu, calibrated), gpus)
+    told = {"seconds": found.seconds, "fits": found.fits, "said": words(found, gpu.name)}
+    return asdict(found) | told
+
+
+def forecast(work: Compression, gpus: int = 1) -> Fits:
+    """Of a run on so many GPUs, which share out fits, and batches of a calibration."""
+    found = phases(work)
+    if gpus > 1:
+        shared = {name: s / (gpus * TOGETHER) for name, s in found.items() if name not in ALONE}
+        found |= shared if work.calibrated else {"fits": _longest(work, gpus) / TOGETHER}
+    size, whole = room(work, gpus), work.gpu.memory_gb * 1e9
+    taken = min(size.taken, whole)
+    return Fits(found, size.needed, max(taken, size.needed), size.host, disk_bytes(work), gpus, whole)
+
+
+def _longest(work: Compression, gpus: int) -> float:
+    """Seconds of the GPU that has most to fit, where layers are shared out."""
+    costs = [work.layer_seconds(layer) for layer in work.plan.layers]
+    loads = [0.0] * gpus
+    for owner, cost in zip(share_out(costs, gpus), costs, strict=True):
+        loads[owner] += cost
+    return max(loads)
+
+
+def words(found: Fits, gpu: str) -> str:
+    """One line that says it."""
+    each = gpu if found.gpus == 1 else f"each of {found.gpus} {gpu}"
+    need = f"{amount(found.memory)} of the {found.room / 1e9:,.0f} of {each}"
+    if not found.fits:
+        return f"compressing does not fit: {need}; take a larger --gpu or --device cpu"
+    if found.taken > 1.1 * found.memory:
+        need += f" needed, {amount(found.taken)} taken where free"
+    beside = f"{amount(found.host)} of the host, {amount(found.disk)} of disk"
+    return f"compressing: about {duration(found.seconds)}; {need}; {beside} (predicted)"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of every GPU: `needed`, and `taken` where they are there; of the `host`."""
+
+    needed: float
+    taken: float
+    host: float
+
+
+def room(work: Compression, gpus: int = 1) -> Room:
+    """Of a run on so many GPUs."""
+    largest = max((_fit(layer, work.calibrated) for layer in work.plan.layers), default=0.0)
+    block = work.bytes / work.sizes.blocks
+    if not work.calibrated:
+        needed = CONTEXT + TIGHT * largest
+        return Room(needed, needed, HOST_BYTES + 2 * block)
+    base = CONTEXT + SINGLE * work.sizes.tables
+    block_bytes = SINGLE * work.dense / work.sizes.blocks
+    sensed = _sensed(work) if work.recipe.allocation != "uniform" else 0.0
+    refit = _training(work, work.sizes.blocks) if work.epochs else 0.0
+    needed = base + max(2 * block_bytes + max(largest, refit), block_bytes + sensed)
+    kept = _Kept(work, gpus)
+    fits = base + 2 * block_bytes + kept.states + kept.inputs + largest
+    peaks = [needed, fits, base + block_bytes + kept.states + kept.levels + sensed]
+    if work.last_epochs:
+        logits = TENSORS * min(SINGLE * work.batch_tokens * work.sizes.vocabulary, 2 * LOGITS)
+        peaks.append(base + kept.states + _training(work) + logits)
+    taken = HELD * max(peaks)
+    return Room(TIGHT * needed, taken, HOST_BYTES + 2 * block + kept.away)
+
+
+class _Kept:
+    """Bytes of what all batches have on a GPU of a run: where each kind is a small enough part of it."""
+
+    def __init__(self, work: Compression, gpus: int) -> None:
+        free = work.gpu.memory_gb * 1e9 - CONTEXT
+        width, tokens = work.sizes.width, work.tokens / gpus
+        sensed = min(tokens, SENSITIVITY_TOKENS / gpus)
+        each = sum(layer.spec.in_features for layer in work.groups) / work.sizes.blocks
+        found = {
+            "states": SINGLE * STATES * tokens * width,
+            "inputs": SINGLE * tokens * (each + 3 * width),
+            "levels": SINGLE * sensed * width * (work.sizes.blocks + 1),
+        }
+        fits = {name: size <= KEPT_SHARE * free for name, size in found.items()}
+        self.states, self.inputs, self.levels = (found[n] * fits[n] for n in found)
+        self.away = sum(found[name] for name in ("states", "levels") if not fits[name])  # on the host
+
+
+def _fit(layer: PlannedLayer, calibrated: bool) -> float:
+    """Of one layer's fit."""
+    spec = layer.spec
+    moments = MOMENT * spec.in_features**2 if calibrated else 0.0
+    plain, i = spec.plain, spec.in_features
+    if calibrated and isinstance(plain, BlastSpec):  # V'H and W H of its descent, and what it remembers
+        spread = SINGLE * plain.blocks * i * plain.rank
+        moments += SINGLE * spec.dense_parameters + 3 * min(spread, SPREAD_BYTES)
+        moments += DESCENT * SINGLE * plain.rank * (i + plain.blocks**2)
+    return moments + FACTOR * min(spec.parameters, spec.dense_parameters)
+
+
+def _sensed(work: Compression) -> float:
+    """Of a block's sums in float64, one batch's, and the largest layer's eigenvalues."""
+    width, blocks = work.sizes.width, work.sizes.blocks
+    outputs = sum(spec.out_features**2 for spec in work.specs)
+    inputs = sum(layer.spec.in_features**2 for layer in work.groups)
+    sums = (outputs + inputs) / blocks + width**2
+    largest = max(s.out_features**2 + s.in_features**2 + 2 * s.dense_parameters for s in work.specs)
+    logits = 4.0 * SINGLE * work.batch_tokens * work.sizes.vocabulary
+    return max((SINGLE + DOUBLE) * sums + DOUBLE * largest, logits)
+
+
+def _training(work: Compression, parts: int = 1) -> float:
+    """Of training one of so many parts of the blocks, one batch at once, without its logits."""
+    trained = sum(masters(spec) for spec in work.specs) / parts
+    widths = sum(spec.in_features + spec.out_features for spec in work.specs) / parts
+    return TRAINED * trained + 2 * SINGLE * work.batch_tokens * widths
+
+
+def masters(spec: Spec) -> int:
+    """Numbers that training moves: of those in few bits all."""
+    return spec.dense_parameters if isinstance(spec, CorrectedSpec) else spec.parameters
+
+
+def disk_bytes(work: Compression) -> int:
+    """Most bytes on disk of an output and of the journal of its run."""
+    source, layers = work.source, work.plan.layers
+    replaced = {planned.layer.entry.name for planned in layers}
+    kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
+    kept = kept if source.shards else 2 * work.sizes.tables  # an outline has the layers alone
+    factors = sum(p.bits for p in layers) // 8
+    extra = sum(path.stat().st_size for path in source.extra_files().values())
+    needed = kept + 2 * factors + extra + SMALL
+    if not work.calibrated:
+        return needed
+    # Factors once more, and what is behind packed ones
+    trained = (work.epochs > 0) + (work.last_epochs > 0)
+    packed = sum(p.layer.entry.nbytes for p in layers if p.spec.quantized)
+    return needed + trained * factors + (1 + trained) * packed + _statistics(work)
+
+
+def _statistics(work: Compression) -> int:
+    """What the journal holds of the sensitivities."""
+    if work.recipe.allocation == "uniform":
+        return 0
+    whole = LowRankSpec | PivotedSpec | CorrectedSpec
+    outputs = sum(s.out_features ** (2 if isinstance(s.plain, whole) else 1) for s in work.specs)
+    return SINGLE * (outputs + work.sizes.blocks * work.sizes.width**2)

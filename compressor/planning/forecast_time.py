@@ -1,0 +1,270 @@
+"""How long the parts of a compression take on a GPU, in seconds, predicted from headers alone.
+
+Constants are fitted to runs alone on an H200 (`scripts/log`, 2026-11-26: "an 8B calibrated whole …",
+"eight blocks of an 8B …", "calibrated fits in half their time …"); other GPUs are taken to be as much
+faster as their matrix products and their memory are. Names of parts are those of a run's `spent`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.dimensions import Dimensions, dimensions_of
+from blr.compressor.planning.plan import Plan, PlannedLayer
+from blr.compressor.planning.roofline import Gpu
+from blr.compressor.planning.training_sizes import (
+    BATCH,
+    FINISH_EPOCHS,
+    GPU_EPOCHS,
+    HELD_BACK,
+    LAST_SHARE,
+    PACKED_EPOCHS,
+    SENSITIVITY_TOKENS,
+    WIDEST,
+    last_pass_bytes,
+    logit_parts,
+    refit_parts,
+)
+from blr.compressor.recipe.architectures import find_family
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.specs import (
+    BlastSpec,
+    CorrectedSpec,
+    DenseSpec,
+    LowRankSpec,
+    Spec,
+    families,
+)
+
+# Shares of the ceiling of bf16 products that are reached: by BLAST's descent, alone and with moments, by
+# decompositions, by what is left of a calibrated layer in float64 (its share of those operations), by
+# eigenvalues, and by passes and their sums on tensor cores in TF32
+DESCENT, WEIGHTED, DECOMPOSITION = 0.033, 0.0443, 0.0012
+DOUBLE, EIGENVALUES, PASSES = 0.0031, 0.00044, 0.63
+TRAINING, SENSING = 0.25, 0.2  # the same of a refit's passes and of sensitivities'
+ROUND = 2e-3  # seconds of a round of a descent, however small the layer
+EACH, CALIBRATED = 0.1, 0.02  # seconds of a layer, however small
+SENSED = 0.014  # of a layer's sensitivity, however small
+READ = 1.35e-3  # of a batch in a group of layers of a block, however small
+STEP = 2.1e-3  # of a block in a step of training, however small
+COLUMN = 1.8e-4  # of a column that is rounded behind compensation
+PACKED = 1.35  # times that steps take longer where weights are packed
+SPREAD = 145  # times that a step moves what BLAST makes of a token, which is not run by its dense weight
+KEPT = 6.9e-9  # seconds a byte of a block that is trained: compared with the dense one, and kept
+BETWEEN = 6e-9  # seconds a byte of the layers: loaded, hashed, put into the journal
+START = 16.0  # of libraries
+FILES, STREAMED = 4.5, 0.75e-9  # seconds of reading, writing and the check, and a byte of what is
+OWN, STEPPED = 1.5, 0.33e-3  # of loading a model that writes text, and of a layer and token there
+DECOMPOSED = 20.0  # operations of a decomposition for each one of a product of the same matrix
+# Of BLAST's descent, for each operation of a product with the inputs' moments: its other products, and
+# batched factorizations with the solves behind them; without moments, and with them, where a GPU solves
+# tile by tile (LOG, 2026-11-26: 33.5 ms an evaluation of an 8B's gate, down 73, q 13.9, k 2.5)
+PRODUCTS, FACTORED = {False: 3.0, True: 0.7}, {False: 18.0, True: 3.9}
+ROUNDS = 100.0  # of BLAST's descent
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is to be compressed, how, and on what."""
+
+    source: Source
+    plan: Plan
+    recipe: Recipe
+    gpu: Gpu
+    calibrated: bool
+
+    @cached_property
+    def sizes(self) -> Dimensions:
+        """Of the model."""
+        return dimensions_of(self.source.config)
+
+    @cached_property
+    def rate(self) -> float:
+        """Operations a second that bf16 products reach on this GPU."""
+        return self.gpu.reached_tflops * 1e12
+
+    @cached_property
+    def specs(self) -> list[Spec]:
+        """Of all layers that are replaced."""
+        return [layer.spec for layer in self.plan.layers]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of the calibration."""
+        return self.recipe.samples * self.recipe.seq_len
+
+    @cached_property
+    def batches(self) -> int:
+        """Of windows, as the calibration is run in."""
+        return -(-self.recipe.samples // BATCH)
+
+    @cached_property
+    def batch_tokens(self) -> int:
+        """Of one batch."""
+        return min(BATCH, self.recipe.samples) * self.recipe.seq_len
+
+    @cached_property
+    def dense(self) -> int:
+        """Parameters of all layers before."""
+        return sum(spec.dense_parameters for spec in self.specs)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of their weights in the checkpoint."""
+        return sum(layer.layer.entry.nbytes for layer in self.plan.layers)
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether any are stored in few bits."""
+        return any(spec.quantized for spec in self.specs)
+
+    @cached_property
+    def groups(self) -> list[PlannedLayer]:
+        """One layer of each group that reads one input."""
+        family = find_family(self.source.model_type)
+        later = {name for group in (family.groups if family else ()) for name in group.modules[1:]}
+        ends = tuple(f".{name}" for name in later)
+        return [p for p in self.plan.layers if not (ends and p.layer.module.endswith(ends))]
+
+    @cached_property
+    def epochs(self) -> int:
+        """Of the refit."""
+        asked = self.recipe.refit
+        return (PACKED_EPOCHS if self.packed else GPU_EPOCHS) if asked is None else asked
+
+    @cached_property
+    def last_epochs(self) -> int:
+        """Of the last pass: where none are asked for, those of a GPU with the room."""
+        if self.recipe.finish is not None or not self.calibrated or not self.sizes.vocabulary:
+            return (self.recipe.finish or 0) * self.calibrated
+        fits = self.last_bytes <= LAST_SHARE * self.gpu.memory_gb * 1e9
+        return FINISH_EPOCHS * (self.epochs > 0 and fits)
+
+    @cached_property
+    def last_bytes(self) -> float:
+        """Of a GPU, for the last pass at the most."""
+        widths = sum(spec.in_features + spec.out_features for spec in self.specs)
+        return last_pass_bytes(self.dense, widths, self.batch_tokens, 4 * self.sizes.vocabulary)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of an epoch of training."""
+        held = -(-self.batches // HELD_BACK) if self.batches >= 4 else 0
+        return self.batches - held
+
+    def layer_seconds(self, layer: PlannedLayer) -> float:
+        """Of one layer's fit."""
+        spec, plain = layer.spec, layer.spec.plain
+        products = 0 if isinstance(plain, DenseSpec) else 2 * predicted_cost(spec, self.calibrated)
+        least = float(EACH)
+        if self.calibrated:
+            o, i = spec.out_features, spec.in_features
+            least = CALIBRATED + 20.0 * o * i * min(o, i) / (DOUBLE * self.rate)
+        rounded = COLUMN * spec.in_features if spec.quantized and self.calibrated else 0.0
+        if BlastSpec.structure not in families(spec) or isinstance(spec, CorrectedSpec):
+            return products / (DECOMPOSITION * self.rate) + least + rounded
+        rounds = (ROUNDS if layer.rounds is None else layer.rounds) / ROUNDS
+        assert isinstance(plain, BlastSpec)
+        share = WEIGHTED if self.calibrated else DESCENT
+        return rounds * (products / (share * self.rate) + ROUND * ROUNDS) + least + rounded
+
+
+def phases(work: Compression) -> dict[str, float]:
+    """Of one GPU, by what they go into, in their order."""
+    found = {"libraries and the rest": START + BETWEEN * work.bytes * work.calibrated}
+    found["reading, writing and the check"] = FILES + STREAMED * _streamed(work)
+    if work.calibrated:
+        found |= {"own text": _own_text(work), "sensitivity": _sensitivity(work)}
+        found |= {"inputs": _inputs(work)}
+    found["fits"] = sum(map(work.layer_seconds, work.plan.layers))
+    if work.calibrated:
+        found |= {"refits": _refits(work), "last pass": _last_pass(work)}
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _streamed(work: Compression) -> float:
+    """Bytes that are read and written."""
+    after = sum(layer.bits for layer in work.plan.layers) // 8
+    stored = sum(entry.nbytes for entry in work.source.entries.values())
+    known = max(stored, work.bytes + 2 * work.sizes.tables)
+    return known + known - work.bytes + after
+
+
+def _own_text(work: Compression) -> float:
+    recipe, sizes = work.recipe, work.sizes
+    if not recipe.mix:
+        return 0.0
+    weights = 2 * (work.dense + work.sizes.tables) / (work.gpu.copy_tbps * 1e12)
+    return OWN + recipe.seq_len * (STEPPED * sizes.blocks + weights)
+
+
+def _sensitivity(work: Compression) -> float:
+    """Of a pass there and back through a part of the calibration, and of eigenvalues."""
+    if work.recipe.allocation == "uniform":
+        return 0.0
+    tokens = min(work.tokens, SENSITIVITY_TOKENS)
+    sums = sum(s.out_features**2 + s.in_features**2 for s in work.specs)
+    passes = 2.0 * tokens * (4 * work.dense + sums) / (SENSING * work.rate)
+    cubes = sum(min(s.in_features, s.out_features) ** 3 for s in work.specs)
+    eigenvalues = cubes / (EIGENVALUES * work.rate)
+    return SENSED * len(work.specs) + passes + eigenvalues + 2 * work.bytes / 3e9
+
+
+def _inputs(work: Compression) -> float:
+    """Of dense and compressed passes, and of the moments of what enters every group."""
+    sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
+    flops = 2.0 * work.tokens * (2 * work.dense + sums)
+    return READ * work.batches * len(work.groups) + flops / (PASSES * work.rate)
+
+
+def _refits(work: Compression) -> float:
+    if not work.epochs:
+        return 0.0
+    trained = sum(spec.parameters for spec in work.specs) / work.sizes.blocks
+    parts = refit_parts(work.batch_tokens, trained, BATCH)
+    steps = work.epochs * work.steps * _step(work, parts) * (PACKED if work.packed else 1.0)
+    return steps + KEPT * work.bytes
+
+
+def _last_pass(work: Compression) -> float:
+    sizes = work.sizes
+    if not work.last_epochs:
+        return 0.0
+    logits = 4.0 * work.batch_tokens * sizes.vocabulary
+    parts = logit_parts(logits, BATCH)
+    head = 8.0 * work.batch_tokens * sizes.vocabulary * sizes.width / (0.4 * work.rate)
+    moved = 12 * logits / (work.gpu.copy_tbps * 1e12)
+    step = (_step(work, parts) + head + moved) * (PACKED if work.packed else 1.0)
+    return work.last_epochs * work.steps * step
+
+
+def _step(work: Compression, parts: int) -> float:
+    """Of all blocks, a batch there and back in so many parts."""
+    flops = spread = 0.0
+    for spec in work.specs:
+        plain = (spec.correction if isinstance(spec, CorrectedSpec) else spec).plain
+        wide = spec.in_features + spec.out_features > WIDEST
+        whole = isinstance(spec, CorrectedSpec) or not (isinstance(plain, LowRankSpec) or wide)
+        flops += 6.0 * work.batch_tokens * (spec.dense_parameters if whole else spec.parameters)
+        if isinstance(plain, BlastSpec):
+            flops += 6.0 * parts * (not wide) * spec.dense_parameters * plain.rank
+            spread += wide * 4.0 * work.batch_tokens * plain.blocks * plain.rank
+    moved = SPREAD * spread / (work.gpu.copy_tbps * 1e12)
+    return STEP * parts * work.sizes.blocks + flops / (TRAINING * work.rate) + moved
+
+
+def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
+    """Floating-point operations of one layer's fit, up to a factor that all layers share.
+
+    Args:
+        calibrated: in the norm of activations, which BLAST multiplies V with.
+    """
+    spec = spec.plain
+    o, i = spec.out_features, spec.in_features
+    if not isinstance(spec, BlastSpec):
+        return DECOMPOSED * o * i * min(o, i)
+    weighted = i * (i + o + spec.blocks * spec.rank) * spec.rank if calibrated else 0
+    products = PRODUCTS[calibrated] * o * i * spec.rank
+    return ROUNDS * (weighted + products + FACTORED[calibrated] * spec.blocks * spec.rank**3)

@@ -1,1 +1,0 @@
-"""`blr tune`: every variant of every structure timed on a GPU, and the rules that layers choose by."""
