@@ -20,6 +20,7 @@ Command = Callable[..., None]
 CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
 NAMED_CHECKS = {  # of what is more than its type
     **{"seed": values.seed, "device": values.device, "max_shard_size": values.size},
+    **{"cf": values.factor, "gpu_name": values.gpu_name},
     **{"data": values.place, "calibration": values.place, "train": values.listed},
     **{"temperature": values.temperature, "top_p": values.probability, "teacher": values.optional_name},
 }
@@ -82,8 +83,8 @@ def _parameter(
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-    if isinstance(default, tuple):
-        default = ",".join(default) or None
+    if isinstance(default, tuple):  # a list by commas, which its own reader checks
+        kind, default, check = str, ",".join(map(str, default)) or None, name in NAMED_CHECKS
     if isinstance(default, str):
         kind = str
     info: Any = _info(name, option, names, check, hidden)
