@@ -463,8 +463,7 @@ class Pair(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """W [o, i], computed at each reading."""
-        return self.U.weight @ self.V.weight
+        return self.U.weight @ self.V.weight  # computed at each reading
 
 
 def linear_of(entry: Entry, bias: bool, exported: bool = False) -> ComposedLinear:
@@ -590,11 +589,12 @@ def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
 
 
 def by_module(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """`entries` by the modules of `model`, without a head that the class named in the configuration has
-    and this one has not."""
-    found = {name: entries[stored] for stored, name in module_names(model, entries).items()}
-    kept = dict(model.named_modules()) if named_class(model) != type(model).__name__ else found
-    return {name: entry for name, entry in found.items() if name in kept}
+    """`entries` by the modules of `model`: without a head that only the class named in the configuration
+    has, and none for the model inside a classifier, which places them."""
+    modules, names = dict(model.named_modules()), module_names(model, entries)
+    held = {name: entries[stored] for stored, name in names.items() if name in modules}
+    whole = held and named_class(model) == type(model).__name__
+    return {name: entries[stored] for stored, name in names.items()} if whole else held
 
 
 def named_class(model: Any) -> str:
@@ -793,8 +793,8 @@ class StructuredModel(LoudModel):
     def finish_loading(self: Any) -> None:
         """Say which feature of the folder this file has not."""
         if kind := (self.config.blr or {}).get("kv_cache"):
-            found = f"keys and values are cached whole: a cache of {kind} needs the package, {PACKAGE}"
-            logging.getLogger("blr").warning("blr: %s", found)
+            told = "blr: keys and values are cached whole: a cache of %s needs %s"
+            logging.getLogger("blr").warning(told, kind, PACKAGE)
 
     def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
         """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
