@@ -201,3 +201,20 @@ class MemoryOptions(ModelOptions):
     def cases(self) -> list[tuple[int, int]]:
         """Batch and length of every case."""
         return list(self.pairs) or [(b, n) for b in self.batches for n in self.lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(BenchOptions):
+    """`blr tune`."""
+
+    shapes: Sequence[str] = option(
+        ("llama-7b",), "Models of configs/bench-shapes.yaml, comma-separated."
+    )
+    structures: Sequence[str] = option(
+        ("svd", "monarch", "blast", "ks", "fp8"),
+        "Some of svd,monarch,blast,ks, and fp8: layers in float8.",
+    )
+    dtype: Sequence[str] = option(("bfloat16",), "Some of bfloat16,float16,float32.")
+    quick: bool = option(False, "Four numbers of tokens in place of fourteen, fewer samples.")
+    seconds: float | None = option(None, "Measure nothing new after this many seconds.")
+    gpu_name: str | None = option(None, "Name to keep the table under.", shown="the GPU's own")

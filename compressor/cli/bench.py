@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,7 +25,7 @@ from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
 if TYPE_CHECKING:
     from blr.compressor.base.progress import Progress
 
-Run = Callable[[Any, "Progress"], tuple[BenchReport, int]]
+Measure = Callable[[Any, "Progress"], tuple[BenchReport, int]]  # imports torch
 
 bench_app = typer.Typer(
     help="Time layers and models against dense and other implementations.",
@@ -49,19 +49,6 @@ COMMON: dict[str, tuple[Any, Any]] = {
 FLAGS = {"compiling": "--compile/--no-compile"}  # of fields that are called otherwise
 
 
-@dataclass(frozen=True)
-class Bench:
-    """One command. `load` imports torch, and gives what measures, the summary of rows and the text of a
-    report; `check` refuses wrong options before that."""
-
-    options: type
-    help: str
-    load: Callable[
-        [], tuple[Run, Callable[[Sequence[Any]], dict[str, Any]], Callable[[BenchReport], str]]
-    ]
-    check: Callable[[Any], object] = lambda options: None
-
-
 def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
     """The option of a field: lists as text, numbers within their limits."""
     told: settings.OptionText = each.metadata["told"]
@@ -75,9 +62,11 @@ def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
         given |= {"callback": values.factor}
     elif hint == float | None:
         given |= {"min": 0.0, "callback": values.number}
+    elif each.name == "gpu_name":
+        given["callback"] = values.gpu_name
     if told.shown is not None:
         given["show_default"] = told.shown
-    names = [FLAGS.get(each.name, f"--{each.name}")]
+    names = [FLAGS.get(each.name, f"--{each.name.replace('_', '-')}")]
     return keyword(each.name, Annotated[hint, typer.Option(*names, **given)], default)
 
 
@@ -87,41 +76,44 @@ def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def command(bench: Bench) -> Callable[..., None]:
-    """The function that Typer makes a command of."""
+def with_options(
+    options: type, common: dict[str, tuple[Any, Any]], body: Callable[..., None], about: str | None
+) -> Callable[..., None]:
+    """The function that Typer makes a command of: it calls `body` with the options and with the rest of
+    `common`, annotation and default by name."""
 
     def run(**given: Any) -> None:
-        kept = {name: given.pop(name) for name in COMMON if name != "device"}
+        kept = {name: given.pop(name) for name in common if name != "device"}
         typed = {name: value for name, value in given.items() if value is not None}
-        asked = settings.of_text(bench.options, typed)
-        bench.check(asked)
-        if kept["output"] is not None:
-            check_output(kept["output"])
-        from blr.compressor.base.progress import Progress
+        body(settings.of_text(options, typed), **kept)
 
-        progress = Progress(kept["quiet"])
-        progress.loading()
-        measure, summary, text = bench.load()
-        report, code = measure(asked, progress)
-        finish(report, code, summary(report.rows), text, kept["output"], kept["format"])
-
-    hints = get_type_hints(bench.options)
-    found = [parameter(f, hints[f.name]) for f in fields(bench.options) if f.metadata]
-    found += [keyword(name, *said) for name, said in COMMON.items()]
+    hints = get_type_hints(options)
+    found = [parameter(f, hints[f.name]) for f in fields(options) if f.metadata]
+    found += [keyword(name, *said) for name, said in common.items()]
     run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in found}
-    run.__doc__ = bench.help
+    run.__doc__ = about
     return run
 
 
-def finish(
-    report: BenchReport,
-    code: int,
-    summary: dict[str, Any],
-    text: Callable[[BenchReport], str],
-    output: Path | None,
-    format: Format,
-) -> None:
+def command(options: type, measure: Measure) -> Callable[..., None]:
+    """A command of `blr bench`."""
+
+    def body(asked: Any, output: Path | None, quiet: bool, format: Format) -> None:
+        if options is settings.LayerOptions:
+            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
+        if output is not None:
+            check_output(output)
+        from blr.compressor.base.progress import Progress
+
+        progress = Progress(quiet)
+        progress.loading()
+        finish(*measure(asked, progress), output, format)
+
+    return with_options(options, COMMON, body, measure.__doc__)
+
+
+def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
     """Files first, then the table and one line of JSON, or all as JSON.
 
     Raises what writing the files does, after the results are printed.
@@ -129,14 +121,14 @@ def finish(
     failed: BlrError | None = None
     if output is not None:
         try:
-            save(report, summary, output)
+            save(report, output)
         except BlrError as error:
             failed = error
     if format is Format.json:
-        print(json.dumps(report.to_dict(summary)))
+        print(json.dumps(report.to_dict()))
     else:
-        print(text(report))
-        print(json.dumps(report.to_dict(summary, rows=False)))
+        print(report.text(report))
+        print(json.dumps(report.to_dict(rows=False)))
     if report.stopped:
         print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
     if failed is not None:
@@ -145,56 +137,39 @@ def finish(
         raise typer.Exit(code)
 
 
-def _layers() -> Any:
-    from blr.compressor.bench.layers import layers_summary, run_layers
-    from blr.compressor.bench.results import layers_text
+def layers(options: settings.LayerOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Layers of published models: dense, plain torch, torch.compile and ours, interleaved."""
+    from blr.compressor.bench.layers import run_layers
 
-    return run_layers, layers_summary, layers_text
-
-
-def _decode() -> Any:
-    from blr.compressor.bench.decode import decode_summary, run_decode
-    from blr.compressor.bench.results import decode_text
-
-    return run_decode, decode_summary, decode_text
+    return run_layers(options, progress)
 
 
-def _prefill() -> Any:
-    from blr.compressor.bench.prefill import prefill_summary, run_prefill
-    from blr.compressor.bench.results import prefill_text
+def decode(options: settings.DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Decoding of whole models: transformers compiled, ours dense, structured and quantized."""
+    from blr.compressor.bench.decode import run_decode
 
-    return run_prefill, prefill_summary, prefill_text
-
-
-def _memory() -> Any:
-    from blr.compressor.bench.memory import memory_summary, run_memory
-    from blr.compressor.bench.results import memory_text
-
-    return run_memory, memory_summary, memory_text
+    return run_decode(options, progress)
 
 
-COMMANDS = {
-    "layers": Bench(
-        settings.LayerOptions,
-        "Layers of published models: dense, plain torch, torch.compile and ours, interleaved.",
-        _layers,
-        lambda options: layer_work(options, cpu=False),  # what is wrong is told before torch is imported
-    ),
-    "decode": Bench(
-        settings.DecodeOptions,
-        "Decoding of whole models: transformers compiled, ours dense, structured and quantized.",
-        _decode,
-    ),
-    "prefill": Bench(
-        settings.PrefillOptions,
-        "Prompts through whole models in transformers: dense and structured, bf16 and float8.",
-        _prefill,
-    ),
-    "memory": Bench(
-        settings.MemoryOptions,
-        "Memory and time of a forward pass: dense, low rank as it is, and ours within a bound.",
-        _memory,
-    ),
+def prefill(options: settings.PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Prompts through whole models in transformers: dense and structured, bf16 and float8."""
+    from blr.compressor.bench.prefill import run_prefill
+
+    return run_prefill(options, progress)
+
+
+def memory(options: settings.MemoryOptions, progress: Progress) -> tuple[BenchReport, int]:
+    """Memory and time of a forward pass: dense, low rank as it is, and ours within a bound."""
+    from blr.compressor.bench.memory import run_memory
+
+    return run_memory(options, progress)
+
+
+COMMANDS: dict[type, Measure] = {
+    settings.LayerOptions: layers,
+    settings.DecodeOptions: decode,
+    settings.PrefillOptions: prefill,
+    settings.MemoryOptions: memory,
 }
-for _name, _bench in COMMANDS.items():
-    bench_app.command(_name)(command(_bench))
+for _options, _measure in COMMANDS.items():
+    bench_app.command(_measure.__name__)(command(_options, _measure))

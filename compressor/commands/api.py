@@ -20,8 +20,8 @@ from blr.compressor.loading.resolve import default_output, resolve_model
 from blr.compressor.recipe.asked import asked_recipe
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import OWN, check_text
-from blr.compressor.workspace.destination import check_output
 from blr.compressor.workspace.manifest import computing_digest
+from blr.compressor.workspace.ownership import check_output
 
 if TYPE_CHECKING:
     from blr.compressor.commands.compress import Summary

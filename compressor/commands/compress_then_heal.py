@@ -17,8 +17,8 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.sample import Text
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.loss import Text
     from blr.compressor.planning.forecast_time import Compression
     from blr.compressor.recipe.schema import Recipe
 
@@ -47,7 +47,7 @@ class Healing:
     def run(
         self,
         folder: Path,
-        check: Check | None,
+        check: OutputCheck | None,
         read: str,
         workspace: Workspace,
         progress: Progress,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
@@ -65,8 +66,7 @@ def quantize_model(
     Args:
         dense: dense weights as well as structured layers. skip: modules to leave, by name.
 
-    Returns:
-        Errors of every quantized module, as `Quantized.errors`.
+    Returns errors of every quantized module, as `Quantized.errors`.
     """
     return {name: _replace(model, name, bits) for name in quantizable(model, dense=dense, skip=skip)}
 
@@ -77,8 +77,7 @@ def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
     A head that is the input embedding gets weights of its own; the embedding stays as it is, and the
     model's configuration ties them no more.
 
-    Returns:
-        As `quantize_model`. Raises UsageError for a model without a linear head to quantize.
+    Returns as `quantize_model`. Raises UsageError for a model without a linear head to quantize.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = StructuredLinear, nn.Linear
@@ -113,7 +112,7 @@ def quantizable(model: nn.Module, *, dense: bool = True, skip: Iterable[str] = (
     """Names of the modules that `quantize_model` replaces: all linear layers but the output head."""
     skip = set(skip)
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    kinds = (StructuredLinear, nn.Linear, _conv1d()) if dense else (StructuredLinear,)
+    kinds = (StructuredLinear, nn.Linear, Conv1D) if dense else (StructuredLinear,)
     return [
         name
         for name, module in model.named_modules()
@@ -135,16 +134,10 @@ def quantized_spec(layer: nn.Module, bits: int) -> QuantizedSpec:
 def _dense_weight(layer: nn.Module) -> Tensor:
     """W [o, i]."""
     weight = layer.get_parameter("weight").detach()
-    return weight.mT if isinstance(layer, _conv1d()) else weight
+    return weight.mT if isinstance(layer, Conv1D) else weight
 
 
 def _factor(layer: StructuredLinear, name: str) -> Tensor:
     stem, _, index = name.partition(".")
     held = getattr(layer, stem)
     return (held[int(index)] if index else held).detach()
-
-
-def _conv1d() -> type[nn.Module]:
-    from transformers.pytorch_utils import Conv1D
-
-    return Conv1D

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from blr.compressor import __version__
-from blr.compressor.base.device import working_dtype
+from blr.compressor.base.device import moved, working_dtype
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.base.exhaustion import exhausted
-from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry

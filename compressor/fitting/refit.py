@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.base.progress import LAST
 from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel

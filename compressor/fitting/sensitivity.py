@@ -21,11 +21,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.base.precision import tensor_cores
+from blr.compressor.base.processes import share_out, sum_in_order
 from blr.compressor.base.progress import MEASURING
-from blr.compressor.base.work_shares import share_out
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.device import tensor_cores
+from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
 from blr.compressor.fitting.moments import Moments, products

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.source import TORCH_NAMES
+from blr.compressor.base.processes import sum_in_order
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import LayerJob, Result, check_range, keep_factors, layer_errors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.base.precision import moved
+from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of

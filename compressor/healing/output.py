@@ -15,11 +15,10 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.config import read_config
-from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT
-from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT, inert
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import dense_weight
 from blr.compressor.healing.additions import extended, product_of, raised
@@ -31,9 +30,9 @@ from blr.compressor.healing.student_and_teacher import Pair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
-from blr.compressor.output.check import Bar, Check
+from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload
-from blr.compressor.output.next_command import better_healing
+from blr.compressor.output.loss_messages import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
@@ -56,12 +55,12 @@ def make_check(
     options: HealOptions,
     output: Path,
     warn: Callable[[str], None],
-) -> Check:
+) -> OutputCheck:
     """Compares what becomes of `checkpoint` with the teacher, which runs now."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
     held = partial(reading.held, options, teacher.source)
-    return Check(teacher.source, reload, bar, options.check, held)
+    return OutputCheck(teacher.source, reload, bar, options.check, held)
 
 
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
-from blr.compressor.checkpoint.source import TORCH_NAMES, open_source
+from blr.compressor.checkpoint.header import TORCH_NAMES
+from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet

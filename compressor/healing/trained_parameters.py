@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.additions import is_addition
 from blr.compressor.healing.settings import KINDS
-from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import empty_model

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from blr.compressor.base.processes import share_out
 from blr.compressor.base.progress import duration
 from blr.compressor.base.tables import amount
-from blr.compressor.base.work_shares import share_out
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.forecast_time import Compression, phases
 from blr.compressor.planning.plan import Plan, PlannedLayer

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from math import prod
 
+from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
-from blr.compressor.base.gpu_names import Card, installed_card
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -101,10 +101,7 @@ def find_gpu(name: str) -> Gpu:
 @cache
 def gpus() -> dict[str, Gpu]:
     """All GPUs with known ceilings, by name."""
-    from ruamel.yaml import YAML
-
-    text = files("blr.configs").joinpath("gpus.yaml").read_text("utf-8")
-    return {name: Gpu(name, **fields) for name, fields in YAML(typ="safe").load(text).items()}
+    return {name: Gpu(name, **fields) for name, fields in read_config_table("gpus.yaml").items()}
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:

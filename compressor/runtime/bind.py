@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.quantized import Packed
-from blr.compressor.runtime.memory import CHOICE_BLOCK, State
-from blr.compressor.runtime.plan import Part, Phase, Slot
+from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
+from blr.compressor.runtime.plan import Columns, Phase, StagePart
+from blr.kernels.decode.attention.reference import decode_attention as reference_attention
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
+from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 from blr.kernels.decode.skinny.bound import PACKED_FROM, PLAIN_FROM
 from blr.kernels.fp8.reference import is_number
 
@@ -33,14 +34,14 @@ class Binder:
     model's dtype. ordered: and in the order of the packed weights that read them.
     """
 
-    state: State
+    state: DecoderState
     rows: int
     bucket: int
     triton: bool
     pdl: bool = False
     splits: int | None = None
-    halved: set[Slot] = field(default_factory=set)
-    ordered: set[Slot] = field(default_factory=set)
+    halved: set[Columns] = field(default_factory=set)
+    ordered: set[Columns] = field(default_factory=set)
 
     def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
         """The functions that run `phases` one after the other.
@@ -60,7 +61,7 @@ class Binder:
             self.ordered.discard(phase.target)
         return getattr(self, f"_{phase.kind}")(phase)
 
-    def _segment(self, part: Part) -> Segment | QuantizedSegment:
+    def _segment(self, part: StagePart) -> Segment | QuantizedSegment:
         if self._order(part) is not None:
             self.halved.add(part.target)
         x, y = self._view(part.source), self._view(part.target)
@@ -76,7 +77,7 @@ class Binder:
             correction=correction,
         )
 
-    def _order(self, part: Part) -> tuple[int, int] | None:
+    def _order(self, part: StagePart) -> tuple[int, int] | None:
         """The order in which packed weights read a stage's target, if they are skinny products."""
         return part.order if self.triton and self.rows >= PACKED_FROM else None
 
@@ -90,11 +91,9 @@ class Binder:
                 return run
             segments, norm, before = self._ready(segments, norm)
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
-        from blr.kernels.decode.quantized.segments import grouped as reference
-
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-        return partial(reference, segments, **norm)
+        return partial(grouped, segments, **norm)
 
     def _dual(self, phase: Phase) -> Run:
         gate, up = (self._segment(part) for part in phase.parts)
@@ -106,9 +105,7 @@ class Binder:
                 return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
-        from blr.kernels.decode.quantized.segments import dual as reference
-
-        return partial(reference, gate, up, **options)
+        return partial(dual, gate, up, **options)
 
     def _skinny(
         self,
@@ -156,7 +153,7 @@ class Binder:
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self._view(phase.source), self._view(phase.target)
 
-    def _view(self, slot: Slot) -> Tensor:
+    def _view(self, slot: Columns) -> Tensor:
         """A slot: what packed weights read, and from three rows on plain ones, in the model's dtype."""
         half = self.rows >= PLAIN_FROM or slot in self.halved
         return self.state.view(slot, self.rows, self.triton and half)
@@ -206,9 +203,7 @@ class Binder:
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
-        from blr.kernels.decode.attention.reference import decode_attention as reference
-
-        return lambda: target.copy_(reference(*inputs, **options))
+        return lambda: target.copy_(reference_attention(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
         tokens, table = self.state.tokens[: self.rows], phase.weight

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import TOLERANCES
 
 from blr.compressor.base.errors import BlrError, CapabilityError
-from blr.compressor.checkpoint.library import TRANSFORMERS
+from blr.compressor.checkpoint.config import TRANSFORMERS
 from blr.compressor.commands import heal as healing_run
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
