@@ -34,6 +34,12 @@ from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
+ALGORITHM = 13  # raise it when a factorizer's results change: journals of older runs are then void
+# Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
+# of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
+# 4 bits and fewer it is what is left behind compensation (LOG, 2026-11-23).
+NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -74,13 +80,6 @@ class Work:
         self.processes.wait()
         self.journal.await_all(list(costs))
 
-
-ALGORITHM = 13  # raise it when a factorizer's results change: journals of older runs are then void
-
-# Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
-# of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
-# 4 bits and fewer it is what is left behind compensation (LOG, 2026-11-23).
-NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
 

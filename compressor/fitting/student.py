@@ -30,6 +30,8 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
 
+NORM = "norm"  # prefix of norms in the journal
+
 
 @dataclass
 class FitRun:
@@ -62,9 +64,6 @@ class FitRun:
     def mine(self) -> dict[int, Batch]:
         """The batches of this process, by number."""
         return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
-
-
-NORM = "norm"  # prefix of theirs in the journal
 
 
 class Student:

@@ -35,6 +35,8 @@ from blr.compressor.structures.specs import (
 )
 
 RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
+CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
+OUTPUT_RIDGE = 1e-3  # of the mean diagonal of the output metric
 
 
 @dataclass
@@ -81,10 +83,6 @@ def products(
     x [n, i], and its `drift` h − ĥ [n, d], in float32."""
     left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
     return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
-
-
-CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
-OUTPUT_RIDGE = 1e-3  # of the mean diagonal of the output metric
 
 
 @dataclass(frozen=True)

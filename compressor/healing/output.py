@@ -47,8 +47,12 @@ from blr.compressor.workspace.journal import Journal
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.fp8.reference import is_number
 
-TOKENS = 8192
-BATCH = 4  # rows at once
+TOKENS = 8192  # read for layers in float8
+BATCH = 4  # rows of them at once
+KEPT = ("recipe.yaml",)
+MAX_BYTES = 64 * 2**20
+# What JSON of another kind makes code raise that knows its own
+UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 
 
 @torch.no_grad()
@@ -94,12 +98,6 @@ def _real(x: Tensor, mask: Tensor) -> Tensor:
     a token, as of what some tokens are routed to."""
     rows = x.flatten(0, -2)
     return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
-
-
-KEPT = ("recipe.yaml",)
-MAX_BYTES = 64 * 2**20
-# What JSON of another kind makes code raise that knows its own
-UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 
 
 def make_check(
