@@ -20,7 +20,7 @@ from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.modeling.modeling_blr import Numbered, module_names
 from blr.compressor.recipe.heal_settings import KINDS
 
 
@@ -65,7 +65,7 @@ def kind_of(model: Any, name: str) -> str:
     """Which of `heal_settings.KINDS` the parameter called `name` is."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    if isinstance(module, nn.ParameterList):
+    if isinstance(module, Numbered):
         return "factors"
     if isinstance(module, StructuredLinear) and leaf != "bias":
         return "factors"

@@ -3,7 +3,7 @@
 *Needed* memory is what it cannot do without. What all batches have (their states, the dense inputs of
 a block, what the sensitivities keep) and the last pass are on the GPU where that has the room, else on
 the host or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds.
-Compared with runs on H200 and H100 (`scripts/LOG.md`; the test has them).
+Compared with runs on H200 and H100 (`scripts/log`; the test has them).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long the parts of a compression take on a GPU, in seconds, predicted from headers alone.
 
-Constants are fitted to runs alone on an H200 (`scripts/LOG.md`, 2026-11-26: "an 8B calibrated whole …",
+Constants are fitted to runs alone on an H200 (`scripts/log`, 2026-11-26: "an 8B calibrated whole …",
 "eight blocks of an 8B …", "calibrated fits in half their time …"); other GPUs are taken to be as much
 faster as their matrix products and their memory are. Names of parts are those of a run's `spent`.
 """

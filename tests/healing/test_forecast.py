@@ -50,7 +50,7 @@ def large(folder: Path, method: str = "svd", cf: float = 2.0) -> Any:
 @dataclass(frozen=True)
 class Measured:
     """A healing alone on its GPUs, of an output by `recipe`: tokens a second between evaluations, and
-    bytes of a GPU (scripts/LOG.md)."""
+    bytes of a GPU (scripts/log)."""
 
     config: dict[str, Any]
     recipe: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What compressing is predicted to take, against what was measured (scripts/LOG.md)."""
+"""What compressing is predicted to take, against what was measured (scripts/log)."""
 
 from __future__ import annotations
 
