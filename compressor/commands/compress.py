@@ -34,7 +34,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.fitting.work import Work
+    from blr.compressor.fitting.factorize import Work
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.library_adapters import Door
     from blr.compressor.output.produce import FolderContents
@@ -145,7 +145,7 @@ class CompressRun(FolderRun):
     @cached_property
     def fits(self) -> Work:
         """What fits are done with; the processes of a run wait here for each other."""
-        from blr.compressor.fitting.work import Work
+        from blr.compressor.fitting.factorize import Work
 
         source, recipe, settings = self.source, self.recipe, self.settings
         journal, place = self.workspace.journal, (settings.device, settings.offline)
