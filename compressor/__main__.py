@@ -35,7 +35,7 @@ def main() -> None:
     from blr.compressor.base import process_environment as environment
 
     if environment.is_started_by_us():
-        from blr.compressor.base.followers import follow
+        from blr.compressor.base.process_environment import follow
 
         follow()
     from blr.compressor.cli import main as command

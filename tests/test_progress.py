@@ -40,7 +40,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return sent
 
 
-def seen(bars: progress.Bar) -> str:
+def seen(bars: progress.TerminalBar) -> str:
     """The bar as it stands now, without its colours."""
     console = Console(file=io.StringIO(), width=200)
     console.print(bars.bars.get_renderable())
@@ -135,7 +135,7 @@ def test_a_bar_tells_the_time_that_is_left_however_long_items_take(
     """Items of forty minutes: rich's own column forgets what is older than half a minute."""
     with Progress().layers(4, "factorizing") as advance:
         bar = advance.show
-        assert isinstance(bar, progress.Bar)
+        assert isinstance(bar, progress.TerminalBar)
         advance("first")
         assert "-:--:-- left" in seen(bar) and "0/4" in seen(bar)
         clock[0] = 2400.0
@@ -184,7 +184,7 @@ def test_names_of_layers_are_no_markup_and_no_orders_to_a_terminal(screen: io.St
     with Progress().layers(1) as advance:
         advance("[red]a\x1b[31m")
         bar = advance.show
-        assert isinstance(bar, progress.Bar) and "[red]a\\x1b[31m" in seen(bar)
+        assert isinstance(bar, progress.TerminalBar) and "[red]a\\x1b[31m" in seen(bar)
 
 
 def test_bars_say_which_step_they_are(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,32 @@
-"""Devices to compute on: their names are checked without torch."""
+"""Devices to compute on and dtypes to compute in: names are checked, and the GPU of this machine is
+found, without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.quoting import first_line
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+# What weights are stored and computed in, by torch's names
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+COMPUTED = (*DTYPES, "float64")  # what a model can be loaded in
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # safetensors' names
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KNOWN = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?", re.ASCII)
+LIBRARY = "libnvidia-ml.so.1"
+LONGEST = 96  # bytes of a name
 
 
 def check_device(name: str) -> str:
@@ -65,3 +80,69 @@ def working_dtype(device: torch.device) -> torch.dtype:
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by the driver's `name`, as "NVIDIA A100-SXM4-80GB", and the bytes of its `memory`."""
+
+    name: str
+    memory: int
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def installed_card() -> Card | None:
+    """The first GPU that CUDA_VISIBLE_DEVICES leaves; None where there is none, or no driver."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    if first in ("", "-1"):
+        return None
+    try:
+        driver = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    if driver.nvmlInit_v2():
+        return None
+    try:
+        return _described(driver, first)
+    finally:
+        driver.nvmlShutdown()
+
+
+def _described(driver: ctypes.CDLL, which: str) -> Card | None:
+    """The GPU of a number or of a UUID."""
+    handle, memory = ctypes.c_void_p(), _Memory()
+    name = ctypes.create_string_buffer(LONGEST)
+    find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
+    known: int | bytes = which.encode()
+    if which.isdecimal():
+        find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(which)
+    failed = (
+        find(known, ctypes.byref(handle))
+        or driver.nvmlDeviceGetName(handle, name, LONGEST)
+        or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    )
+    return None if failed else Card(name.value.decode(errors="replace"), memory.total)
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """On a GPU products of float32 meanwhile take their factors as TF32, several times as fast: exact
+    enough for gradients, not for systems that are solved."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`tensor` on `device` in a dtype as wide as its own or wider, converted there: asked for both at
+    once, torch converts on the CPU, and twice the bytes travel."""
+    return tensor.to(device).to(dtype)

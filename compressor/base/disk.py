@@ -7,10 +7,12 @@ import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from blr.compressor.base.errors import StorageError
+from blr.compressor.base.errors import CapabilityError, StorageError
 
 Bytes = bytes | bytearray | memoryview
 CHUNK = 1 << 24  # bytes read or written at once
@@ -19,6 +21,7 @@ NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ... and to link
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
 SCRATCH = ".tmp"  # suffix of what is being written; left behind only by a kill
+_made: set[Path] = set()
 
 
 def flush(descriptor: int) -> None:
@@ -78,8 +81,7 @@ def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tupl
 
     With `new` it must not exist: FileExistsError, and what is there stays.
 
-    Returns:
-        Its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
+    Returns its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
     """
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,3 +146,30 @@ def check_space(folder: Path, needed: int) -> None:
 def pieces(data: bytes | Path) -> Iterator[bytes]:
     """Of bytes, all at once; of a file, a chunk at a time."""
     return read_chunks(data) if isinstance(data, Path) else iter([data])
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder of this block. Raises as `make_scratch`."""
+    folder = make_scratch()
+    try:
+        yield folder
+    finally:
+        remove_scratch(folder)
+
+
+def make_scratch() -> Path:
+    """A temporary folder, for `remove_scratch`. Raises CapabilityError where there can be none."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="blr-"))
+    except OSError as error:
+        raise CapabilityError(f"no folder for temporary files ({error}); set TMPDIR to one") from None
+    _made.add(folder)
+    return folder
+
+
+def remove_scratch(*folders: Path) -> None:
+    """Remove these folders, or all that are left."""
+    for folder in folders or tuple(_made):
+        shutil.rmtree(folder, ignore_errors=True)
+        _made.discard(folder)

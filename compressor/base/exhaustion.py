@@ -1,11 +1,16 @@
-"""Tells what the machine lacks from what a checkpoint has wrong, whatever a library calls it."""
+"""Errors of the machine and its file systems as errors of ours: what it lacks, whatever a library calls
+that, whose fault it is and what to do about it."""
 
 from __future__ import annotations
 
 import errno
+import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from blr.compressor.base.errors import BlrError, CapabilityError
+from blr.compressor.base.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
 from blr.compressor.base.quoting import first_line
 
 # How libraries say so: CPython's threads, torch's allocators, C++, the dynamic loader, Rust
@@ -21,14 +26,39 @@ _GPU_FULL = re.compile(
 )
 OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, of a GPU's
 PANIC = "PanicException"  # of Rust libraries: no subclass of Exception, so that nobody hides a bug
+AGAIN = "run the same command again"
+OTHERS = "another program changed the output or its partial folder, run the same command again"
+ROOTED = "a mount point or in use, which no finished folder can be renamed to; choose another --output"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNFIT = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)  # no folder can have that name
+TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)  # others moved or made files
+UNMOVABLE = (errno.EBUSY, errno.EXDEV, errno.ETXTBSY)
+TRANSIENT = (errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.EDEADLK, errno.ENOLCK, errno.ENOBUFS)
+SHORTAGES = {
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "close other programs, the machine has no more files to open",
+    errno.ENOMEM: "free memory or take a larger machine",
+}
+# Number -> the kind of error and what to do, for whatever is written
+_WRITING: dict[int, tuple[type[BlrError], str]] = {
+    **dict.fromkeys(FULL, (StorageError, "")),
+    **dict.fromkeys(DENIED, (OutputError, "choose an output folder you can write to")),
+    **dict.fromkeys(UNFIT, (OutputError, "choose another --output")),
+    **dict.fromkeys(TAKEN, (OutputError, OTHERS)),
+    **dict.fromkeys(UNMOVABLE, (OutputError, ROOTED)),
+    **dict.fromkeys(TRANSIENT, (StorageError, f"the file system does not keep up: {AGAIN}")),
+    **{code: (CapabilityError, f"{remedy}, then {AGAIN}") for code, remedy in SHORTAGES.items()},
+}
+_OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 def raise_exhausted(error: BaseException) -> None:
-    """Raise CapabilityError if `error`, or what caused it, is want of memory or threads."""
+    """Raise an `error` of ours again, CapabilityError for one that is, or comes from, want of memory or
+    threads."""
     if isinstance(error, BlrError):
-        return
-    said = exhausted(error)
-    if said:
+        raise error
+    if said := exhausted(error):
         raise CapabilityError(_told(said)) from error
 
 
@@ -67,3 +97,81 @@ def exhausted(error: BaseException) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Whether a Rust library (tokenizers, safetensors) gave up in the middle of a call."""
     return type(error).__name__ == PANIC
+
+
+@contextmanager
+def storage_errors(
+    folder: Path,
+    needed: int | None = None,
+    own: Path | None = None,
+    resumes: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Turn operating-system errors while writing under `folder` into errors with a remedy.
+
+    `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
+    whose path does not begin with `own` (`folder` if None) pass. `resumes` says whether the same command
+    would find work of this one. The safetensors library reports its own without a number: its text is
+    searched.
+    """
+    try:
+        yield
+    except BlrError:
+        raise
+    except Exception as error:
+        code = _number(error, own or folder)
+        if code is None:
+            raise
+        raise _translated(code, folder, needed, resumes()) from error
+
+
+def shortage(error: OSError, place: object) -> CapabilityError | None:
+    """The error for a machine that lacks what `error` asked for, None if it says something else."""
+    if error.errno not in SHORTAGES:
+        return None
+    return CapabilityError(f"{place}: {_said(error.errno)}; {SHORTAGES[error.errno]}")
+
+
+def unforeseen(error: OSError) -> BlrError | None:
+    """The error for one of the system's that reached the top: of what is read, or of no file at all.
+
+    None for one that does not come from the system.
+    """
+    if error.errno is None:
+        return None
+    place = error.filename if isinstance(error.filename, str | bytes) else "the operating system"
+    place = os.fsdecode(place)
+    if found := shortage(error, place):
+        return found
+    if error.errno in FULL:
+        return StorageError(f"{place}: {_said(error.errno)}; free or enlarge the disk, then run again")
+    if error.filename is None or error.errno == errno.EIO:
+        return StorageError(f"{place}: {_said(error.errno)}; check disk and machine, then run again")
+    return InputError(
+        f"{place}: {_said(error.errno)}; expected a file that can be read; see to its permissions"
+    )
+
+
+def _number(error: Exception, own: Path) -> int | None:
+    """The system's number of an error about `own`; of one that safetensors reports, by its text."""
+    if type(error).__name__ == "SafetensorError":
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        return int(told[1]) if told else None
+    if not isinstance(error, OSError):
+        return None
+    if not isinstance(error.filename, str | bytes):  # of a call on a file that is open
+        return None if isinstance(error, BrokenPipeError) else error.errno
+    place, own = os.path.abspath(os.fsdecode(error.filename)), Path(os.path.abspath(own))
+    return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
+
+
+def _translated(code: int, folder: Path, needed: int | None, resumes: bool) -> BlrError:
+    kind, remedy = _WRITING.get(code, _OTHER)
+    if code in FULL:
+        room = f"about {needed} bytes there" if needed else "more room"
+        remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
+    goes_on = ", it resumes" if resumes and remedy.endswith(AGAIN) else ""
+    return kind(f"{folder}: {_said(code)}; {remedy}{goes_on}")
+
+
+def _said(code: int) -> str:
+    return os.strerror(code).lower()

@@ -4,6 +4,9 @@ it. Nothing here imports torch."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+
+from blr.compressor.base import process_environment as environment
 
 MEETING = "BLR_MEETING"  # the file where the processes that --gpus started find each other
 PARENT = "BLR_PARENT"  # in those, a descriptor that is at its end when the first process is
@@ -42,3 +45,21 @@ def is_started_by_us() -> bool:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else default
+
+
+def follow() -> None:
+    """In a process that another has started so: signals of the terminal are the other's to answer, and
+    its end is this one's."""
+    import signal  # whose import takes long: `__main__` comes by here first
+    import threading
+
+    def end_with() -> None:
+        with suppress(OSError):
+            os.read(descriptor, 1)
+        os._exit(128 + signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    descriptor = int(os.environ[environment.PARENT])
+    threading.Thread(target=end_with, daemon=True).start()

@@ -117,12 +117,12 @@ class Progress:
             yield lambda share, text: show.reached(share, f"{share:.0%}", text)
 
     @contextmanager
-    def _shown(self, what: str, pace: Pace) -> Iterator[Lines | Bar]:
+    def _shown(self, what: str, pace: Pace) -> Iterator[Lines | TerminalBar]:
         named = self._named(what)
         if not self.bars:
             yield Lines(self.say, named, pace)
             return
-        bar = Bar(named, pace)
+        bar = TerminalBar(named, pace)
         with bar.bars:
             try:
                 yield bar
@@ -172,7 +172,7 @@ class Pace:
 class Items:
     """Tells `show` how far work is that consists of items, by what each costs."""
 
-    def __init__(self, total: int, costs: Mapping[str, float], show: Lines | Bar) -> None:
+    def __init__(self, total: int, costs: Mapping[str, float], show: Lines | TerminalBar) -> None:
         self.total, self.costs, self.show = total, costs, show
         self.begun, self.over = 0, 0.0
         self.whole = sum(costs.values()) or total or 1.0
@@ -213,7 +213,7 @@ def _told(count: str, text: str) -> str:
     return count.replace("/", " of ") if "/" in count else f"{count} {text}".strip()
 
 
-class Bar:
+class TerminalBar:
     """A bar on standard error over a piece of work, which becomes red if that fails."""
 
     def __init__(self, what: str, pace: Pace) -> None:

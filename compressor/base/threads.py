@@ -24,8 +24,7 @@ def use_threads(asked: int | None = None, sharing: int = 1) -> int:
 
     Threads that wait sleep if torch is imported after the first call only.
 
-    Returns:
-        The number of threads, which results depend on in their last bits.
+    Returns the number of threads, which results depend on in their last bits.
     """
     torch = sys.modules.get("torch")
     if torch is None:

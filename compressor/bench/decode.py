@@ -40,9 +40,9 @@ from blr.compressor.bench.models import (
     weight_bytes,
 )
 from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import BenchReport, DecodeRow, statuses
+from blr.compressor.bench.results import BenchReport, DecodeRow, decode_text
 from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
-from blr.compressor.runtime.modes import FORMER, MODES, OPS
+from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.
@@ -224,7 +224,7 @@ def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport,
     widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
     refuse_large(device, widths, "time --models pico or a checkpoint folder")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = BenchReport("bench decode", settings, DecodeRow)
+    report = BenchReport("bench decode", settings, DecodeRow, decode_summary, decode_text)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     if device.type == "cuda":
         progress.stage("measuring copy bandwidth")
@@ -240,4 +240,4 @@ def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
         if row.tokens_per_second is not None:
             arms = speeds.setdefault(row.model, {}).setdefault(row.arm, {})
             arms[f"{row.context}x{row.batch}"] = round(row.tokens_per_second, 1)
-    return {"tokens_per_second": speeds, "statuses": statuses(rows)}
+    return {"tokens_per_second": speeds}

@@ -13,7 +13,7 @@ from blr.compressor.bench.layer_problem import RECOMPILATIONS
 from blr.compressor.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.exporting.pack import KINDS
 from blr.compressor.modeling.cache_names import cache_name
-from blr.compressor.runtime.modes import CACHES, MODES
+from blr.compressor.runtime.failures import CACHES, MODES
 
 HF, OURS = "hf", "ours"
 WHOLE, INT8 = CACHES

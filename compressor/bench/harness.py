@@ -98,13 +98,13 @@ class Harness:
             torch.cuda.set_device(self.device.index or 0)
         self.report.machine |= describe(self.device)
 
-    def run(self, cases: Sequence[Case]) -> int:
-        """Run all cases. Returns 0, or 128 + N if signal N ended the run early."""
-        waiting = list(cases)
+    def run(self, cases: list[Case]) -> int:
+        """Run all cases and take them off the list, so that their models are freed one after the other.
+        Returns 0, or 128 + N if signal N ended the run early."""
         try:
-            with stoppable(), self.progress.layers(len(waiting), "timing") as starting:
-                while waiting:
-                    case = waiting.pop(0)  # its models go with it
+            with stoppable(), self.progress.layers(len(cases), "timing") as starting:
+                while cases:
+                    case = cases.pop(0)
                     if self.is_over():
                         self.report.stopped = f"the seconds were spent before {case.title}"
                         break

@@ -25,7 +25,7 @@ from blr.compressor.bench.layer_problem import (
     problem_of,
 )
 from blr.compressor.bench.options import LayerOptions
-from blr.compressor.bench.results import BenchReport, LayerRow, statuses
+from blr.compressor.bench.results import BenchReport, LayerRow, layers_text
 from blr.compressor.bench.shapes import LayerShape, layer_work
 from blr.compressor.bench.timing import ARM_SECONDS, Call
 from blr.compressor.structures.registry import STRUCTURES
@@ -106,10 +106,7 @@ def layers_summary(rows: Sequence[LayerRow]) -> dict[str, Any]:
         if base is not None and row.arm != "ours":
             over.setdefault(row.structure, {}).setdefault(row.arm, []).append(row.ms / base)
     by_structure = {structure: _medians(arms) for structure, arms in speedups.items()}
-    return {
-        **{"speedup_over_dense": by_structure, "ours_over": _medians(over)},
-        "statuses": statuses(rows),
-    }
+    return {"speedup_over_dense": by_structure, "ours_over": _medians(over)}
 
 
 def _medians(nested: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
@@ -128,7 +125,8 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
     compiling = cuda if options.compiling is None else options.compiling
     work = layer_work(options, not cuda)
     cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]
-    report = BenchReport("bench layers", {**asdict(options), "models": work.models, "n": work.tokens})
+    asked = {**asdict(options), "models": work.models, "n": work.tokens}
+    report = BenchReport("bench layers", asked, LayerRow, layers_summary, layers_text)
     harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
     timer = KernelTimer(device, precision, compiling=compiling)
     if not cuda:

@@ -24,7 +24,7 @@ from blr.compressor.bench.checks import relative_error
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
 from blr.compressor.bench.models import known, refuse_large
 from blr.compressor.bench.options import MemoryOptions
-from blr.compressor.bench.results import OK, BenchReport, MemoryRow, memory_title
+from blr.compressor.bench.results import OK, BenchReport, MemoryRow, memory_text, memory_title
 from blr.compressor.bench.timing import device_ms
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.extended import Extension
@@ -328,6 +328,6 @@ def run_memory(options: MemoryOptions, progress: Progress) -> tuple[BenchReport,
     widths = {name: int(models[name]["settings"]["hidden_size"]) for name in options.models}
     refuse_large(device, widths, "measure --models pico-bert,pico-llama")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = BenchReport("bench memory", settings, MemoryRow)
+    report = BenchReport("bench memory", settings, MemoryRow, memory_summary, memory_text)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([c for m in options.models for k in options.keep for c in cases.of(m, k)])

@@ -34,7 +34,7 @@ from blr.compressor.bench.models import (
     refuse_large,
 )
 from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.results import BenchReport, PrefillRow, statuses
+from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
 from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
@@ -210,6 +210,7 @@ class PrefillCases:
         ]
 
     def _arms(self, models: PrefillModels, arms: Sequence[str], tokens: int) -> list[Arm]:
+        free_models(self.device)  # those of the case before
         made = []
         for arm in arms:
             for way in self.ways:
@@ -240,7 +241,6 @@ class PrefillCases:
         compare(rows)
         models.forget()
         torch.compiler.reset()
-        free_models(self.device)
 
 
 def compare(rows: Sequence[PrefillRow]) -> None:
@@ -261,7 +261,7 @@ def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
         if row.ms is not None:
             name = f"{row.arm} {row.way}".strip()
             times.setdefault(row.model, {}).setdefault(name, {})[row.tokens] = round(row.ms, 2)
-    return {"first_token_ms": times, "statuses": statuses(rows)}
+    return {"first_token_ms": times}
 
 
 def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
@@ -275,6 +275,6 @@ def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchRepor
     models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
     widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
     refuse_large(device, widths, "time --models pico or a checkpoint folder")
-    report = BenchReport("bench prefill", asdict(options), PrefillRow)
+    report = BenchReport("bench prefill", asdict(options), PrefillRow, prefill_summary, prefill_text)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor import __version__
 from blr.compressor.base.disk import fsync_folder, write_probe, write_stream
 from blr.compressor.base.errors import OutputError
-from blr.compressor.base.exhaustion import exhausted
+from blr.compressor.base.exhaustion import exhausted, storage_errors
 from blr.compressor.base.quoting import named_line
 from blr.compressor.base.tables import aligned
 from blr.compressor.bench.checks import WrongResult
-from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.workspace.destination import check_outside
+from blr.compressor.workspace.ownership import check_outside
 
 if TYPE_CHECKING:
     from blr.compressor.bench.timing import Spread
@@ -184,18 +183,20 @@ class BenchReport:
     command: str
     settings: Mapping[str, Any]
     kind: type[Timed] = LayerRow
+    summary: Callable[[Sequence[Any]], dict[str, Any]] = lambda rows: {}
+    text: Callable[[BenchReport], str] = lambda report: ""
     machine: dict[str, Any] = field(default_factory=dict)
     rows: list[Any] = field(default_factory=list)
     stopped: str | None = None
     seconds: float = 0.0
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def to_dict(self, summary: Mapping[str, Any], rows: bool = True) -> dict[str, Any]:
+    def to_dict(self, rows: bool = True) -> dict[str, Any]:
         """JSON-ready; without `rows` it is what fits on a last line."""
         head = {
             **{"command": self.command, "date": self.date, "versions": versions()},
             **{"machine": self.machine, "settings": self.settings, "seconds": round(self.seconds, 1)},
-            **{"stopped": self.stopped, "summary": summary},
+            **{"stopped": self.stopped, "summary": self.summary(self.rows) | statuses(self.rows)},
         }
         return {**head, "rows": [asdict(row) for row in self.rows]} if rows else head
 
@@ -211,9 +212,10 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def statuses(rows: Sequence[Timed]) -> dict[str, int]:
+def statuses(rows: Sequence[Timed]) -> dict[str, dict[str, int]]:
     """How many rows have each status."""
-    return {status: sum(r.status == status for r in rows) for status in sorted({r.status for r in rows})}
+    found = sorted({row.status for row in rows})
+    return {"statuses": {status: sum(row.status == status for row in rows) for status in found}}
 
 
 def check_output(folder: Path) -> None:
@@ -236,12 +238,9 @@ def check_output(folder: Path) -> None:
             raise OutputError(f"output {folder}: already holds {name}; give another folder or remove it")
 
 
-def save(report: BenchReport, summary: Mapping[str, Any], folder: Path) -> None:
+def save(report: BenchReport, folder: Path) -> None:
     """Write results.json and results.csv. Raises OutputError or StorageError."""
-    contents = {
-        JSON_NAME: json.dumps(report.to_dict(summary), indent=1) + "\n",
-        CSV_NAME: _csv(report),
-    }
+    contents = {JSON_NAME: json.dumps(report.to_dict(), indent=1) + "\n", CSV_NAME: _csv(report)}
     with storage_errors(folder):
         for name, text in contents.items():
             write_stream(folder / name, [text.encode()], new=True)

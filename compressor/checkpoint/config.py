@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.library import DIFFUSERS, library_of
-from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
+from blr.compressor.checkpoint.regular import inside, read_json, refuse
 
+# What an older diffusers called one class, by the modulation that the configuration names
+_OLDER = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 REMEDY = "take the config.json of the model's own repository"
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -29,13 +31,60 @@ LIMITS = ((_LAYERS, MAX_LAYERS), (_EXPERTS, 2**16), (_SIZES, 2**24))
 FEW_LAYERS, FEW_EXPERTS = 128, 1024
 
 
+@dataclass(frozen=True)
+class Library:
+    """`weights` and `pickled` are what its files of weights begin with, `kind` is the key of config.json
+    that names the model."""
+
+    name: str
+    weights: str
+    pickled: str
+    kind: str
+
+    @property
+    def single(self) -> str:
+        """The file of all weights."""
+        return f"{self.weights}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """What lists the files of weights where there are several."""
+        return f"{self.single}.index.json"
+
+    @property
+    def pickle(self) -> str:
+        """As `single`, of an older checkpoint."""
+        return f"{self.pickled}.bin"
+
+    @property
+    def pickle_index(self) -> str:
+        """As `index`, of an older checkpoint."""
+        return f"{self.pickle}.index.json"
+
+
+TRANSFORMERS = Library("transformers", "model", "pytorch_model", "model_type")
+DIFFUSERS = Library("diffusers", *("diffusion_pytorch_model",) * 2, "_class_name")
+
+
+def library_of(config: Mapping[str, Any]) -> Library:
+    """Whose a parsed config.json is."""
+    ours = DIFFUSERS.kind in config and TRANSFORMERS.kind not in config
+    return DIFFUSERS if ours else TRANSFORMERS
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """The type of model that a checked config.json names: of a model of diffusers, the class."""
+    kind = str(config[library_of(config).kind])
+    return _OLDER.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`, checked.
 
     Raises InputError: unreadable, hostile, no model type, counts that no model has.
     """
     path = inside(folder, "config.json")
-    config = parse_json(read_whole(path, MAX_BYTES), path, constants=True)
+    config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
@@ -81,7 +130,8 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
         found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
         refuse(path, found, "a short name of a-z 0-9 _ . - (blr_ once at most)", REMEDY)
     names = config.get("architectures")
-    if names is not None and not _are_identifiers(names):
+    are_names = type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
+    if names is not None and not are_names:
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
 
 
@@ -102,10 +152,6 @@ def _check_implementations(config: dict[str, Any], path: Path) -> None:
         elif isinstance(value, str) and "implementation" in key and not value.isidentifier():
             found = f"{quote(key, 40)[1:-1]} {quote(value, 60)}, code of another repository"
             refuse(path, found, "a name like 'sdpa', or none", "remove the key")
-
-
-def _are_identifiers(names: Any) -> bool:
-    return type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

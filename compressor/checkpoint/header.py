@@ -1,4 +1,4 @@
-"""Reads safetensors headers strictly, in front of the library's own parser and without torch.
+"""Reads safetensors headers and indices strictly, in front of the library's parser and without torch.
 
 The library is a good parser, but it lets the last of two equal keys win, spends seconds and a
 gigabyte on a huge header and hangs on a FIFO. Everything here fails with `InputError` before a
@@ -17,9 +17,11 @@ from typing import Any
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import (
     POINTER,
+    inside,
     open_regular,
     parse_json,
     read_exactly,
+    read_json,
     refuse,
     refuse_pointer,
 )
@@ -32,9 +34,18 @@ BITS: dict[str, int] = {
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
+# safetensors dtype -> name in torch; F4 and F6 have no byte of their own and are only copied
+TORCH_NAMES = {
+    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16"},
+    **{"U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "C64": "complex64"},
+    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
+}
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 MAX_HEADER_BYTES = 25_000_000
+MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
 MAX_NAME_CHARACTERS = 1024
 MAX_DIMENSIONS = 64  # torch's own limit
 MAX_ELEMENTS = 2**63
@@ -81,9 +92,8 @@ class Header:
 def check_name(name: str, path: Path) -> None:
     """Refuses tensor names that are unsafe as file names, in a log or on a terminal.
 
-    Raises:
-        InputError: empty, over 1024 characters, '..', slash, backslash, or a character that does
-            not print (NUL, line ends, direction marks, lone surrogates).
+    Raises InputError: empty, over 1024 characters, '..', slash, backslash, or a character that does not
+    print (NUL, line ends, direction marks, lone surrogates).
     """
     problem = ""
     if not name:
@@ -102,15 +112,16 @@ def check_name(name: str, path: Path) -> None:
 def read_header(path: Path) -> Header:
     """Reads and checks the header of the safetensors file `path`; tensor data stay unread.
 
-    Raises:
-        InputError: not a regular file, truncated, malformed in any way, or regions of tensors
-            that do not tile the data exactly (overlap, hole, trailing bytes, beyond the end).
+    Raises InputError: not a regular file, truncated, malformed in any way, or regions of tensors that do
+    not tile the data exactly (overlap, hole, trailing bytes, beyond the end).
     """
     with open_regular(path) as file:
         size = _size(file, path)
         raw = _header_bytes(file, path, size)
     fields = parse_json(raw, path)
-    metadata = _check_metadata(fields.pop("__metadata__", {}), path)
+    metadata = fields.pop("__metadata__", {})
+    if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
+        refuse(path, "header metadata with values that are no strings", "strings only")
     base = 8 + len(raw)
     entries = [_entry(name, value, path, base, size) for name, value in fields.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
@@ -151,12 +162,6 @@ def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:
     if length > 1_000_000 and brackets * BYTES_PER_BRACKET > length:
         refuse(path, f"{brackets} brackets in the header", "three per tensor")
     return raw
-
-
-def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
-    if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
-        refuse(path, "header metadata with values that are no strings", "strings only")
-    return metadata
 
 
 def _entry(name: str, raw: Any, path: Path, base: int, size: int) -> TensorEntry:
@@ -217,3 +222,42 @@ def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) 
         at = entry.end
     if at != size:
         refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
+
+
+def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
+    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed.
+
+    Raises InputError: a malformed index, file names that are not plain, missing files.
+    """
+    has_single = os.path.lexists(folder / single)
+    if not os.path.lexists(folder / index):
+        return [inside(folder, single)], {}
+    weight_map = read_index(inside(folder, index), Path(single).suffix)
+    names = sorted(set(weight_map.values()))
+    if has_single and names != [single]:
+        remedy = "remove the one that is not meant"
+        refuse(folder, f"both {single} and {index}", "one of them", remedy)
+    return [inside(folder, name) for name in names], weight_map
+
+
+def read_index(path: Path, suffix: str) -> dict[str, str]:
+    """`weight_map` of the index at `path`: safe tensor names to plain file names.
+
+    Raises InputError for any other.
+    """
+    index = read_json(path, MAX_INDEX_BYTES)
+    weight_map = index.get("weight_map")
+    if type(weight_map) is not dict or not weight_map:
+        refuse(path, "no weight_map object", '{"weight_map": {tensor: file}}')
+    for tensor, file in weight_map.items():
+        check_name(tensor, path)
+        if type(file) is not str or not _is_plain(file, suffix):
+            found = f"file {quote(file)} for tensor {quote(tensor)}"
+            refuse(path, found, f"the plain name of a {suffix} file in the same folder")
+    return weight_map
+
+
+def _is_plain(file: str, suffix: str) -> bool:
+    """Whether `file` is a file name without folders, '..' or characters that do not print."""
+    safe = file.isprintable() and ".." not in file and not set("/\\:") & set(file)
+    return safe and file.endswith(suffix) and len(file) <= 255 and not file.startswith(".")

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.disk import check_space, folder_bytes
+from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import check_name
-from blr.compressor.checkpoint.library import TRANSFORMERS, Library
+from blr.compressor.checkpoint.config import TRANSFORMERS, Library
+from blr.compressor.checkpoint.header import TORCH_NAMES, check_name, find_shards
 from blr.compressor.checkpoint.regular import inside, open_regular, refuse
-from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.checkpoint.source import TORCH_NAMES, find_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +46,8 @@ def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS)
     Weights only: config and tokenizer stay where they are; `library` says what they are called there,
     in `scratch` they are called as transformers does. Returns `scratch`.
 
-    Raises:
-        InputError: anything but plain tensors in torch's zip format, or sizes that do not fit.
-        StorageError: no room in `scratch`. OutputError: `scratch` cannot be written.
+    Raises InputError: anything but plain tensors in torch's zip format, or sizes that do not fit;
+    StorageError: no room in `scratch`. OutputError: `scratch` cannot be written.
     """
     shards, weight_map = find_shards(folder, library.pickle, library.pickle_index)
     sizes = {shard: _check_archive(shard) for shard in shards}
@@ -86,13 +84,7 @@ def _check_archive(path: Path) -> set[int]:
                     expected = f"one data.pkl of at most {MAX_PICKLE_BYTES} bytes"
                     refuse(path, f"{len(pickled)} data.pkl in the archive or a huge one", expected)
                 data = archive.read(pickled[0])
-        except (
-            zipfile.BadZipFile,
-            ValueError,
-            OSError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
             found = f"no archive ({quote(error)[1:-1]})"
             refuse(path, found, "the zip format of torch.save", REMEDY)
     _check_pickle(path, data)

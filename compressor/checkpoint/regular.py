@@ -8,6 +8,7 @@ on, and nothing is read that is larger than its kind can sensibly be.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import io
 import json
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from blr.compressor.base.errors import InputError
+from blr.compressor.base.exhaustion import shortage
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.remedies import shortage
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write
@@ -57,8 +58,7 @@ def is_barred(path: Path) -> bool:
 def open_regular(path: Path) -> io.FileIO:
     """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device.
 
-    Raises:
-        InputError: it does not exist, cannot be read, or is not a regular file.
+    Raises InputError: it does not exist, cannot be read, or is not a regular file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -85,8 +85,7 @@ def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
 def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
     """`count` bytes at offset `start`; `path` names the file in errors.
 
-    Raises:
-        InputError: the file ends early or cannot be read.
+    Raises InputError: the file ends early or cannot be read.
     """
     buffer = bytearray(count)
     view, done = memoryview(buffer), 0
@@ -174,8 +173,7 @@ def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
     Args:
         limit: bytes of the file at most. longest: characters of a line at most.
 
-    Raises:
-        InputError: as `read_text`, before the first line or at the one that is too long.
+    Raises InputError: as `read_text`, before the first line or at the one that is too long.
     """
     with open_regular(path) as raw:
         check_size(path, raw, limit)
@@ -198,8 +196,7 @@ def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
 def inside(folder: Path, name: str) -> Path:
     """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
 
-    Raises:
-        InputError: missing, a dangling or endless link, or one that leads elsewhere.
+    Raises InputError: missing, a dangling or endless link, or one that leads elsewhere.
     """
     path, root = folder / name, Path(os.path.realpath(folder))
     try:
@@ -222,14 +219,26 @@ def _cache_blobs(root: Path) -> Path | None:
     return None
 
 
+def read_json(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in the file `path`. Raises InputError as `read_whole` and `parse_json`."""
+    return parse_json(read_whole(path, limit), path, constants=constants)
+
+
+def digest_of(path: Path, limit: int) -> str:
+    """SHA-256 of a file. Raises InputError as `read_whole`."""
+    digest = hashlib.sha256()
+    for piece in read_pieces(path, limit):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
     """The JSON object in `data`; `path` names the file in errors.
 
     `constants` lets NaN and Infinity pass, which Python writes into some model configs.
 
-    Raises:
-        InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting beyond
-            the parser's depth, or anything but an object.
+    Raises InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting
+    beyond the parser's depth, or anything but an object.
     """
     remedy = DAMAGED if path.suffix == ".safetensors" else REPAIRED
     if data.startswith(codecs.BOM_UTF8):
@@ -243,7 +252,7 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
     except RecursionError:
         refuse(path, "deeply nested JSON", "a few levels at most", remedy)
     except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
-        found = f"invalid JSON ({_reason(error)})"
+        found = f"invalid JSON ({quote(error, 160)[1:-1]})"
         refuse(path, found, "one JSON object with unique keys", remedy)
     if type(value) is not dict:
         refuse(path, f"JSON of type {type(value).__name__}", "an object", remedy)
@@ -263,7 +272,3 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-def _reason(error: ValueError) -> str:
-    return quote(error, 160)[1:-1]

@@ -41,9 +41,8 @@ class RemoteShard:
     def read(self, start: int, end: int, chunk: int, path: Path) -> Iterator[bytearray]:
         """Yields the bytes from `start` to `end` in pieces of at most `chunk` bytes.
 
-        Raises:
-            HubError: the hub refuses, or fails again and again. InputError: it sends other bytes than
-                before.
+        Raises HubError: the hub refuses, or fails again and again. InputError: it sends other bytes than
+        before.
         """
         digest = hashlib.sha256()
         for at in range(start, end, chunk):

@@ -43,9 +43,8 @@ def check_against_config(
     `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks
     nothing. A dimension whose config key is missing is not checked.
 
-    Raises:
-        InputError: a shape or layer count that differs, or a config value of the wrong type.
-        ValueError: `shapes` itself is malformed.
+    Raises InputError: a shape or layer count that differs, or a config value of the wrong type;
+    ValueError: `shapes` itself is malformed.
     """
     for pattern, symbols in (shapes or {}).items():
         expected = [evaluate(source, symbol) for symbol in symbols]
@@ -61,9 +60,8 @@ def check_against_config(
 def evaluate(source: Source, symbol: str | int) -> int | None:
     """Value of a symbolic dimension for the config of `source`; None if unknown or any.
 
-    Raises:
-        InputError: a config value that is no integer from 1 to 2**31.
-        ValueError: `symbol` is malformed.
+    Raises InputError: a config value that is no integer from 1 to 2**31; ValueError: `symbol` is
+    malformed.
     """
     if symbol == ANY:
         return None

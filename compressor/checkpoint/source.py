@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import check_counts, read_config
+from blr.compressor.checkpoint.config import (
+    TRANSFORMERS,
+    Library,
+    check_counts,
+    kind_of,
+    library_of,
+    read_config,
+)
 from blr.compressor.checkpoint.extras import ADAPTER, MODULE_WEIGHTS, UNAPPLIED, Extras, find_extras
-from blr.compressor.checkpoint.header import TensorEntry, check_name, read_header
-from blr.compressor.checkpoint.library import TRANSFORMERS, Library, kind_of, library_of
-from blr.compressor.checkpoint.mistaken import in_place_of
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, find_shards, read_header
+from blr.compressor.checkpoint.pickled import convert_pickle
 from blr.compressor.checkpoint.regular import (
     check_is_folder,
-    inside,
     open_regular,
-    parse_json,
     read_exactly,
-    read_whole,
     refuse,
 )
 from blr.compressor.checkpoint.remote import remote_shard
@@ -33,16 +36,24 @@ from blr.compressor.checkpoint.remote import remote_shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_INDEX_BYTES = 25_000_000  # of JSON this takes a second and half a gigabyte to parse
 CHUNK = 8 * 2**20
-# safetensors dtype -> name in torch; F4 and F6 have no byte of their own and are only copied
-TORCH_NAMES = {
-    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16"},
-    **{"U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "C64": "complex64"},
-    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
-}
+JOURNAL = "journal"  # in the partial folder of any run
+UNFINISHED = "what an interrupted run of blr has done"
+FINISH = "finish it by the command that began it"
+TENSORS = "take the model's safetensors"
+# pattern of names in the folder -> what it is, what to do
+KINDS: tuple[tuple[str, str, str], ...] = (
+    (JOURNAL, UNFINISHED, FINISH),
+    ("adapter_config.json", "an adapter of peft", "merge it into its base model and give that"),
+    ("*-of-*.safetensors", "shards without their index", "download the .safetensors.index.json, too"),
+    ("*.gguf", "weights in GGUF", f"{TENSORS}, or let transformers read it (gguf_file=) and save it"),
+    ("consolidated*", "weights in the author's own layout", "take those in that of transformers"),
+    ("*.onnx", "a model in ONNX", TENSORS),
+    ("*.h5", "weights of TensorFlow", TENSORS),
+    ("*.msgpack", "weights of Flax", TENSORS),
+    ("snapshots/*/config.json", "a model in the cache of the hub", "give {name}, or the folder {place}"),
+    ("*/config.json", "folders of checkpoints", "give {place}"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,15 +103,16 @@ class Source:
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
         """Yields the stored bytes of `entry` in pieces of at most `chunk` bytes.
 
-        Raises:
-            InputError: the shard cannot be read or has changed since it was checked.
-            HubError: it is on the hub, which fails.
+        Raises InputError: the shard cannot be read or has changed since it was checked; HubError: it is
+        on the hub, which fails.
         """
         if (shard := remote_shard(entry.file)) is not None:
             yield from shard.read(entry.start, entry.end, chunk, entry.file)
             return
         with open_regular(entry.file) as file:
-            self._check_unchanged(entry.file, os.fstat(file.fileno()))
+            if self._stamps.get(entry.file) != _stamp(os.fstat(file.fileno())):
+                remedy = "run again when nothing writes to the folder"
+                refuse(entry.file, "a file changed since it was checked", "the same file", remedy)
             for start in range(entry.start, entry.end, chunk):
                 yield read_exactly(file, entry.file, start, min(chunk, entry.end - start))
 
@@ -116,8 +128,7 @@ class Source:
     def load_tensor(self, entry: TensorEntry) -> Tensor:
         """The tensor in its stored dtype and shape, in memory of its own.
 
-        Raises:
-            InputError: as `read_bytes`, or a dtype that torch has no bytes for (F4, F6).
+        Raises InputError: as `read_bytes`, or a dtype that torch has no bytes for (F4, F6).
         """
         import torch
 
@@ -130,11 +141,6 @@ class Source:
         [data] = self.read_bytes(entry, entry.nbytes)
         return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
-    def _check_unchanged(self, file: Path, status: os.stat_result) -> None:
-        if self._stamps.get(file) != _stamp(status):
-            remedy = "run again when nothing writes to the folder"
-            refuse(file, "a file changed since it was checked", "the same file", remedy)
-
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
     """Opens and checks the checkpoint in `folder` without reading tensor data.
@@ -142,8 +148,7 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     `allow_pickle` lets pytorch_model.bin be converted into `scratch`, a folder of the caller's
     that must outlive the `Source`; this is the only path that imports torch.
 
-    Raises:
-        InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
+    Raises InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
     """
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
@@ -166,46 +171,6 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     if extras.pickled and allow_pickle and scratch is not None:
         extras = _unpickle_modules(folder, extras, scratch)
     return Source(folder, config, entries, tuple(shards), extras, _stamps=stamps)
-
-
-def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
-    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed.
-
-    Raises:
-        InputError: a malformed index, file names that are not plain, missing files.
-    """
-    has_single = os.path.lexists(folder / single)
-    if not os.path.lexists(folder / index):
-        return [inside(folder, single)], {}
-    weight_map = read_index(inside(folder, index), Path(single).suffix)
-    names = sorted(set(weight_map.values()))
-    if has_single and names != [single]:
-        remedy = "remove the one that is not meant"
-        refuse(folder, f"both {single} and {index}", "one of them", remedy)
-    return [inside(folder, name) for name in names], weight_map
-
-
-def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """`weight_map` of the index at `path`: safe tensor names to plain file names.
-
-    Raises InputError for any other.
-    """
-    index = parse_json(read_whole(path, MAX_INDEX_BYTES), path)
-    weight_map = index.get("weight_map")
-    if type(weight_map) is not dict or not weight_map:
-        refuse(path, "no weight_map object", '{"weight_map": {tensor: file}}')
-    for tensor, file in weight_map.items():
-        check_name(tensor, path)
-        if type(file) is not str or not _is_plain(file, suffix):
-            found = f"file {quote(file)} for tensor {quote(tensor)}"
-            refuse(path, found, f"the plain name of a {suffix} file in the same folder")
-    return weight_map
-
-
-def _is_plain(file: str, suffix: str) -> bool:
-    """Whether `file` is a file name without folders, '..' or characters that do not print."""
-    safe = file.isprintable() and ".." not in file and not set("/\\:") & set(file)
-    return safe and file.endswith(suffix) and len(file) <= 255 and not file.startswith(".")
 
 
 def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) -> dict[str, TensorEntry]:
@@ -237,15 +202,11 @@ def _unpickle(folder: Path, names: Library, allow_pickle: bool, scratch: Path | 
         refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
     if scratch is None:
         raise ValueError("allow_pickle needs a scratch folder")
-    from blr.compressor.checkpoint.pickled import convert_pickle
-
     return convert_pickle(folder, scratch, names)
 
 
 def _unpickle_modules(folder: Path, extras: Extras, scratch: Path) -> Extras:
     """`extras` with the pickled weights of modules converted into `scratch`."""
-    from blr.compressor.checkpoint.pickled import convert_pickle
-
     made = {}
     for number, name in enumerate(extras.pickled[:10]):
         module = name.partition("/")[0]
@@ -267,3 +228,22 @@ def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> N
     instead, remedy = in_place_of(folder) or ("", "check the path")
     found = f"{found} but {instead}" if instead else found
     refuse(folder, found, f"a Hugging Face checkpoint ({looked})", remedy)
+
+
+def in_place_of(folder: Path) -> tuple[str, str] | None:
+    """What `folder` holds that is no checkpoint of transformers, and what to do; None if nothing known.
+
+    The first of `KINDS` that matches anything decides. Only names are read.
+    """
+    for pattern, found, advice in KINDS:
+        if match := min(folder.glob(pattern), default=None):
+            name, place = folder.name.removeprefix("models--").replace("--", "/"), match.parent
+            return found, advice.format(name=quote(name)[1:-1], place=quote(place, 160)[1:-1])
+    return None
+
+
+def check_is_output(folder: Path, expected: str) -> None:
+    """Raises `InputError` unless `folder` is one, and no half of an output, which is `expected`."""
+    check_is_folder(folder, expected)
+    if (folder / JOURNAL).is_dir():
+        refuse(folder, UNFINISHED, expected, FINISH)

@@ -18,9 +18,8 @@ import typer
 from blr.compressor import __version__
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
-from blr.compressor.base.exhaustion import is_panic, raise_exhausted
+from blr.compressor.base.exhaustion import is_panic, raise_exhausted, unforeseen
 from blr.compressor.base.variables import check_variables, wrong_variable
-from blr.compressor.checkpoint.remedies import unforeseen
 from blr.compressor.cli import (
     bench,
     compress,
@@ -40,7 +39,7 @@ from blr.compressor.cli import (
 from blr.compressor.cli.crew import end_member
 from blr.compressor.cli.failure import report
 from blr.compressor.cli.optional import OptionalValues
-from blr.compressor.workspace.destination import absolute
+from blr.compressor.workspace.ownership import absolute
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
 FIRST_SAYS = 2.0  # seconds

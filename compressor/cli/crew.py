@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from blr.compressor.base import process_environment as environment
+from blr.compressor.base.disk import make_scratch, remove_scratch
 from blr.compressor.base.errors import CapabilityError, LostProcess, UsageError
-from blr.compressor.base.scratch import make_scratch, remove_scratch
 from blr.compressor.cli.signals import Running, leave_at_once, resume_command, state_of
 
 ERROR = "blr: error: "

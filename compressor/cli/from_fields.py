@@ -27,6 +27,7 @@ NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is mor
     **{("max_shard_size", int): values.size, ("train", list[str]): values.listed},
     **{("data", list[str]): values.place, ("calibration", str): values.place},
     **{("temperature", float): values.temperature, ("top_p", float): values.probability},
+    **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},
 }
 TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
 
@@ -87,8 +88,9 @@ def _parameter(
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-    if isinstance(default, tuple):
-        default = ",".join(default) or None
+    if isinstance(default, tuple):  # a list by commas, which its own reader checks
+        kind, default = str, ",".join(map(str, default)) or None
+        check = (name, option.kind) in NAMED_CHECKS
     if isinstance(default, str):
         kind = str
     info: Any = _info(name, option, names, check, hidden)

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 
 from blr.compressor.base import process_environment as environment
+from blr.compressor.base.disk import remove_scratch
 from blr.compressor.base.progress import Progress
-from blr.compressor.base.scratch import remove_scratch
 from blr.compressor.cli.failure import report_now
-from blr.compressor.workspace.destination import sibling
 from blr.compressor.workspace.lock import HELD_LOCKS, LOCKING
+from blr.compressor.workspace.ownership import sibling
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = b"\0"  # tells the watching thread that it is not needed any more

@@ -18,7 +18,7 @@ from blr.compressor.cli.options import (
     Restart,
     print_result,
 )
-from blr.compressor.healing.settings import checked_minutes
+from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits
 
 METHODS = "svd,blast"
@@ -75,7 +75,7 @@ def sweep(
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of
     from blr.compressor.commands.sweep.page import table
-    from blr.compressor.commands.sweep.run import Settings
+    from blr.compressor.commands.sweep.run import SweepSettings
     from blr.compressor.commands.sweep.run import sweep as run
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning.roofline import chosen_gpu
@@ -106,7 +106,7 @@ def sweep(
             check_text(calibration, offline)
         running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
-        settings = Settings(
+        settings = SweepSettings(
             model=model,
             texts=tuple(text),
             common=common,

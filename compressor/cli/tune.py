@@ -9,67 +9,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
-from blr.compressor.bench.options import words
+from blr.compressor.bench.options import TuneOptions, of_text
 from blr.compressor.cli import values
 from blr.compressor.cli.failure import report_now
-from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import setting_options, taking
+from blr.compressor.cli.options import Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
     from blr.compressor.bench.tuning import Tuning
 
 
+Table = Annotated[
+    Path | None,
+    typer.Option(
+        *("--output", "-o"),
+        callback=values.place,
+        help="YAML file.",
+        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
+    ),
+]
+
+
+@taking(setting_options(TuneOptions))
 def tune(
-    shapes: Annotated[
-        str, typer.Option(help="Models of configs/bench-shapes.yaml, comma-separated.")
-    ] = "llama-7b",
-    structures: Annotated[
-        str, typer.Option(help="Some of svd,monarch,blast,ks, and fp8: layers in float8.")
-    ] = "svd,monarch,blast,ks,fp8",
-    dtype: Annotated[str, typer.Option(help="Some of bfloat16,float16,float32.")] = "bfloat16",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Four numbers of tokens in place of fourteen, fewer samples.")
-    ] = False,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, callback=values.number, help="Measure nothing new after this many seconds."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-name",
-            callback=values.gpu_name,
-            help="Name to keep the table under.",
-            show_default="the GPU's own",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            *("--output", "-o"),
-            callback=values.place,
-            help="YAML file.",
-            show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
-        ),
-    ] = None,
-    device: Device = "auto",
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
+    output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
     """Time every kernel variant on this GPU and write the table that layers choose by."""
+    asked: TuneOptions = of_text(TuneOptions, options)
     from blr.compressor.bench.checks import find_precision
     from blr.compressor.bench.shapes import check_structures, find_layers
     from blr.compressor.recipe.tuned_table import check_table, user_table
 
-    wanted, dtypes = words(structures), words(dtype)
-    check_structures([name for name in wanted if name != "fp8"])
-    if wrong := next((name for name in dtypes if name not in DTYPES), None):
+    check_structures([name for name in asked.structures if name != "fp8"])
+    if wrong := next((name for name in asked.dtype if name not in DTYPES), None):
         raise UsageError(f"dtype {wrong!r}: expected some of {', '.join(DTYPES)}")
-    layers = find_layers(words(shapes))
+    layers = find_layers(asked.shapes)
     if output is not None:
         check_table(output)
     from blr.compressor.base.progress import Progress
@@ -84,14 +61,14 @@ def tune(
     from blr.compressor.bench.tuning_rules import winners_table
     from blr.kernels.common.available import gpu_key
 
-    target = library.tuning_device(device)
-    gpu = gpu or gpu_key(target)
+    target = library.tuning_device(asked.device)
+    gpu = asked.gpu_name or gpu_key(target)
     path = output or user_table(gpu)
     check_table(path)
-    rounds, tokens = (5, library.QUICK) if quick else (10, library.FULL)
-    harness = Harness(BenchReport("tune", {}), progress, target, rounds, seconds, ARM_SECONDS)
-    timers = [KernelTimer(target, find_precision(name)) for name in dtypes]
-    tuning = library.Tuning(harness, timers, wanted, tokens)
+    rounds, tokens = (5, library.QUICK) if asked.quick else (10, library.FULL)
+    harness = Harness(BenchReport("tune", {}), progress, target, rounds, asked.seconds, ARM_SECONDS)
+    timers = [KernelTimer(target, find_precision(name)) for name in asked.dtype]
+    tuning = library.Tuning(harness, timers, asked.structures, tokens)
     try:
         stopped = tuning.measure(layers)
     except Stopped as stop:

@@ -13,10 +13,9 @@ from typing import Any
 
 import typer
 
-from blr.compressor.base.device import check_device
-from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.device import COMPUTED, check_device
 from blr.compressor.base.errors import UsageError
-from blr.compressor.checkpoint.sizes import parse_size
+from blr.compressor.workspace.shards import parse_size
 
 MOST = 2**31 - 1
 COLDEST = 1e-4  # a temperature below it takes logits out of the range of float32

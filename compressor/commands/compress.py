@@ -18,27 +18,26 @@ from blr.compressor.commands.compress_then_heal import Healing, disk_beside, ste
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
-from blr.compressor.output.next_command import advice, better_fit
+from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.planning.forecast import disk_bytes
 from blr.compressor.planning.forecast_time import Compression
+from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
-from blr.compressor.planning.storage_choice import what_became
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.work import Work
-    from blr.compressor.output.check import Check
+    from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.library_adapters import Door
-    from blr.compressor.output.produce import Contents
+    from blr.compressor.output.produce import FolderContents
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -175,7 +174,7 @@ class CompressRun(FolderRun):
         self.door.check_fits(self.source, self.plan)
         check_carried(self.source, self.door.config(self.source.config, self.plan))
 
-    def produce(self, read: str, check: Check | None = None) -> None:
+    def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
         healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
         if healing is None:
@@ -192,10 +191,10 @@ class CompressRun(FolderRun):
             self.healed = healing.run(folder, check, read, *place)
         self.checked = check.facts if check else None
 
-    def make_check(self) -> Check:
+    def make_check(self) -> OutputCheck:
         """Compares the output with the source, which runs now."""
-        from blr.compressor.output.check import Bar, Check
-        from blr.compressor.output.sample import calibration_text
+        from blr.compressor.output.check import Bar, OutputCheck
+        from blr.compressor.output.loss import calibration_text
 
         settings, text = self.settings, self.settings.calibration is not None
         remedy = better_fit(self.recipe, text, bool(settings.heal))
@@ -203,20 +202,20 @@ class CompressRun(FolderRun):
         reload = partial(self.door.check_reload, self.source)
         given = (self.source, self.recipe, settings.calibration, settings.offline)
         held = partial(calibration_text, *given) if self.healing is None else self.healing.held
-        return Check(self.source, reload, bar, settings.check, held)
+        return OutputCheck(self.source, reload, bar, settings.check, held)
 
-    def work(self, read: str) -> Contents | None:
+    def work(self, read: str) -> FolderContents | None:
         """Fit the layers."""
         fitted, source = self._fit(read), self.source
         if not self.processes.first:
             return None
         from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import Contents, slots_of
+        from blr.compressor.output.produce import FolderContents, slots_of
 
         records = {module: record for module, (_, record) in fitted.results.items()}
         self.made = self._account(records)
         slots = slots_of(source, self.plan, fitted.results, fitted.norms)
-        return Contents(
+        return FolderContents(
             assign_shards(slots, self.settings.max_shard_size, source.library),
             self.workspace.journal.reader(source),
             small_files(

@@ -10,15 +10,15 @@ from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.heal import HealRun
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
-from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.planning.forecast_healing import kept_bytes
+from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.sample import Text
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.loss import Text
     from blr.compressor.planning.forecast_time import Compression
     from blr.compressor.recipe.schema import Recipe
 
@@ -47,7 +47,7 @@ class Healing:
     def run(
         self,
         folder: Path,
-        check: Check | None,
+        check: OutputCheck | None,
         read: str,
         workspace: Workspace,
         progress: Progress,

@@ -25,8 +25,7 @@ from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_toke
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
 from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
-from blr.compressor.text.beginning import Beginning, beginning_of, begun, room_in
-from blr.compressor.text.reading import read_whole_text
+from blr.compressor.text.reading import Beginning, beginning_of, begun, read_whole_text, room_in
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
@@ -254,7 +253,7 @@ def read_pairs(path: Path) -> list[Pair]:
     if rows and not _is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
-        if len(row) < 3 or not _is_number(row[-1]):
+        if len(row) < 3 or not _is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
             raise InputError(
                 f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
                 "repair the row"
@@ -294,10 +293,6 @@ def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() + 1) / 2)[inverse]
-
-
-def _is_number(text: str) -> bool:
-    return _is_numeral(text) and math.isfinite(float(text))
 
 
 def _is_numeral(text: str) -> bool:

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 import torch
+from transformers import TextStreamer
 
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, UsageError
@@ -21,7 +22,12 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.loading.tokenizer import check_ids, encode_prompt
 from blr.compressor.modeling.cache_key import Check
+from blr.compressor.modeling.generation import held_decoder, obstacle
 from blr.compressor.modeling.requests import unusual_settings
+from blr.compressor.modeling.settings import export_settings
+from blr.compressor.runtime.decoder import Decoder, average
+from blr.compressor.runtime.failures import DecoderError
+from blr.compressor.runtime.phases import supports
 from blr.compressor.runtime.sampling import check_logits
 
 MAX_CONTEXT = 8192  # tokens that the cache of a profiled model without export settings has room for
@@ -53,10 +59,8 @@ def generate(
 ) -> Generation:
     """Generate and, if `stream` is given, write the text there as it is produced.
 
-    Raises:
-        UsageError: a prompt without tokens.
-        CapabilityError: one that leaves no room in the model's context.
-        NumericsError: logits that choose no token.
+    Raises UsageError: a prompt without tokens; CapabilityError: one that leaves no room in the model's
+    context; NumericsError: logits that choose no token.
     """
     inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]
@@ -124,7 +128,7 @@ def _watched(model: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PhaseTime:
     """A step of a token, of all layers' like steps one: its time and the weights and cache it reads."""
 
     name: str
@@ -144,7 +148,7 @@ class Profile:
     bytes_a_token: int
     copy_bandwidth: float
     fraction: float
-    stages: list[Stage]
+    stages: list[PhaseTime]
 
 
 def default_dtype(folder: Path, device: str) -> str:
@@ -173,13 +177,11 @@ def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile
 
     Raises CapabilityError for a model or a prompt that the fused runtime does not take.
     """
-    from blr.compressor.runtime.failures import DecoderError
-
     decoder = _decoder(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:
         decoder.prefill(ids.to(model.device))
-        *stages, token = [Stage(*stage) for stage in decoder.profile(steps)]
+        *stages, token = [PhaseTime(*stage) for stage in decoder.profile(steps)]
     except DecoderError as error:
         raise CapabilityError(f"no profile: {error}") from error
     bandwidth = copy_bandwidth(model.device)
@@ -199,8 +201,6 @@ def profile_text(found: Profile) -> str:
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
     """Bytes read and written a second by copies of `size` bytes on a GPU."""
-    from blr.compressor.runtime.profile import average
-
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / average(lambda: target.copy_(source), repeats, device)
@@ -208,11 +208,6 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
 
 def _decoder(model: Any) -> Any:
     """The decoder that an export generates with, one for a single sequence for any other model."""
-    from blr.compressor.modeling.generation import held_decoder, obstacle
-    from blr.compressor.modeling.settings import export_settings
-    from blr.compressor.runtime.decoder import Decoder
-    from blr.compressor.runtime.phases import supports
-
     settings = export_settings(model.config)
     found = obstacle(model.device) or supports(model)
     if settings is not None and found is None:
@@ -243,18 +238,16 @@ def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | 
         chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         arguments |= {**chosen, "top_p": sampling.top_p or 1.0, "do_sample": True}
     if stream is not None and _streams(model, sampling):
-        arguments["streamer"] = _streamer(tokenizer, stream)
+        arguments["streamer"] = _Streamer(tokenizer, skip_special_tokens=True)
+        arguments["streamer"].stream = stream
     return arguments
 
 
-def _streamer(tokenizer: Any, stream: TextIO) -> Any:
-    from transformers import TextStreamer
+class _Streamer(TextStreamer):
+    """Writes to its `stream` rather than to whatever standard output is at import."""
 
-    class Streamer(TextStreamer):
-        """Writes to `stream` rather than to whatever standard output is at import."""
+    stream: TextIO
 
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            stream.write(text + ("\n" if stream_end else ""))
-            stream.flush()
-
-    return Streamer(tokenizer, skip_special_tokens=True)
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.stream.write(text + ("\n" if stream_end else ""))
+        self.stream.flush()

@@ -18,18 +18,12 @@ from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
-from blr.compressor.healing.settings import (
-    HealOptions,
-    check_options,
-    check_takes_additions,
-    healing_steps,
-)
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import recorded_digest
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json, layer_key
+from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.workspace import Workspace
 
@@ -42,8 +36,8 @@ if TYPE_CHECKING:
     from blr.compressor.healing.sharding import Sharding
     from blr.compressor.healing.state import State
     from blr.compressor.healing.student_and_teacher import Pair
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.produce import Contents
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.produce import FolderContents
     from blr.compressor.text.own import OwnText
 
 
@@ -100,7 +94,7 @@ class HealRun(FolderRun):
 
     def check_student(self) -> None:
         """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
-        from blr.compressor.healing.additions import growth
+        from blr.compressor.healing.additions import check_takes_additions, growth
         from blr.compressor.healing.output import check_told
         from blr.compressor.healing.teacher import check_teacher
         from blr.compressor.healing.trained_parameters import check_has_kinds
@@ -119,13 +113,13 @@ class HealRun(FolderRun):
         self._read()
         self.progress.expect(READING, *healing_steps(self.options))
 
-    def make_check(self) -> Check:
+    def make_check(self) -> OutputCheck:
         from blr.compressor.healing.output import make_check
 
         place = self.workspace.output, self.progress.warn
         return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
 
-    def work(self, read: str) -> Contents | None:
+    def work(self, read: str) -> FolderContents | None:
         """Train."""
         if self.processes.first:
             self.workspace.claim({METRICS})
@@ -268,9 +262,9 @@ class HealRun(FolderRun):
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _contents(self, pair: Pair, data: Data, read: str) -> Contents:
+    def _contents(self, pair: Pair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
-        from blr.compressor.output.produce import Contents
+        from blr.compressor.output.produce import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
@@ -280,7 +274,7 @@ class HealRun(FolderRun):
         trained = output.store_trained(better, self.checkpoint, *place, packed) if better else {}
         shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
         files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
-        return Contents(shards, workspace.journal.reader(source), files)
+        return FolderContents(shards, workspace.journal.reader(source), files)
 
     def _told(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
         """What the card, the report and the summary tell of the training, in which the blocks' outputs

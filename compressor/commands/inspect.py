@@ -15,12 +15,11 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.base.tables import aligned
 from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
-from blr.compressor.checkpoint.mistaken import check_is_output
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import read_json
+from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.structures.entries import packed_entries
-from blr.compressor.structures.specs import LowRankSpec, Spec, spec_from_dict
-from blr.compressor.workspace.manifest import MANIFEST, saved_by
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.structures.specs import LowRankSpec, spec_from_dict
+from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
 
 PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
 MAX_BYTES = 64 * 2**20
@@ -36,11 +35,11 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
-        config = _read(folder / "config.json")
+        config = read_json(folder / "config.json", MAX_BYTES)
         if "blr" not in config:
             raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
-        records = {} if saved or PAIRS in config["blr"] else _read(folder / LAYERS)
+        records = {} if saved or PAIRS in config["blr"] else read_json(folder / LAYERS, MAX_BYTES)
         records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
         width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
         layers = [_row(name, record, width) for name, record in records.items()]
@@ -82,10 +81,6 @@ def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return parse_json(read_whole(path, MAX_BYTES), path)
-
-
 def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     """`width` is that of a number, in bits, in a layer whose record says none.
 
@@ -93,7 +88,9 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     """
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
-    _check_sizes(name, spec)
+    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
+    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
+        raise ValueError(f"layer {quote(name)} of sizes that are none")
     _check_said(name, record)
     bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
@@ -112,12 +109,6 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "error": record["error"],
         "notes": record["notes"],
     }
-
-
-def _check_sizes(name: str, spec: Spec) -> None:
-    shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
-    if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
-        raise ValueError(f"layer {quote(name)} of sizes that are none")
 
 
 def _check_said(name: str, record: dict[str, Any]) -> None:

@@ -17,16 +17,9 @@ from pydantic import Field
 from blr.compressor.base.errors import HubError, InputError, UsageError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.extras import CARD
-from blr.compressor.checkpoint.regular import (
-    check_is_folder,
-    inside,
-    parse_json,
-    read_text,
-    read_whole,
-    refuse,
-)
+from blr.compressor.checkpoint.regular import check_is_folder, inside, read_json, read_text, refuse
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
-from blr.compressor.output.front import read_front, write_front
+from blr.compressor.output.card import read_front, write_front
 from blr.compressor.workspace.manifest import (
     MANIFEST,
     computing_digest,
@@ -68,10 +61,8 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     Args:
         repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
 
-    Raises:
-        UsageError: no name of a repository.
-        OutputError, VerifyError: no output of blr, or one that has changed.
-        InputError: metrics that cannot be read.
+    Raises UsageError: no name of a repository; OutputError, VerifyError: no output of blr, or one that
+    has changed; InputError: metrics that cannot be read.
     """
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
@@ -126,12 +117,8 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
         for name, data in push.files.items()
     ]
     with _hub_errors(push.repository):
-        how: dict[str, Any] = {
-            "commit_message": message,
-            "revision": revision,
-            "parent_commit": info.sha,
-        }
-        done: Any = api.create_commit(push.repository, operations, **how)
+        how: dict[str, Any] = {"commit_message": message, "parent_commit": info.sha}
+        done: Any = api.create_commit(push.repository, operations, revision=revision, **how)
     return str(done.commit_url)
 
 
@@ -152,7 +139,7 @@ def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[
     if MANIFEST in there:
         with _hub_errors(push.repository):
             path = Path(api.hf_hub_download(push.repository, MANIFEST, revision=revision))
-        files = parse_json(read_whole(path, MAX_BYTES), path).get("files")
+        files = read_json(path, MAX_BYTES).get("files")
         listed = set(files) if isinstance(files, dict) else set()
     others = there - push.files.keys()
     if foreign := sorted(name for name in others - listed if WEIGHTS.fullmatch(name)):
@@ -163,14 +150,14 @@ def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[
     return sorted(others & listed)
 
 
-class Source(Told):
+class ToldSource(Told):
     """What a manifest says of where an output came from."""
 
     name: Line = "MODEL"
     revision: Line | None = None
 
 
-class Run(Told):
+class ToldRun(Told):
     """What it says of the command that made it; of exports and healed ones, of the libraries."""
 
     recipe: dict[str, Any] | None = None
@@ -193,8 +180,8 @@ class Run(Told):
 class Account(Told):
     """What `push` reads of a manifest."""
 
-    run: Run = Run()
-    source: Source = Source()
+    run: ToldRun = ToldRun()
+    source: ToldSource = ToldSource()
     input_sha256: str | None = None
 
 
@@ -220,21 +207,12 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    found = fitted(parse_json(read_whole(path, MAX_BYTES), path), Metrics, path, MEASURE, MEASURED)
+    found = fitted(read_json(path, MAX_BYTES), Metrics, path, MEASURE, MEASURED)
     _check_judged(found, path, folder)
     rows = list(_measured(found))
     if not rows:
         refuse(path, "no metrics", MEASURED, MEASURE)
-    results = [
-        EvalResult(
-            task_type=kind,
-            dataset_type=data,
-            dataset_name=data,
-            metric_type=metric,
-            metric_value=value,
-        )
-        for kind, data, metric, value in rows
-    ]
+    results = [EvalResult(kind, data, data, metric, value) for kind, data, metric, value in rows]
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 
@@ -245,7 +223,7 @@ class Figure(Told):
     perplexity: float
 
 
-class Judged(Told):
+class JudgedOutput(Told):
     """What was judged."""
 
     name: str | None = None
@@ -255,7 +233,7 @@ class Judged(Told):
 class Metrics(Told):
     """What `blr eval --format json` prints."""
 
-    checkpoint: Judged | None = None
+    checkpoint: JudgedOutput | None = None
     text: str = "text"
     perplexity: float | None = None
     texts: list[Figure] = Field(default_factory=list)

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import InputError, VerifyError
-from blr.compressor.checkpoint.mistaken import check_is_output
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import read_json
+from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
 
 
 def verify_output(folder: Path) -> dict[str, Any]:
     """How many files were checked, and against what.
 
-    Raises:
-        VerifyError: something differs.
-        OutputError: a folder that neither `blr` nor a model of ours wrote.
-        InputError: no folder, or malformed files in one that transformers saved.
+    Raises VerifyError: something differs; OutputError: a folder that neither `blr` nor a model of ours
+    wrote; InputError: no folder, or malformed files in one that transformers saved.
     """
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
@@ -43,7 +41,7 @@ def _saved(folder: Path) -> str | None:
     """Who saved a folder without a manifest, None for anything that is not of our model types."""
     try:
         path = folder / "config.json"
-        return saved_by(parse_json(read_whole(path, MAX_BYTES), path))
+        return saved_by(read_json(path, MAX_BYTES))
     except (InputError, KeyError, TypeError):
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,8 @@ from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.output.files import carried_files, structured_config
-from blr.compressor.output.front import card_front
+from blr.compressor.output.card import card_front
+from blr.compressor.output.files import carried_files, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 
@@ -122,7 +121,7 @@ def small_files(
         LAYERS: b"{}\n",
         **files,
         **kept,
-        "config.json": json.dumps(config, indent=2).encode() + b"\n",
+        "config.json": json_file(config),
         CARD: (head + _section(checkpoint, config, settings) + PASSES.get(kind, "")).encode(),
         **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }

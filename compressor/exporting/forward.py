@@ -1,20 +1,50 @@
-"""The forward pass of a model as a plain function of tensors: what `--as pt2` and `--as onnx` trace."""
+"""The forward pass of a model as a plain function of tensors, and the two forms in which it is exported.
+
+`model.pt2`, of an encoder, is compiled ahead of time by AOTInductor: it runs without transformers and
+`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines that are no torch; a
+decoder gives logits and keeps no cache, and the whole model is in memory for it. In both, structured
+layers are the plain products of their references; batch and, for text, length are free.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.disk import flush, scratch_folder, sha256_file
 from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.packages import is_missing
+from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
+from blr.compressor.exporting.options import COMPILED, GRAPH
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
+CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
+ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced
+COMPILERS = ("g++", "clang++", "c++")
+# Loads a package and runs it: package, inputs and outputs are the arguments.
+RUN = """
+import sys, torch
+package = torch._inductor.aoti_load_package(sys.argv[1])
+with torch.no_grad():
+    found = package(**torch.load(sys.argv[2]))
+torch.save({name: tensor.cpu() for name, tensor in found.items()}, sys.argv[3])
+"""
 
 
 @contextmanager
@@ -109,3 +139,145 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
                 f"--as {kind}: {name} of the compiled pass is off by {error:.2g}, expected less than "
                 f"{DRIFT.get(found[name].dtype, 1e-3):g}; leave the option out"
             )
+
+
+def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
+    """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
+
+    Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
+
+    Returns file name to size and SHA-256.
+
+    Raises CapabilityError: the exporter does not take the model, or the graph gives other results.
+    """
+    if model.dtype == torch.bfloat16:
+        model = model.float()
+    model.config.use_cache = False
+    before = {path.name for path in folder.iterdir()}
+    names = _trace(model, folder / GRAPH)
+    _check_graph(model, folder / GRAPH, names, progress)
+    written = sorted({path.name for path in folder.iterdir()} - before)
+    for name in written:
+        with open(folder / name, "rb+") as file:
+            flush(file.fileno())
+    return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
+
+
+def _trace(model: Any, path: Path) -> list[str]:
+    """Write the graph of `model`; the names of its results."""
+    inputs, free = example_inputs(model, "onnx")
+    forward = plain_forward(model)
+    with traced(model, "onnx"), torch.no_grad(), _quiet():
+        names = list(forward(**inputs))
+        options: dict[str, Any] = {"dynamic_shapes": free, "output_names": names, "verbose": False}
+        program: Any = torch.onnx.export(forward, (), kwargs=inputs, dynamo=True, **options)
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # stack traces, with the paths of this machine
+        program.save(path, external_data=True)
+    return names
+
+
+def _check_graph(model: Any, path: Path, names: list[str], progress: Progress) -> None:
+    """Compare the graph with the model at sizes that were not traced."""
+    if is_missing(CHECKER):
+        progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])
+        return
+    import onnxruntime
+
+    inputs = {name: _resized(tensor) for name, tensor in example_inputs(model, "onnx")[0].items()}
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = {name: tensor.numpy() for name, tensor in inputs.items()}
+    found = {n: torch.from_numpy(y) for n, y in zip(names, session.run(names, given), strict=True)}
+    with torch.no_grad():
+        compare(found, plain_forward(model)(**inputs), "onnx")
+
+
+def _resized(example: Tensor) -> Tensor:
+    """Another number of rows, and of tokens if it has them, of values that differ."""
+    if example.dim() > 2:
+        return example.flip(-1)[:1].repeat(ROWS, 1, 1, 1)
+    return example[:1, :TOKENS].repeat(ROWS, 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's advice on packages that are no part of the work."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def check_pt2(name: str, generates: bool) -> None:
+    """Raise CapabilityError where no compiled forward pass can be made of the model class `name`."""
+    if generates:
+        raise CapabilityError(
+            f"--as pt2: {name} generates text, and a compiled forward pass holds no cache; "
+            "leave it out, the exported folder has a decoding runtime"
+        )
+    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+    if not any(map(shutil.which, wanted)):
+        raise CapabilityError(
+            f"--as pt2: no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one; install "
+            "it, or leave the option out"
+        )
+
+
+def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
+    """Compile the forward pass of `model` into `folder`, load it again and compare.
+
+    Returns the file's name to size and SHA-256.
+
+    Raises CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
+    not run here or gives other results.
+    """
+    path = folder / COMPILED
+    inputs, free = example_inputs(model, "pt2")
+    with traced(model, "pt2"):
+        program = export_program(model, inputs, free)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    found = _results(path, inputs)
+    with torch.no_grad():
+        compare(found, plain_forward(model)(**inputs), "pt2")
+    with open(path, "rb+") as file:
+        flush(file.fileno())
+    return {COMPILED: (path.stat().st_size, sha256_file(path))}
+
+
+def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) -> Any:
+    """The forward pass as a `torch.export` program of torch's own operators.
+
+    Args:
+        inputs: by name. free: the same names to axes and their `torch.export.Dim`.
+    """
+    trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
+    with torch.no_grad():
+        try:
+            return trace(plain_forward(model))
+        except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
+            with eager_attention(model):
+                return trace(plain_forward(model))
+
+
+def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a package computes in a process of its own, with torch alone, on the CPU.
+
+    Raises CapabilityError where it cannot be loaded or run: some versions of torch crash there.
+    """
+    with scratch_folder() as folder:
+        given, found = folder / "inputs", folder / "outputs"
+        torch.save(inputs, given)
+        command = [sys.executable, "-c", RUN, str(path), str(given), str(found)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            return torch.load(found)
+    said = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+    why = f"signal {-done.returncode}" if done.returncode < 0 else said
+    raise CapabilityError(
+        f"--as pt2: the compiled pass does not run here with torch {torch.__version__} ({why}); "
+        "leave the option out, or try another version of torch"
+    )

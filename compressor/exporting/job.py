@@ -23,16 +23,15 @@ from blr.compressor.exporting.options import (
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.workspace.fingerprint import headers_digest, versions
-from blr.compressor.workspace.journal import canonical_json
+from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.exporting.plan import ExportPlan
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.produce import Contents
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.produce import FolderContents
 
 
 @dataclass
@@ -116,16 +115,12 @@ def _planned(
         kind = checkpoint.source.model_type
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind == "dense":
-        from blr.compressor.exporting.dense import DenseExport, plan_dense
-
-        return DenseExport(plan_dense(checkpoint, options), options, workspace, progress)
-    if options.kind == "plain":
-        from blr.compressor.exporting.plain import PlainExport, plan_plain
-
-        return PlainExport(plan_plain(checkpoint, options), options, workspace, progress)
-    from blr.compressor.exporting.plan import plan_export
-
-    return ExportRun(plan_export(checkpoint, options), options, workspace, progress)
+        from blr.compressor.exporting.dense import plan_dense as planned
+    elif options.kind == "plain":
+        from blr.compressor.exporting.plain import plan_plain as planned
+    else:
+        from blr.compressor.exporting.plan import plan_export as planned
+    return ExportRun(planned(checkpoint, options), options, workspace, progress)
 
 
 STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
@@ -158,45 +153,37 @@ class ExportRun(FolderRun):
         self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
         check_carried(self.plan.checkpoint.source, self.plan.config)
 
-    def work(self, read: str) -> Contents:
+    def work(self, read: str) -> FolderContents:
         """What is planned: tensors are re-laid as they are written."""
         from blr.compressor.exporting.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import Contents
+        from blr.compressor.output.produce import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
         shards = assign_shards(tensors.slots, self.options.max_shard_size)
-        return Contents(
+        return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(source, tensors, entry),
-            self._small_files(),
+            self.plan.small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
         )
 
-    def _small_files(self) -> dict[str, bytes | Path]:
-        """Everything but weights and manifest."""
-        from blr.compressor.exporting.files import small_files
-
-        plan, name, kind = self.plan, self.options.source_name, self.options.kind
-        assert plan.settings is not None
-        return small_files(plan.checkpoint, plan.config, plan.settings, name, kind)
-
-    def make_check(self) -> Check:
+    def make_check(self) -> OutputCheck:
         """Run the checkpoint, so that its export can be compared with it."""
         from blr.compressor.checkpoint.source import open_source
-        from blr.compressor.output.check import Bar, Check
-        from blr.compressor.output.sample import file_text
+        from blr.compressor.output.check import Bar, OutputCheck
+        from blr.compressor.output.loss import file_text
 
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
         bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
         text = options.text
         given = lambda: None if text is None else file_text(text, source)  # noqa: E731
-        return Check(source, self._check, bar, options.check, given)
+        return OutputCheck(source, self._check, bar, options.check, given)
 
     def _remedy(self) -> str:
         """What loses less than this export."""
-        from blr.compressor.output.next_command import better_export
+        from blr.compressor.output.loss_messages import better_export
 
         told: dict[str, Any] = {}
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
@@ -208,17 +195,14 @@ class ExportRun(FolderRun):
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
-        from blr.compressor.exporting.reload import check_reload, load_export
+        from blr.compressor.exporting.forward import write_onnx, write_pt2
+        from blr.compressor.exporting.reload import load_export
 
-        written = check_reload(self.plan.checkpoint.source, partial, self.plan.config)
+        written = self.plan.check_loads(partial)
         if self.options.kind == "pt2":
-            from blr.compressor.exporting.pt2 import write_pt2
-
             self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
         if self.options.kind == "onnx":
-            from blr.compressor.exporting.onnx import write_onnx
-
             self.progress.stage(*STAGES["onnx"])
             written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
         return written
@@ -234,15 +218,11 @@ class ExportRun(FolderRun):
         return {
             "source": headers_digest(self.plan.checkpoint.source),
             "revision": options.revision,
-            "export": {**self._described(), "dtype": options.dtype, "kind": options.kind},
+            "export": {**self.plan.described, "dtype": options.dtype, "kind": options.kind},
             "densified": self.plan.densified,
             "max_shard_size": options.max_shard_size,
             "versions": versions(),
         }
-
-    def _described(self) -> dict[str, Any]:
-        """What the folder says it was made for."""
-        return self.plan.config["blr"]["export"]
 
     def digest(self) -> str:
         """All is compared with its manifest as it is read.

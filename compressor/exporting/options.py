@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blr.compressor.base.dtypes import DTYPES
+from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.packages import check_packages
 from blr.compressor.planning.roofline import chosen_gpu

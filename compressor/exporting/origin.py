@@ -13,10 +13,9 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import check_transformers, check_unquantized, open_checked
 from blr.compressor.structures.specs import Spec, spec_from_dict
-from blr.compressor.workspace.manifest import saved_by
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.workspace.manifest import check_listed, saved_by
 
-# As in modeling/configuration_blr.py, which imports transformers: the format of config.blr, names, and
+# As in modeling/modeling_blr.py, which imports transformers: the format of config.blr, names, and
 # what an output's configuration has beside the native one
 FORMAT = 1
 OUR_TYPE, OUR_CLASS = "blr_", "Blr"

@@ -7,16 +7,16 @@ pairs where both factors together are smaller than the weight.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.extras import CARD
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.dense import dense_config, transposed_modules
-from blr.compressor.exporting.job import ExportRun
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
@@ -24,8 +24,8 @@ from blr.compressor.exporting.reload import check_fits
 from blr.compressor.exporting.tensors import plan_tensors, whole_factors
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.registry import auto_name
-from blr.compressor.output.files import carried_files, structured_config
-from blr.compressor.output.front import TAGS, card_front
+from blr.compressor.output.card import TAGS, card_front
+from blr.compressor.output.files import carried_files, check_loads, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
@@ -44,35 +44,24 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 """
 
 
-class PlainExport(ExportRun):
-    """An export in which every layer is linear, or two linear ones."""
-
-    def _small_files(self) -> dict[str, bytes | Path]:
-        source, name = self.plan.checkpoint.source, self.options.source_name
-        front = card_front(source.folder, name, TAGS[:1])
-        return {
-            **carried_files(source),
-            "config.json": json.dumps(self.plan.config, indent=2).encode() + b"\n",
-            CARD: (front + _card(self.plan, name)).encode(),
-            **code_files(),
-        }
-
-    def _described(self) -> dict[str, Any]:
-        return {"pairs": sorted(self.plan.checkpoint.specs)}
-
-
-def _card(plan: ExportPlan, name: str) -> str:
-    dense = f"; {len(plan.densified)} of other form are dense" if plan.densified else ""
-    facts = {"pairs": len(plan.checkpoint.specs), "dense": dense, "version": __version__, "loss": MARK}
-    return TEMPLATE.format(name=name, auto=auto_name(plan.config), **facts)
+def _small_files(
+    source: Source, config: dict[str, Any], densified: int, name: str
+) -> dict[str, bytes | Path]:
+    dense = f"; {densified} of other form are dense" if densified else ""
+    told = {"name": name, "pairs": len(config["blr"]["pairs"]), "dense": dense, "version": __version__}
+    card = TEMPLATE.format(**told, auto=auto_name(config), loss=MARK)
+    return {
+        **carried_files(source),
+        "config.json": json_file(config),
+        CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
+        **code_files(),
+    }
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Every low-rank layer as a pair, all others dense.
 
-    Raises:
-        UsageError: no layer is low-rank.
-        InputError: tensors that would not load.
+    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
     """
     source, specs = checkpoint.source, checkpoint.specs
     pairs = {module: spec for module, spec in specs.items() if is_pair(spec)}
@@ -82,8 +71,11 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     transposed = transposed_modules(checkpoint)
     config = plain_config(checkpoint, pairs, options.dtype)
     tensors = plan_tensors(source, {}, options.dtype, None, rest, transposed, pairs)
-    check_fits(source, config, tensors.shapes)
-    return ExportPlan(replace(checkpoint, specs=pairs), specs, config, tensors, sorted(rest))
+    cls = check_fits(source, config, tensors.shapes)
+    files = partial(_small_files, source, config, len(rest), options.source_name)
+    how = (files, partial(check_loads, source, cls), {"pairs": sorted(pairs)})
+    kept = replace(checkpoint, specs=pairs)
+    return ExportPlan(kept, specs, config, tensors, sorted(rest), *how)
 
 
 def is_pair(spec: Spec) -> bool:

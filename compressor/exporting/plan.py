@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
-from blr.compressor.exporting.densify import slower_layers
-from blr.compressor.exporting.files import export_config
+from blr.compressor.exporting.files import export_config, small_files
+from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.exporting.quantizer import Head, Quantizer, find_head, make_quantizer
+from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.reload import check_fits, export_context
-from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
+from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-from blr.compressor.runtime.modes import CACHES
+from blr.compressor.output.files import check_loads
+from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
 
 WHOLE, INT8 = CACHES
@@ -30,6 +33,8 @@ class ExportPlan:
     Attributes:
         checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
         config: the export's config.json. densified: modules whose dense weight is written.
+        small_files: everything but weights and manifest. check_loads: of the written folder, with the
+            files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
     """
 
@@ -38,6 +43,9 @@ class ExportPlan:
     config: dict[str, Any]
     tensors: Tensors
     densified: list[str]
+    small_files: Callable[[], dict[str, bytes | Path]]
+    check_loads: Callable[[Path], dict[str, tuple[int, str]]]
+    described: dict[str, Any]
     settings: ExportSettings | None = None
     quantizer: Quantizer | None = None
 
@@ -87,15 +95,16 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
     config = export_config(staying, settings, options.dtype, options.self_contained)
-    check_fits(source, config, tensors.shapes)
-    return ExportPlan(staying, checkpoint.specs, config, tensors, sorted(densified), settings, quantizer)
+    cls = check_fits(source, config, tensors.shapes)
+    files = partial(small_files, staying, config, settings, options.source_name, options.kind)
+    how = (files, partial(check_loads, source, cls), config["blr"]["export"])
+    stored = checkpoint.specs, config, tensors, sorted(densified)
+    return ExportPlan(staying, *stored, *how, settings, quantizer)
 
 
 def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
     """Raise CapabilityError where a forward pass of `kind` cannot be written."""
     if kind == "pt2":
-        from blr.compressor.exporting.pt2 import check_pt2
-
         check_pt2(checkpoint.source.model_type, generates)
 
 
@@ -111,7 +120,9 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
     return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
 
 
-def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None) -> dict[str, Spec]:
+def _densified(
+    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
+) -> dict[str, Spec]:
     """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
     if options.quantize:
         return {}
@@ -119,7 +130,7 @@ def _densified(checkpoint: Checkpoint, options: ExportOptions, head: Head | None
     return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 
-def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> Head | None:
+def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> PackedHead | None:
     if options.quantize_head is None:
         return None
     head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
@@ -150,7 +161,7 @@ def without_kernels(spec: Spec) -> bool:
 
 
 def _make_quantizer(
-    checkpoint: Checkpoint, options: ExportOptions, head: Head | None
+    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
 ) -> Quantizer | None:
     if options.quantize is None and head is None:
         return None

@@ -9,12 +9,15 @@ from statistics import mean
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
-from blr.compressor.checkpoint.header import BITS, TensorEntry
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
+from blr.compressor.loading.discover import family_of, meta_model
+from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import Family, find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.decode.quantized.formats import GROUP
@@ -37,7 +40,7 @@ class DenseLayer:
 
 
 @dataclass(frozen=True)
-class Head:
+class PackedHead:
     """The output head, packed to a `kind` of its own.
 
     `weight` is None for a structured head, and the embedding's for a `tied` one, which is stored as
@@ -67,7 +70,7 @@ class Quantizer:
     dense: Mapping[str, DenseLayer]
     kind: str | None
     dtype: str | None = None
-    head: Head | None = None
+    head: PackedHead | None = None
     plain: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     _last: tuple[str, Quantized] | None = None
@@ -81,7 +84,7 @@ class Quantizer:
     def settings(self) -> dict[str, Any]:
         """What `ExportSettings` says of packed layers."""
         dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
-        head = {self.head.module: self._entry(self.head.module)} if self.head else {}
+        head = {self.head.module: self.packing(self.head.module).to_dict()} if self.head else {}
         return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
 
     def sizes(self, module: str) -> tuple[int, int]:
@@ -105,10 +108,6 @@ class Quantizer:
 
     def _is_head(self, module: str) -> bool:
         return self.head is not None and self.head.module == module
-
-    def _entry(self, module: str) -> dict[str, Any]:
-        """What the table of layers says of it."""
-        return self.packing(module).to_dict()
 
     def packing(self, module: str) -> QuantizedSpec:
         """How a layer is packed."""
@@ -146,14 +145,11 @@ class Quantizer:
         spec = self.packing(module)
         if module in self.dense:
             layer = self.dense[module]
-            weight = self._load(layer.entry)
+            weight = self.source.load_tensor(layer.entry)
             return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
         names = (*spec.shapes(), *spec.indices())
-        factors = {f: self._load(self.source.entries[f"{module}.{f}"]) for f in names}
+        factors = {f: self.source.load_tensor(self.source.entries[f"{module}.{f}"]) for f in names}
         return quantize_factors(spec, factors, self._scales())
-
-    def _load(self, entry: TensorEntry) -> torch.Tensor:
-        return self.source.load_tensor(entry)
 
     def _scales(self) -> torch.dtype | None:
         return getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None
@@ -164,7 +160,7 @@ def make_quantizer(
     specs: Mapping[str, Spec],
     kind: str | None,
     dtype: str | None,
-    head: Head | None = None,
+    head: PackedHead | None = None,
 ) -> Quantizer:
     """For all linear layers of `source`, the structured ones and the dense ones of its family, or for
     `head` alone if `kind` is None.
@@ -199,24 +195,20 @@ def _without_larger(quantizer: Quantizer) -> Quantizer:
     return replace(quantizer, specs=specs, dense=dense, plain=kept)
 
 
-def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
+def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHead:
     """The output head of a causal language model, from headers, to be packed to `kind`.
 
     Args:
         specs: the structured modules, which the head may be one of.
 
-    Raises:
-        UsageError: no such model, or none whose head is a linear layer.
-        InputError: no weight of floating-point numbers to make it from.
+    Raises UsageError: no such model, or none whose head is a linear layer; InputError: no weight of
+    floating-point numbers to make it from.
     """
-    from blr.compressor.loading.discover import meta_model
-    from blr.compressor.modeling.modeling_blr import module_names
-
     model = meta_model(source)
     name = _head_module(model, kind)
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
     if structured is not None:
-        return Head(structured, kind, None, tied=False)
+        return PackedHead(structured, kind, None, tied=False)
     shape = tuple(model.get_submodule(name).weight.shape)
     alike = {
         entry.name.removesuffix(".weight"): entry
@@ -225,20 +217,18 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> Head:
     }
     stored = {module: alike[owner] for owner, module in module_names(model, alike).items()}
     if own := stored.get(name):
-        return Head(own.name.removesuffix(".weight"), kind, own, tied=False)
+        return PackedHead(own.name.removesuffix(".weight"), kind, own, tied=False)
     giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")
     if giving not in stored:
         raise InputError(
             f"{source.folder}: no floating-point weight {list(shape)} of {name}, expected one to "
             "quantize; leave --quantize-head out"
         )
-    return Head(name, kind, stored[giving], tied=True)
+    return PackedHead(name, kind, stored[giving], tied=True)
 
 
 def _head_module(model: Any, kind: str) -> str:
     """Name of the output head in a model on the meta device. Raises UsageError."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     name = next((n for n, module in model.named_modules() if module is head), "")
     others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
@@ -256,8 +246,6 @@ def _head_module(model: Any, kind: str) -> str:
 
 def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
     """Dense layers of the family. Raises InputError when there is no layer at all."""
-    from blr.compressor.loading.discover import family_of
-
     family = family_of(source)
     dense = {m: DenseLayer(e, family.transposed) for m, e in _weights(source, family).items()}
     if not specs and not dense:

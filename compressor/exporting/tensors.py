@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from blr.compressor.base.disk import Bytes
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import BITS, TensorEntry
+from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.numerics import check_indices, check_product
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
-from blr.compressor.exporting.densify import dense_weight
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.modeling.kernel_layout import orders, stored_name
+from blr.compressor.runtime.phases import FAMILIES
+from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.pivoted import to_low_rank
-from blr.compressor.structures.restore import factors_of
+from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import (
     SCALE,
     CorrectedSpec,
@@ -35,15 +39,11 @@ from blr.compressor.structures.specs import (
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order
+from blr.kernels.common.tables import prefers_dense
 from blr.kernels.fp8.reference import LARGEST
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from blr.compressor.exporting.quantizer import Quantizer
-
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
-Make = Callable[[], "Tensor"]
+Make = Callable[[], Tensor]
 CHUNK = 1 << 24  # bytes handed on at once
 LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weights of linear layers
 
@@ -82,7 +82,7 @@ class Tensors:
         make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
         shape = (spec.out_features, spec.in_features)
         if transposed:
-            make, shape = partial(_transposed, make), shape[::-1]
+            make, shape = partial(lambda whole: whole().mT, make), shape[::-1]
         self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
 
     def add_paired(
@@ -135,8 +135,7 @@ def plan_tensors(
         densified: structured modules of which the dense weight is written. transposed: those of
             them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
 
-    Raises:
-        InputError: a factor that is missing or of another shape than its spec says.
+    Raises InputError: a factor that is missing or of another shape than its spec says.
     """
     densified, paired = densified or {}, paired or {}
     factors, merged = _factors(source, specs), _factors(source, densified)
@@ -281,10 +280,6 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
     return to_physical(cast, order) if order else cast
 
 
-def _transposed(make: Make) -> Tensor:
-    return make().mT
-
-
 def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
     """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
 
@@ -294,3 +289,32 @@ def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
         return group
     position = {slot.name: n for n, slot in enumerate(slots)}
     return sorted(group, key=lambda slot: position[slot.name])
+
+
+def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:
+    """Structured modules that the table of `gpu` (as `blr tune` writes it) says to run dense when
+    decoding 1 to `batch` tokens. Only in models of the decoding runtime, whose weights are [o, i].
+
+    dtype: torch's name of what is stored, None for the factors' own.
+    """
+    source = checkpoint.source
+    if source.model_type not in FAMILIES:
+        return {}
+    tokens = range(1, batch + 1)
+    found = {}
+    for module, spec in checkpoint.specs.items():
+        entry = source.entries.get(f"{module}.{next(iter(spec.stored()))}")
+        if spec.quantized or entry is None or not entry.is_float:
+            continue  # packed, or refused where the tensors are planned
+        stored = getattr(torch, dtype or TORCH_NAMES[entry.dtype])
+        if prefers_dense(spec.structure, laid_shape(spec), stored, gpu.replace("-", ""), tokens):
+            found[module] = spec
+    return found
+
+
+def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
+    """[o, i] of a structured layer, multiplied out in float32 or better and rounded once."""
+    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    exact = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    wide = torch.float64 if exact else torch.float32
+    return restored(spec, tensors, wide).to(getattr(torch, dtype))

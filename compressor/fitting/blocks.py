@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import moved
 from blr.compressor.base.errors import CapabilityError, InputError
-from blr.compressor.base.precision import moved
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.block_discovery import (
@@ -40,7 +40,7 @@ from blr.compressor.fitting.block_passes import (
     parted,
 )
 from blr.compressor.loading.discover import meta_model
-from blr.compressor.loading.experts import merged_names, renamed
+from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.modeling_blr import module_names

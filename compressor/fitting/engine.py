@@ -38,9 +38,16 @@ from blr.compressor.planning.training_sizes import (
     SENSITIVITY_TOKENS,
 )
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.text.beginning import Beginning, beginning_of, begun
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
-from blr.compressor.text.reading import OWN, Calibration, packed_calibration, read_calibration
+from blr.compressor.text.reading import (
+    OWN,
+    Beginning,
+    Calibration,
+    beginning_of,
+    begun,
+    packed_calibration,
+    read_calibration,
+)
 from blr.compressor.text.windows import check_known, interleaved
 from blr.compressor.workspace.journal import canonical_json, layer_key
 

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.base.progress import LAST
 from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
@@ -130,7 +129,7 @@ class Refitting(TrainingLoop):
     def judge(self) -> float:
         """Mean error of the held-back batches, each taken by the process that has it."""
         mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
-        found = {n: error for part in self.processes.gather(mine) for n, error in part.items()}
+        found = self.processes.merged(mine)
         return sum(found[n] for n in self.held) / len(self.held)
 
     def _whole(self, n: int) -> float:

@@ -8,9 +8,8 @@ from functools import cached_property
 
 import torch
 
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, share_out
 from blr.compressor.base.progress import Progress
-from blr.compressor.base.work_shares import share_out
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import Journal

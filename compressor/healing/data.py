@@ -18,13 +18,18 @@ from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.embedding import BRIEF, sentence_stream
-from blr.compressor.healing.settings import MINUTES, SELF, HealOptions
 from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.text.beginning import Beginning, beginning_of
+from blr.compressor.recipe.heal_settings import MINUTES, SELF, HealOptions
 from blr.compressor.text.own import ROOM, OwnText
-from blr.compressor.text.reading import calibration_digest, is_dataset, read_documents
+from blr.compressor.text.reading import (
+    Beginning,
+    beginning_of,
+    calibration_digest,
+    is_dataset,
+    read_documents,
+)
 from blr.compressor.text.windows import (
     LEAST_WINDOWS,
     Stream,
@@ -37,7 +42,7 @@ from blr.compressor.text.windows import (
 from blr.compressor.workspace.journal import canonical_json
 
 if TYPE_CHECKING:
-    from blr.compressor.output.sample import Text
+    from blr.compressor.output.loss import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # times as many sentences
@@ -124,7 +129,7 @@ class Reading:
     def held(self, options: HealOptions, source: Source) -> Text | None:
         """The last windows of the user's texts, which no training reads, to judge a decoder by; None
         without a text. `source` has the dense model."""
-        from blr.compressor.output.sample import held_text, most_tokens
+        from blr.compressor.output.loss import held_text, most_tokens
 
         texts = self.texts(options)
         each = max(most_tokens(source) // (self.window * max(len(texts), 1)), 1)

@@ -19,8 +19,8 @@ from torch import Tensor
 from blr.compressor.base.errors import InputError, OutputError, UsageError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
-from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.resolve import REPOSITORY, Found, resolve_model
 from blr.compressor.loading.sidecar_files import token_ids

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.library import TRANSFORMERS
+from blr.compressor.checkpoint.config import TRANSFORMERS
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.shapes import check_against_config
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.usual_names import is_usual
-from blr.compressor.recipe.architectures import find_family
+from blr.compressor.recipe.architectures import find_family, read_config_table
 
 OURS = ("blr_", "Blr")  # model types in transformers, classes in diffusers
+TIES = "tie_word_embeddings"
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
@@ -34,7 +40,7 @@ def read_as_loaded(source: Source) -> Source:
     Raises InputError for tensors that are not those of config.json.
     """
     if source.library is TRANSFORMERS and not is_usual(source):
-        from blr.compressor.loading.loader_names import taken
+        from blr.compressor.loading.loader_names import taken  # imports torch
 
         source = taken(source)
     family = find_family(source.model_type)
@@ -71,3 +77,51 @@ def check_unquantized(source: Source) -> None:
         found = f"quantization_config of method {quote(method, 40)}"
         remedy = "dequantize the checkpoint, or take the one it was made from"
         refuse(source.folder / "config.json", found, "a dense checkpoint", remedy)
+
+
+def is_usual(source: Source) -> bool:
+    """Whether `source` has the tensors that its class saves by default, all of them and no other."""
+    named = source.config.get("architectures") or []
+    layout = layouts().get(named[0]) if len(named) == 1 else None
+    if layout is None or source.model_type not in layout["model_types"]:
+        return False
+    expected = {*_names(layout["names"]), *_names(layout["inside"], f"{layout['block']}.")}
+    if "head" in layout and source.config.get(TIES, layout["ties"]) is False:
+        expected.add(layout["head"])
+    found = _numbered(source.entries)
+    counts = {max(first for first, *_ in numbers) for numbers in found.values() if () not in numbers}
+    return found.keys() == expected and len(counts) == 1 and all(map(_is_whole, found.values()))
+
+
+def _names(words: str, prefix: str = "") -> Iterator[str]:
+    """The tensors that `words` of a layout name."""
+    for word in words.split():
+        module, mark, bias = word.partition("+")
+        if word.endswith("="):
+            yield f"{prefix}{word[:-1]}"
+            continue
+        yield f"{prefix}{module}.weight"
+        if mark:
+            yield f"{prefix}{module}.{bias}"
+
+
+def _numbered(names: Collection[str]) -> dict[str, set[tuple[int, ...]]]:
+    """The numbers in `names`, by the name without them."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name in names:
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        found.setdefault(_NUMBER.sub("#", name), set()).add(numbers)
+    return found
+
+
+def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
+    """Whether every number from 0 on is there, of several beside each of the others."""
+    counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
+    return len(numbers) == math.prod(counts)  # of distinct ones, so none is left out
+
+
+@cache
+def layouts() -> dict[str, dict[str, Any]]:
+    """What `configs/usual.yaml` says, by class."""
+    table = read_config_table("usual.yaml")
+    return {name: layout for layout in table for name in layout["classes"]}

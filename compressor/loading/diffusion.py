@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,17 @@ from accelerate import init_empty_weights
 from torch import Tensor
 
 from blr.compressor.base.device import pick_device
-from blr.compressor.base.errors import BlrError, CapabilityError, InputError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
-from blr.compressor.checkpoint.config import REMEDY
-from blr.compressor.checkpoint.library import DIFFUSERS
+from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
+from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.native import native_errors
-from blr.compressor.loading.numerics import check_model
-from blr.compressor.loading.smoke_run import NO_CHECK, Trial, trial_of
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.loading.quiet_libraries import quiet_diffusers
+from blr.compressor.loading.smoke_run import NO_CHECK, Trial, check_model, refuse_model, trial_of
+from blr.compressor.workspace.manifest import check_listed
 
 PREFIX = "Blr"
 LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tried on
@@ -34,10 +32,9 @@ def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "aut
     Args:
         dtype: name of a torch dtype, as "bfloat16"; None: as stored. device: "auto" or a torch device.
 
-    Raises:
-        CapabilityError: diffusers is not installed, no such device.
-        InputError: no output of a diffusion model, or other bytes than the manifest lists.
-        NumericsError: weights that are not finite, or factors that overflow.
+    Raises CapabilityError: diffusers is not installed, no such device; InputError: no output of a
+    diffusion model, or other bytes than the manifest lists; NumericsError: weights that are not finite,
+    or factors that overflow.
     """
     check_listed(folder, "all")
     source = open_source(folder)
@@ -63,9 +60,8 @@ def _structured(source: Source, dtype: str | None) -> Any:
 def dense_model(source: Source, *, meta: bool = False) -> Any:
     """The dense model in `source`, as stored, in evaluation mode; with `meta` without its weights.
 
-    Raises:
-        CapabilityError: diffusers is not installed.
-        InputError: a class that it does not have, or tensors that are not those of the class.
+    Raises CapabilityError: diffusers is not installed; InputError: a class that it does not have, or
+    tensors that are not those of the class.
     """
     cls = dense_class(source)
     config = {**source.config, DIFFUSERS.kind: source.model_type}
@@ -141,15 +137,9 @@ def diffusion_trial(model: Any, where: object) -> Trial:
     try:
         with quiet_diffusers():
             return trial_of(model, trial_inputs(model), "a latent image at one time step", where)
-    except (BlrError, MemoryError):
-        raise
     except Exception as error:  # whatever a model raises at what it does not take
         raise_exhausted(error)
-        reason = quote(first_line(error), 160)[1:-1]
-        raise InputError(
-            f"{where}: {type(model).__name__} does not run on a small input ({reason}); "
-            f"expected results to compare with; {NO_CHECK}"
-        ) from error
+        refuse_model(model, where, first_line(error))
 
 
 def trial_inputs(model: Any) -> dict[str, Any]:
@@ -175,19 +165,3 @@ def trial_inputs(model: Any) -> dict[str, Any]:
             "aspect_ratio": torch.ones(1, 1),
         }
     return inputs
-
-
-@contextmanager
-def quiet_diffusers() -> Iterator[None]:
-    """No output of diffusers but errors, and then what was there before."""
-    from diffusers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

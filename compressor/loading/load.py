@@ -9,8 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blr.compressor.base.device import pick_device
-from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.device import COMPUTED, pick_device
 from blr.compressor.base.errors import CapabilityError, InputError, UsageError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import Progress
@@ -19,16 +18,15 @@ from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
-from blr.compressor.loading.model_defaults import check_defaults
 from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
-from blr.compressor.loading.numerics import check_model
 from blr.compressor.loading.quiet_libraries import quiet_transformers
-from blr.compressor.loading.sidecar_files import VOCABULARIES, check_generation
+from blr.compressor.loading.sidecar_files import VOCABULARIES, check_defaults, check_generation
+from blr.compressor.loading.smoke_run import check_model
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
 from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX, misloaded
-from blr.compressor.workspace.trust import check_listed
+from blr.compressor.workspace.manifest import check_listed
 
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 NO_ADAPTER = {"subfolder": "no-adapter"}  # where peft looks for one: the model itself is asked for

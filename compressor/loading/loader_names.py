@@ -8,25 +8,29 @@ error. All that comes after sees a checkpoint as its class saves it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.native import check_type, decoded, native_class, native_errors
-from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors, misfit
+from blr.compressor.loading.native import check_type, made_config, native_class, native_errors
+from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.modeling.registry import auto_classes
 
 REMEDY = "take config.json and weights from the same model"
 TIES = ("tie_word_embeddings", "tie_embedding")  # what configurations call it
+MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of transformers' loader
 
 
 def taken(source: Source) -> Source:
@@ -47,8 +51,8 @@ def taken(source: Source) -> Source:
 
 
 def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
+    config = made_config(source)
     with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
 
 
@@ -74,8 +78,7 @@ def _named(source: Source) -> Source:
 def _candidates(source: Source) -> list[str]:
     """The classes of a model type, those that say most plainly what they are for first: what is no
     decoder by its configuration fills masks."""
-    with native_errors(source):
-        config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
+    config = made_config(source)
     tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
     if getattr(config, "is_decoder", None) is False:
         tasks = [*tasks[1:3], tasks[0], ""]
@@ -174,9 +177,7 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
     )
     source = replace(source, said=(*source.said, said))
     config = {**_without_ties(source.config), TIES[0]: False}  # which it may be silent of
-    with native_errors(source):
-        made = CONFIG_MAPPING[source.model_type].from_dict(decoded(config))
-    if made.is_encoder_decoder:
+    if made_config(replace(source, config=config)).is_encoder_decoder:
         return source
     stored = {keys.key(name): entry for name, entry in source.entries.items()}
     copies = {k: stored[g] for k, g in tied.items() if k not in stored and g in stored}
@@ -188,3 +189,79 @@ def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
     """`config` that ties no weights, in none of its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
+
+
+class Keys:
+    """The names that `model` gives to stored tensors. `known` are those of its state; `transforms` are
+    what transformers does to tensors on the way."""
+
+    def __init__(self, model: Any) -> None:
+        self.known: dict[str, Any] = model.state_dict()
+        self.transforms: Any = get_model_conversion_mapping(model)
+        self._prefix = model.base_model_prefix
+        self._renamings = [t for t in self.transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
+
+    def key(self, name: str) -> str:
+        """The name in the model of the stored tensor `name`, or of the one that it becomes a part of."""
+        found = rename_source_key(name, self._renamings, self._converters, self._prefix, self.known)[0]
+        if found in self.known:
+            return found
+        return rename_source_key(name, [], [], self._prefix, self.known)[0]
+
+
+def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
+    """Tensors of the stored shapes and dtypes without data, by name; of any dtype where torch has no
+    bytes for the stored one, which fails when it is read."""
+    return {
+        entry.name: torch.empty(
+            entry.shape, dtype=getattr(torch, TORCH_NAMES.get(entry.dtype, "float32")), device="meta"
+        )
+        for entry in entries
+    }
+
+
+def load_empty(cls: Any, folder: Path | None, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of class `cls` as transformers loads it, on the meta device, and what its loader says of
+    keys (`output_loading_info`)."""
+    with quiet_transformers():
+        model, info = cls.from_pretrained(
+            folder,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    return model, info
+
+
+def misfit(info: dict[str, Any], *kinds: str) -> str:
+    """The first of the `kinds` ("missing", …) of keys that a loader said something of; empty if none."""
+    for kind in kinds:
+        if names := sorted(str(key) for key in info.get(f"{kind}_keys") or ()):
+            return f"{kind} keys {quote(names[:3], 240)[1:-1]} of {len(names)}"
+    return ""
+
+
+def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Tensors on disk by what transformers calls them, where that is another name."""
+    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    names = ((rename_source_key(name, renamings, [])[0], name) for name in stored)
+    return {name: old for name, old in names if name != old}
+
+
+def merged_names(model: Any, name: str, stored: Collection[str]) -> list[list[str]]:
+    """For a parameter `name` of `model` that holds what its checkpoint keeps apart, as the experts of a
+    layer: for every expert the tensors, named as in `module_names`, that are one upon another in its
+    part. Empty if it is made otherwise, or if some of it is not among `stored`."""
+    for converter in get_model_conversion_mapping(model):
+        target = next((t for t in getattr(converter, "target_patterns", ()) if name.endswith(t)), None)
+        steps = [type(step).__name__ for step in getattr(converter, "operations", ())]
+        if target is None or steps not in MERGES:
+            continue
+        before = name.removesuffix(target)
+        patterns = [before + pattern for pattern in converter.source_patterns]
+        count = model.get_parameter(name).shape[0]
+        found = [[p.replace("*", str(n)) for p in patterns] for n in range(count)]
+        return found if all(each in stored for parts in found for each in parts) else []
+    return []

@@ -14,12 +14,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
 
-from blr.compressor.base.errors import BlrError, CapabilityError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.checkpoint.hints import is_number
+from blr.compressor.checkpoint.extras import is_number
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.modeling.modeling_blr import PREFIX
@@ -100,8 +100,13 @@ def read_context(source: Source) -> int:
 
     Raises InputError for a configuration that it cannot be built from.
     """
+    return context_of(made_config(source).to_dict())
+
+
+def made_config(source: Source) -> Any:
+    """The configuration as transformers makes it. Raises InputError where it cannot."""
     with native_errors(source):
-        return context_of(CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config)).to_dict())
+        return CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
 
 
 @contextmanager
@@ -109,8 +114,6 @@ def native_errors(source: Source) -> Iterator[None]:
     """Turn what transformers raises while it builds a model from a config into InputError."""
     try:
         yield
-    except (BlrError, MemoryError):
-        raise
     except Exception as error:  # the values of a config are passed on unchecked
         raise_exhausted(error)
         reason = quote(first_line(error), 160)[1:-1]

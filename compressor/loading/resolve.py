@@ -1,4 +1,5 @@
-"""Finds a checkpoint: a local folder, a short name, or a hub repository."""
+"""Finds a checkpoint: a local folder, a short name, or a hub repository, whose weights are downloaded or
+stay there: then a folder stands in for it, and they are fetched as they are read."""
 
 from __future__ import annotations
 
@@ -11,11 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 from textwrap import shorten
+from typing import Any
 
-from blr.compressor.base.errors import BlrError, HubError, InputError, StorageError, UsageError
+from blr.compressor.base.disk import write_stream
+from blr.compressor.base.errors import (
+    BlrError,
+    HubError,
+    InputError,
+    OutputError,
+    StorageError,
+    UsageError,
+)
+from blr.compressor.base.exhaustion import FULL, storage_errors
 from blr.compressor.base.quoting import first_line, is_text, printable, quote
-from blr.compressor.checkpoint.regular import absence, is_barred
-from blr.compressor.checkpoint.remedies import FULL
+from blr.compressor.checkpoint.extras import MODULES
+from blr.compressor.checkpoint.header import MAX_HEADER_BYTES, read_index
+from blr.compressor.checkpoint.regular import absence, is_barred, read_whole
+from blr.compressor.checkpoint.remote import STANDING_IN, RemoteShard
 from blr.compressor.recipe.architectures import short_names
 from blr.compressor.recipe.schema import DENSE, Recipe
 
@@ -28,6 +41,10 @@ PATTERNS = [
     *("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.bin"),
     *("*LICEN[SC]E*", "*NOTICE*", "*USE_POLICY*", "*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg"),
 ]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = ".safetensors", ".bin"
+WHOLE = [f"*/*{suffix}" for suffix in WEIGHTS]  # of modules beside the model
+REMEDY = "download it: leave out --stream, and set HF_HOME to a disk with room"
 
 
 @dataclass(frozen=True)
@@ -52,11 +69,9 @@ def resolve_model(
     Without `weights` no more than its config.json is downloaded. With `stream`, or where it is None and
     the disk has no room, weights are fetched as they are read (`checkpoint/remote.py`).
 
-    Raises:
-        UsageError: a revision of a local folder.
-        InputError: neither an existing folder nor the form of a hub id.
-        HubError: the hub cannot be reached, refuses, or has no such repository.
-        StorageError: the hub's cache is full.
+    Raises UsageError: a revision of a local folder; InputError: neither an existing folder nor the form
+    of a hub id; HubError: the hub cannot be reached, refuses, or has no such repository; StorageError:
+    the hub's cache is full.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for every library that is imported from here on
@@ -123,11 +138,7 @@ def is_offline() -> bool:
 
 
 def _download(
-    repository: str,
-    revision: str | None,
-    offline: bool,
-    patterns: list[str],
-    stream: bool | None = False,
+    repository: str, revision: str | None, offline: bool, patterns: list[str], stream: bool | None
 ) -> Found:
     """What `repository` has on the hub; where it cannot be asked, what the cache has whole of it."""
     try:
@@ -144,36 +155,38 @@ def _download(
             found = _cached(repository, revision, patterns)
             if is_whole(found.folder, patterns):
                 reason = str(told).partition("; ")[0]
-                print(
-                    f"blr: {reason}: goes on with commit {found.revision} in the cache", file=sys.stderr
-                )
+                _say(f"{reason}: goes on with commit {found.revision} in the cache")
                 return found
         raise told from error
 
 
+def _say(line: str) -> None:
+    print(f"blr: {line}", file=sys.stderr)
+
+
 def _asked(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> Found:
-    from huggingface_hub import snapshot_download
-
     wanted = _of_pipeline(repository, revision, False, patterns)
-    if wanted != patterns:
-        patterns, stream = wanted, _none_streamed(repository, stream)
-    if _stays(repository, revision, patterns, stream):
-        from blr.compressor.loading.hub_proxy import stand_in
-
-        standing, commit = stand_in(repository, revision, patterns)
+    if wanted != patterns and stream:
+        raise UsageError(f"--stream: {repository} is a pipeline of diffusers; leave it out")
+    stream = stream if wanted == patterns else False
+    if _stays(repository, revision, wanted, stream):
+        standing, commit = stand_in(repository, revision, wanted)
         return Found(standing, repository, commit)
-    folder = snapshot_download(repository, revision=revision, allow_patterns=patterns)
-    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+    folder = Path(_snapshot(repository, revision, wanted))
+    return Found(_model_in(folder), repository, folder.name)
 
 
 def _cached(repository: str, revision: str | None, patterns: list[str]) -> Found:
-    from huggingface_hub import snapshot_download
-
     wanted = _of_pipeline(repository, revision, True, patterns)
-    folder = snapshot_download(
-        repository, revision=revision, allow_patterns=wanted, local_files_only=True
-    )
-    return Found(_model_in(Path(folder)), repository, Path(folder).name)
+    folder = Path(_snapshot(repository, revision, wanted, local_files_only=True))
+    return Found(_model_in(folder), repository, folder.name)
+
+
+def _snapshot(repository: str, revision: str | None, patterns: list[str], **how: Any) -> Any:
+    """The folder of a commit in the hub's cache, or with `dry_run` what a download would take."""
+    from huggingface_hub import snapshot_download  # reads the environment: not before it is set
+
+    return snapshot_download(repository, revision=revision, allow_patterns=patterns, **how)
 
 
 def _may_be_cached(error: Exception) -> bool:
@@ -181,9 +194,7 @@ def _may_be_cached(error: Exception) -> bool:
     that it does not have is an error, and so is a disk without room."""
     from huggingface_hub.errors import RevisionNotFoundError
 
-    missing = isinstance(error, RevisionNotFoundError) or isinstance(
-        error.__cause__, RevisionNotFoundError
-    )
+    missing = any(isinstance(each, RevisionNotFoundError) for each in (error, error.__cause__))
     return not missing and getattr(error, "errno", None) not in FULL
 
 
@@ -220,25 +231,18 @@ def _hub_error(error: Exception, repository: str) -> BlrError:
 
 def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> list[str]:
     """`patterns`, of a pipeline's repository those of its transformer alone."""
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     tops = ["config.json", PIPELINE]
     if offline:
         cached = {name: try_to_load_from_cache(repository, name, revision=revision) for name in tops}
         found = {name for name, path in cached.items() if isinstance(path, str)}
     else:
-        listed = snapshot_download(repository, revision=revision, allow_patterns=tops, dry_run=True)
+        listed = _snapshot(repository, revision, tops, dry_run=True)
         found = {file.filename for file in listed}
     if found != {PIPELINE}:
         return patterns
     return [PIPELINE, *(f"{PIPELINE_PART}/{pattern}" for pattern in patterns)]
-
-
-def _none_streamed(repository: str, stream: bool | None) -> bool:
-    """False: a pipeline's transformer is downloaded. Raises UsageError where that must not be."""
-    if stream:
-        raise UsageError(f"--stream: {repository} is a pipeline of diffusers; leave it out")
-    return False
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
@@ -246,13 +250,12 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
 
     Raises StorageError where the hub's cache has no room and they must not.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    files = snapshot_download(repository, revision=revision, allow_patterns=patterns, dry_run=True)
+    files = _snapshot(repository, revision, patterns, dry_run=True)
     needed = sum(file.file_size or 0 for file in files if file.will_download)
     if stream:
-        print(f"blr: {repository}: {STREAMED}", file=sys.stderr)
+        _say(f"{repository}: {STREAMED}")
         return True
     if needed <= SILENT:
         return False
@@ -260,14 +263,75 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
     while not place.exists():
         place = place.parent
     free = disk_usage(place).free
-    found = (
-        f"{repository}: {needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}, {free / 1e9:.1f} GB free"
-    )
+    asked = f"{needed / 1e9:.1f} GB to download to {HF_HUB_CACHE}"
+    found = f"{repository}: {asked}, {free / 1e9:.1f} GB free"
     if needed > free and stream is None:
-        print(f"blr: {found}: {STREAMED}", file=sys.stderr)
+        _say(f"{found}: {STREAMED}")
         return True
     if needed > free:
         remedy = "free that disk or set HF_HOME to another (nothing is deleted for you)"
         raise StorageError(f"{found}; {remedy}")
-    print(f"blr: {found}", file=sys.stderr)
+    _say(found)
     return False
+
+
+def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
+    """The folder, with all but the weights of the model, and the commit.
+
+    Raises HubError for a repository without safetensors, InputError for an index of other than plain
+    names, and what the hub's client raises.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    small = [pattern for pattern in patterns if not pattern.endswith(WEIGHTS)]
+    snapshot = Path(_snapshot(repository, revision, small))
+    if (snapshot / MODULES).is_file():
+        _snapshot(repository, snapshot.name, WHOLE)
+    folder = Path(HF_HOME) / "blr-standing-in" / repository.replace("/", "--") / snapshot.name
+    shards = _shards(repository, snapshot)
+    for path in (path for path in snapshot.rglob("*") if path.is_file()):
+        name = path.relative_to(snapshot)
+        if name.suffix not in WEIGHTS or len(name.parts) > 1:  # the cache may have some of them
+            _put(folder / name, path.read_bytes())
+    for shard in shards:
+        _put(folder / shard.name, _header(shard))
+        STANDING_IN[folder / shard.name] = shard
+    return folder, snapshot.name
+
+
+def _shards(repository: str, snapshot: Path) -> list[RemoteShard]:
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.hf_api import RepoFile
+
+    index = snapshot / INDEX
+    names = sorted(set(read_index(index, ".safetensors").values())) if index.exists() else [SINGLE]
+    listed = HfApi().get_paths_info(repository, names, revision=snapshot.name)
+    files = {file.path: file for file in listed if isinstance(file, RepoFile)}
+    if missing := [name for name in names if name not in files]:
+        raise HubError(f"{repository}: found no {missing[0]}, expected it to be streamed; {REMEDY}")
+    made = []
+    for name in names:
+        lfs, url = files[name].lfs, hf_hub_url(repository, name, revision=snapshot.name)
+        made.append(RemoteShard(url, name, files[name].size, lfs.sha256 if lfs else None))
+    return made
+
+
+def _header(shard: RemoteShard) -> bytes:
+    """All of a shard before its tensors."""
+    length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
+    if length > min(MAX_HEADER_BYTES, shard.size - 8):
+        found = f"found a header of {length} bytes, expected a safetensors file"
+        raise HubError(f"{shard.name}: {found}; {REMEDY}")
+    return bytes(shard.fetch(0, 8 + length))
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file whole, unless it is there: other processes of the run may read it.
+
+    Raises OutputError where something else is: a commit's files never change.
+    """
+    with storage_errors(path.parent), suppress(FileExistsError):
+        write_stream(path, [data], new=True)
+    found = b"" if os.path.islink(path) else bytes(read_whole(path, max(len(data), 1)))
+    if found != data:
+        raise OutputError(f"{path}: in the way, not written by blr; move it away")

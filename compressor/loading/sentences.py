@@ -21,7 +21,7 @@ from torch import Tensor
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
+from blr.compressor.checkpoint.regular import inside, read_json, read_whole, refuse
 
 LENGTH, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,7 +79,7 @@ class Sentences:
 def read_sentences(folder: Path) -> Sentences:
     """What the files of `folder` say. Raises InputError for modules that are not known here, and for a
     prompt that is named and not there."""
-    settings = _read_if_there(folder, LENGTH)
+    settings = _read(folder, LENGTH, needed=False)
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case") is True
     length = length if type(length) is int and length > 0 else None
     modes: tuple[str, ...] = ("mean",)
@@ -92,7 +92,7 @@ def read_sentences(folder: Path) -> Sentences:
             dense.append(_dense(folder, path))
         elif kind not in ("Transformer", "Normalize"):  # cosines know no norm
             refuse(folder / MODULES, f"a module {quote(kind)}", "Pooling, Dense or Normalize", REMEDY)
-    own = _read_if_there(folder, SETTINGS)
+    own = _read(folder, SETTINGS, needed=False)
     prompt, dimensions = _prompt(folder, own), own.get("truncate_dim")
     dimensions = dimensions if type(dimensions) is int and dimensions > 0 else None
     return Sentences(modes, length, lower, tuple(dense), prompt, pools_prompt, dimensions)
@@ -119,13 +119,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return [(str(e.get("type")).rpartition(".")[2], str(e.get("path") or "")) for e in rows]
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    path = inside(folder, name)
-    return parse_json(read_whole(path, MAX_BYTES), path)
-
-
-def _read_if_there(folder: Path, name: str) -> dict[str, Any]:
-    return _read(folder, name) if os.path.lexists(folder / name) else {}
+def _read(folder: Path, name: str, needed: bool = True) -> dict[str, Any]:
+    there = needed or os.path.lexists(folder / name)
+    return read_json(inside(folder, name), MAX_BYTES) if there else {}
 
 
 def _modes(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
@@ -159,25 +155,16 @@ def _mean(hidden: Tensor, mask: Tensor, power: float = 1.0) -> Tensor:
     return (hidden * kept).sum(1) / kept.sum(1).clamp(min=1e-9) ** power
 
 
-def _weighted(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The mean by position, the first counted once."""
-    weights = (mask.cumsum(1) * mask)[..., None].to(hidden)
-    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-
-
-def _first(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), mask.int().argmax(1)]
-
-
-def _last(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), (mask.cumsum(1) * mask).argmax(1)]
+def _places(mask: Tensor) -> Tensor:
+    """Of real tokens, from 1 on; 0 for padding."""
+    return mask.cumsum(1) * mask
 
 
 POOLING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": _first,
+    "cls": lambda hidden, mask: hidden[torch.arange(len(hidden)), mask.int().argmax(1)],
     "max": lambda hidden, mask: hidden.masked_fill(mask[..., None] == 0, float("-inf")).amax(1),
     "mean": _mean,
     "mean_sqrt_len_tokens": lambda hidden, mask: _mean(hidden, mask, 0.5),
-    "weightedmean": _weighted,
-    "lasttoken": _last,
+    "weightedmean": lambda hidden, mask: _mean(hidden, _places(mask)),
+    "lasttoken": lambda hidden, mask: hidden[torch.arange(len(hidden)), _places(mask).argmax(1)],
 }

@@ -6,23 +6,81 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, create_model
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from blr.compressor.base.disk import write_stream
+from blr.compressor.base.disk import scratch_folder, write_stream
 from blr.compressor.base.errors import OutputError
-from blr.compressor.base.exhaustion import is_panic, raise_exhausted
+from blr.compressor.base.exhaustion import is_panic, raise_exhausted, storage_errors
 from blr.compressor.base.quoting import first_line, quote
-from blr.compressor.base.scratch import scratch_folder
-from blr.compressor.checkpoint.hints import REMEDY, carried
-from blr.compressor.checkpoint.regular import refuse
-from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.checkpoint.extras import MAX_JSON_BYTES, REMEDY, carried, is_number
+from blr.compressor.checkpoint.regular import inside, read_json, refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.model_defaults import GENERATION, check_defaults
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.modeling.modeling_blr import PREFIX
+from blr.compressor.workspace.strict_json import Told, fitted
+
+GENERATION, CONFIG = "generation_config.json", "config.json"
+MOST = 2**31 - 1
+EXPECTED = "a value of the type that transformers takes"
+Id = Annotated[int, Field(ge=-(2**31), le=MOST)]
+# Tokens that a configuration names: numbers, some of them lists of numbers
+TOKENS = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
+IDS: dict[str, Any] = {f"{name}_token_id": Id | list[Id] | None for name in TOKENS}
+COUNTS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams"),
+    *("num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+)
+NUMBERS = (
+    *("top_k", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "diversity_penalty"),
+    *("guidance_scale", "penalty_alpha", "max_time"),
+)
+SWITCHES = (
+    *("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "output_attentions"),
+    *("output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+)
+# What any call of `generate` reads of generation_config.json
+DEFAULTS: dict[str, Any] = {
+    **IDS,
+    **dict.fromkeys(COUNTS, Annotated[int, Field(ge=-1, le=MOST)] | None),
+    **dict.fromkeys(NUMBERS, float | None),
+    **dict.fromkeys(SWITCHES, bool | None),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), list[Id] | None),
+    "bad_words_ids": list[list[Id]] | None,
+    "stop_strings": str | list[str] | None,
+    "cache_implementation": str | None,
+}
+
+
+def _settings(name: str, kinds: dict[str, Any]) -> type[Told]:
+    fields: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
+    return create_model(name, __base__=Told, **fields)
+
+
+TokenIds, Defaults = _settings("TokenIds", IDS), _settings("Defaults", DEFAULTS)
+
+
+def check_defaults(folder: Path) -> None:
+    """Refuse settings of generation_config.json, and tokens in config.json, of another type than
+    transformers takes. Raises InputError, one line."""
+    if (folder / GENERATION).exists():
+        table = _read(folder, GENERATION)
+        plain = {name: value for name, value in table.items() if not is_number(value)}
+        fitted(plain, Defaults, folder / GENERATION, REMEDY, EXPECTED)
+    config = _read(folder, CONFIG)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            fitted(part, TokenIds, folder / CONFIG, REMEDY, EXPECTED)
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    path = inside(folder, name)
+    return read_json(path, MAX_JSON_BYTES, constants=True)
+
 
 TOKENIZER = "tokenizer_config.json"
 # Any of which makes a tokenizer, but for those of bytes
@@ -32,13 +90,14 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 def check_carried(source: Source, config: Mapping[str, Any]) -> None:
     """Find now what would fail when an output with `config` is checked after hours of work.
 
-    Raises:
-        InputError: a tokenizer that explodes or is none, a generation_config.json that loaders refuse.
-        OutputError: a tokenizer that cannot be carried over to the model type of `config`.
+    Raises InputError: a tokenizer that explodes or is none, a generation_config.json that loaders
+    refuse; OutputError: a tokenizer that cannot be carried over to the model type of `config`.
     """
     check_tokenizer(source.folder)
     check_generation(source.folder)
-    _check_modules(source)
+    for name in source.extras.pickled:  # weights that a module of sentence-transformers would lack
+        remedy = "convert them, or pass --allow-pickle if you trust them"
+        refuse(source.folder / name, "only pickled weights of a module", "safetensors", remedy)
     with scratch_folder() as folder, storage_errors(folder):
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         for name, path in source.extra_files().items():
@@ -49,13 +108,6 @@ def check_carried(source: Source, config: Mapping[str, Any]) -> None:
             else:
                 (folder / name).write_bytes(data)
         keep_tokenizer(source.folder, folder)
-
-
-def _check_modules(source: Source) -> None:
-    """Raise InputError for a sentence-transformers module that would lack its weights."""
-    for name in source.extras.pickled:
-        remedy = "convert them, or pass --allow-pickle if you trust them"
-        refuse(source.folder / name, "only pickled weights of a module", "safetensors", remedy)
 
 
 def check_generation(folder: Path) -> None:
@@ -77,8 +129,7 @@ def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     """Name the source's tokenizer class in tokenizer_config.json if it would not be found without it:
     whoever does not run our code has a configuration of no type.
 
-    Returns:
-        What was rewritten (size, SHA-256).
+    Returns what was rewritten (size, SHA-256).
 
     Raises OutputError when the tokenizer still gives other ids, with our code or without.
     """

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blr.compressor.base.errors import BlrError, InputError, NumericsError
+from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.numerics import check_finite, check_indices, check_product, norm
 from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.kernels.fp8.reference import is_number
 
 TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
 NO_CHECK = "--no-check commits without having run anything"
@@ -56,14 +59,17 @@ def first_trial(model: Any, where: object) -> Trial:
     for inputs in candidates(model):
         try:
             expected = run(model, inputs)
-        except (BlrError, MemoryError):
-            raise
         except Exception as error:  # whatever a model raises at what it does not take
             raise_exhausted(error)
             reason = reason or first_line(error)  # of the plainest
             continue
-        return _checked(Trial(inputs, expected, _words(inputs)), where)
-    reason = reason or f"no input named {model.main_input_name!r} is known"
+        words = (_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
+        return _checked(Trial(inputs, expected, " and ".join(words)), where)
+    refuse_model(model, where, reason or f"no input named {model.main_input_name!r} is known")
+
+
+def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
+    """Raise InputError for a model that runs on no small input."""
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
         f"expected results to compare with; {NO_CHECK}"
@@ -168,10 +174,6 @@ _WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
 _WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
 
 
-def _words(inputs: dict[str, Tensor]) -> str:
-    return " and ".join(_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
-
-
 def _cast(value: Any, model: Any) -> Any:
     if isinstance(value, dict):
         return {name: _cast(inner, model) for name, inner in value.items()}
@@ -181,3 +183,35 @@ def _cast(value: Any, model: Any) -> Any:
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def check_model(model: nn.Module, where: object) -> None:
+    """Raise NumericsError for a loaded model with a tensor that is not finite, or a structured layer
+    whose factors multiply to values beyond its dtype. `where` names the checkpoint."""
+    for name, tensor in _stored(model):
+        check_finite(tensor, f"{where}: tensor {name!r}", f"in {tensor.dtype}")
+    for name, layer in model.named_modules():
+        if isinstance(layer, StructuredLinear):
+            check_layer(f"{where}: layer {name!r}", layer)
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """`check_product` of a `StructuredLinear`, quantized or not, in the dtype it computes in."""
+    spec = layer.spec
+    dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
+
+    def held() -> dict[str, Tensor]:
+        return {part: layer.factor(part) for part in layer.held}
+
+    tensors = held()
+    check_indices(name, spec, tensors)
+    check_product(name, spec, [norm(tensors[factor]) for factor in spec.shapes()], held, dtype)
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and the buffers that a checkpoint stores: masks and positions may hold -inf."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -15,12 +15,11 @@ import transformers
 from torch import nn
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.native import decoded, native_errors
+from blr.compressor.loading.loader_names import Keys, load_empty, meta_tensors
+from blr.compressor.loading.native import made_config, native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
-from blr.compressor.loading.tensor_names import Keys, load_empty, meta_tensors
 from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.modeling.models import model_class
@@ -57,9 +56,8 @@ def whole_model(source: Source) -> Any:
 def empty_model(source: Source) -> Any:
     """The model in `source`, dense or ours, all of it on the meta device."""
     cls, config = _made_of(source)
-    return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))[
-        0
-    ].eval()
+    tensors = meta_tensors(source.entries.values())
+    return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
 def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -86,7 +84,7 @@ def is_small(source: Source) -> bool:
 
 def _made_of(source: Source) -> tuple[Any, Any]:
     """The class that config.json names, and its configuration."""
-    config = CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
+    config = made_config(source)
     name = source.config["architectures"][0]
     return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
 

@@ -99,10 +99,8 @@ def check_tokenizer(folder: Path, text: str = "") -> None:
     """Encode a probing text, and the start of `text`, with the tokenizer.json of `folder`, if any: once
     in a process for the same bytes and texts.
 
-    Raises:
-        InputError: it cannot be read, crashes, or needs more time, memory or tokens than any text
-            should.
-        CapabilityError: no process can be started here.
+    Raises InputError: it cannot be read, crashes, or needs more time, memory or tokens than any text
+    should; CapabilityError: no process can be started here.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         return

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blr.compressor.base.errors import BlrError, NumericsError, OutputError
+from blr.compressor.base.disk import write_stream
+from blr.compressor.base.errors import NumericsError, OutputError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
+from blr.compressor.checkpoint.extras import CARD, REPORT
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial
 from blr.compressor.output.library_adapters import door_of
-from blr.compressor.output.loss import Loss, Measure, Unmeasured, measure_of, measured
-from blr.compressor.output.loss_messages import LARGE, MOST, number
-from blr.compressor.output.loss_record import write_loss
+from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of, measured
+from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, rounded, told
 from blr.compressor.output.produce import Written
-from blr.compressor.output.sample import Text
+from blr.compressor.output.report import report_pages
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Bar:
         self.warn(f"{lost}; {self.remedy}")
 
 
-class Check:
+class OutputCheck:
     """Compares the model in a written folder with the one that it was made from.
 
     Args:
@@ -55,8 +57,7 @@ class Check:
         runs: whether to run them; otherwise `reload` is all.
         text: gives what the loss of a decoder is measured on, None for text of the model's own.
 
-    Raises:
-        InputError, NumericsError: nothing can be said of what this model computes.
+    Raises InputError, NumericsError: nothing can be said of what this model computes.
     """
 
     def __init__(
@@ -114,8 +115,6 @@ class Check:
             distance = trial.distance(self.door.written(folder), folder)
             known = self.measure
             return distance, measured(known, folder) if isinstance(known, Measure) else known
-        except (BlrError, MemoryError):
-            raise
         except Exception as error:  # a model may raise anything
             raise_exhausted(error)
             reason = first_line(error)
@@ -123,3 +122,30 @@ class Check:
             remedy = f"exclude the layer that this is about ({NO_CHECK})"
             expected = "expected it to as its source does"
             raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error
+
+
+def write_loss(folder: Path, facts: dict[str, Any] | None) -> Written:
+    """Rewrite card and report of a folder that is being written, as far as it has them.
+
+    Args:
+        facts: of `loss.Loss` or `loss.Unmeasured`; None for a model that continues no text.
+
+    Returns what was rewritten: size and SHA-256 by file.
+    """
+    files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
+    return {name: write_stream(folder / name, [data]) for name, data in files.items()}
+
+
+def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
+    text = path.read_text("utf-8") if path.is_file() else ""
+    if MARK not in text:
+        return {}
+    said = "" if facts is None else f"\nPerplexity {told(facts)}.\n"
+    return {CARD: text.replace(MARK, said).encode()}
+
+
+def _report(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
+    if facts is None or not path.is_file():
+        return {}
+    data = json.loads(path.read_bytes())
+    return report_pages(data | {"loss": rounded(facts)})

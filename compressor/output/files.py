@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from ruamel.yaml import YAML
 
 from blr.compressor.base.errors import InputError, OutputError
-from blr.compressor.checkpoint.extras import CARD, LAYERS
-from blr.compressor.checkpoint.hints import carried, inert
+from blr.compressor.checkpoint.extras import CARD, LAYERS, carried, inert
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.loading.tensor_names import load_empty, misfit
 from blr.compressor.modeling.modeling_blr import FORMAT, GUARD, PREFIX, guard
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
@@ -50,8 +51,8 @@ def small_files(
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
     return {
         **carried_files(source),
-        "config.json": _json(config),
-        LAYERS: _json(records),
+        "config.json": json_file(config),
+        LAYERS: json_file(records),
         "recipe.yaml": _yaml(_written(recipe)),
         CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
@@ -106,45 +107,47 @@ def check_fits(source: Source, plan: Plan) -> None:
         register(source.config["model_type"])
         config = structured_config(source.config, plan)
         cls = model_class(config["architectures"][0])
-        ours = cls.config_class.from_dict(decoded(config))
-        found = misfits(cls, None, config=ours, state_dict=_planned_tensors(source, plan))
-    if found:
-        remedy = "take config.json and weights from the same model"
-        raise InputError(f"{source.folder}: {found} for {config['architectures'][0]}; {remedy}")
-
-
-def _planned_tensors(source: Source, plan: Plan) -> dict[str, Any]:
-    """Every tensor of the output by name, on the meta device."""
     shapes = {name: entry.shape for name, entry in source.entries.items()}
     for planned in plan.layers:
         del shapes[planned.layer.entry.name]
         stored = planned.spec.stored().items()
         shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, (shape, _) in stored}
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    check_fills(source, cls, config, shapes)
+
+
+def check_fills(
+    source: Source, cls: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise InputError when tensors of `shapes` do not fill a model of class `cls` with `config`, or
+    transformers cannot build it."""
+    with native_errors(source):
+        made = cls.config_class.from_dict(decoded(config))
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        found = misfits(cls, None, config=made, state_dict=tensors)
+    if found:
+        remedy = "take config.json and weights from the same model"
+        raise InputError(f"{source.folder}: {found} for {cls.__name__}; {remedy}")
 
 
 def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
-    """Check that transformers loads `folder` with no key missing or left over, tokenizer included.
-
-    Returns:
-        Files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type
-        of our own would otherwise select another tokenizer class.
-
-    Raises:
-        OutputError: the output would not load as it should (a bug, or a family we misread).
-    """
+    """`check_loads` of a compressed checkpoint."""
     config = json.loads((folder / "config.json").read_bytes())
     register(source.config["model_type"])
-    _check_keys(folder, model_class(config["architectures"][0]))
-    return keep_tokenizer(source.folder, folder)
+    return check_loads(source, model_class(config["architectures"][0]), folder)
 
 
-def _check_keys(folder: Path, cls: Any) -> None:
+def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, str]]:
+    """Check that a model of class `cls` loads from `folder` with no key missing or left over, and the
+    tokenizer of `source` as well.
+
+    Returns files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type of
+    our own would otherwise select another tokenizer class.
+
+    Raises OutputError: it would not load as it should (a bug, or a family we misread).
+    """
     if found := misfits(cls, folder):
-        raise OutputError(
-            f"{folder}: {found} when reloaded; "
-            "take weights that fit the architecture which config.json names"
-        )
+        raise OutputError(f"{folder}: {found} when reloaded; this is a bug in blr, keep the checkpoint")
+    return keep_tokenizer(source.folder, folder)
 
 
 def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
@@ -153,13 +156,12 @@ def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
     return misfit(info, "missing", "unexpected", "mismatched")
 
 
-def _json(value: Any) -> bytes:
+def json_file(value: Any) -> bytes:
+    """What a JSON file of an output holds."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
 def _yaml(value: dict[str, Any]) -> bytes:
-    from ruamel.yaml import YAML
-
     out = StringIO()
     YAML(typ="safe").dump(value, out)
     return out.getvalue().encode()

@@ -17,13 +17,13 @@ from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.recipe.run_settings import RunSettings
-from blr.compressor.workspace.destination import check_apart
+from blr.compressor.workspace.ownership import check_apart
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.output.check import Check
-    from blr.compressor.output.produce import Contents, Written
+    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.produce import FolderContents, Written
 
 
 @contextmanager
@@ -80,11 +80,11 @@ class FolderRun(ABC):
         """SHA-256 over all that is read."""
 
     @abstractmethod
-    def make_check(self) -> Check:
+    def make_check(self) -> OutputCheck:
         """What the output must pass; the model it is compared with runs now."""
 
     @abstractmethod
-    def work(self, read: str) -> Contents | None:
+    def work(self, read: str) -> FolderContents | None:
         """What the folder is to hold; None in all processes but the first."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class FolderRun(ABC):
                 self.produce(read)
             self.processes.leave()
 
-    def produce(self, read: str, check: Check | None = None) -> None:
+    def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """Work, write, check and commit.
 
         Args:
@@ -125,7 +125,7 @@ class FolderRun(ABC):
             self.checked = check.facts
 
     def write(
-        self, folder: Path, contents: Contents, check: Callable[[Path], Written], read: str
+        self, folder: Path, contents: FolderContents, check: Callable[[Path], Written], read: str
     ) -> None:
         """Write and list `contents` in the partial folder, or one in it, and check them."""
         from blr.compressor.output.produce import write_whole

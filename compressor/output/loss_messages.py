@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.plan import Plan
+from blr.compressor.recipe.schema import DENSE, Recipe
+
 MARK = "<!-- loss -->\n"  # in a card: a line in whose place the sentence comes
 MOST = 1.0  # nats a token that an output may lose without --force
 LARGE = 0.25  # from which on it is warned of
 DIGITS = 5  # significant ones that files have: sums differ in more by the threads that made them
+HEALED = 8  # minutes that are advised
+RANK = 16  # of a correction that is advised
+TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
 def told(facts: Mapping[str, Any]) -> str:
@@ -35,3 +42,62 @@ def rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: rounded(item) for name, item in value.items()}
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
+    """Than a compression by `recipe`."""
+    own = recipe.own()
+    stored = own.stored
+    if not calibrated and not healed:
+        return f"add {TEXT}"
+    if own.method == DENSE and stored.bits in (2, 3):
+        return (
+            f"correct what int{stored.bits} loses: --base int{stored.bits} --method svd --rank {RANK} "
+            f"in place of --quantize int{stored.bits}"
+        )
+    if not healed:
+        return f"add --heal {HEALED} to train it against the dense model"
+    if not calibrated:
+        return f"add {TEXT}, which healing reads, too"
+    return _larger(recipe)
+
+
+def _larger(recipe: Recipe) -> str:
+    """What is stored in more bytes."""
+    own = recipe.own()
+    if own.stored.base:
+        return "take a larger --rank or --bpw, or more bits of --base"
+    if recipe.sized_by_cf:
+        return f"take a smaller --cf than {recipe.cf:g}"
+    if own.method != DENSE:
+        return f"take a larger --rank than {own.rank}"
+    return "take more bits of --quantize" if own.stored.bits else "take a smaller --kv-cf"
+
+
+def better_export(
+    quantize: str | None, head: str | None, fits_know_text: bool, healed: bool = False
+) -> str:
+    """Than an export whose weights, or output head, are packed; `fits_know_text`: whether the checkpoint
+    has no structured layers, or they were fitted to a text; `healed`: whether it was trained."""
+    packed = (("quantize", quantize), ("quantize-head", head))
+    lesser = [f"--{name} int8" for name, kind in packed if kind == "int4"]
+    coarse = [f"take {' '.join(lesser)}"] if lesser else []
+    if not fits_know_text:
+        coarse.insert(0, "compress the model with --text TEXT first")
+    return ", or ".join([*coarse, f"heal the checkpoint {'longer' if healed else 'first'} (blr heal)"])
+
+
+def better_healing(texts: bool) -> str:
+    """Than a training, with `texts` of the user's or on the model's own alone."""
+    more = "train longer (--minutes), or compress the model less"
+    return more if texts else f"give --text TEXT of the kind that the model will read, {more}"
+
+
+def advice(plan: Plan, source: Source, aware: bool) -> str | None:
+    """A line on fits that know the weights alone, of a model that continues text; None if they are
+    `aware` of a text or healed."""
+    writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
+    fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
+    if aware or not (writes and fewer):
+        return None
+    return "these fits know the weights alone; with --text TEXT the loss is several times smaller"

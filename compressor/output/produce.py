@@ -21,7 +21,7 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """What a folder is to hold.
 
     `shards` are slots by file; `read` gives the bytes of a tensor when its turn comes; `small` are the
@@ -37,7 +37,7 @@ class Contents:
 def write_whole(
     workspace: Workspace,
     folder: Path,
-    contents: Contents,
+    contents: FolderContents,
     check: Callable[[Path], Written],
     facts: Callable[[], Mapping[str, Any]],
     progress: Progress,
@@ -50,8 +50,7 @@ def write_whole(
         facts: gives the manifest's account of the run once all is written, with `input_sha256` of
             all that was read.
 
-    Raises:
-        BlrError: as `check`; there is no manifest then.
+    Raises BlrError: as `check`; there is no manifest then.
     """
     names = {
         *contents.shards,
@@ -74,7 +73,7 @@ def write_whole(
     write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
 
 
-def _write_shards(folder: Path, contents: Contents, progress: Progress) -> Written:
+def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:
     with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
 
         def read(entry: TensorEntry) -> Iterable[Bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
 
@@ -19,7 +19,7 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return parse_json(read_whole(path, MAX_BYTES), path, constants=True)
+    return read_json(path, MAX_BYTES, constants=True)
 
 
 def is_layer(record: dict[str, Any]) -> bool:

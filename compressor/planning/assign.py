@@ -12,8 +12,7 @@ from math import ceil, gcd, log
 from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.budget import Item, exact_ranks, snap
 from blr.compressor.planning.heads import groups_for_budget, groups_for_rank, nearest_grouping
-from blr.compressor.planning.layers import Layer
-from blr.compressor.planning.storage_choice import stored_spec
+from blr.compressor.planning.layers import Layer, stored_spec
 from blr.compressor.recipe.schema import LayerSettings, Recipe
 from blr.compressor.structures.patterns import choose_patterns, parse_patterns, validate_chain
 from blr.compressor.structures.registry import STRUCTURES, Form, Structure

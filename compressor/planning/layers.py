@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.base.globs import matches, matches_any
 from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import DIFFUSERS
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.library import DIFFUSERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.recipe.architectures import Family, families, find_family
-from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
+from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
+from blr.kernels.decode.quantized.formats import GROUPS
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties
 Shape = tuple[int, int]  # (out_features, in_features)
@@ -176,3 +179,52 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
     if not recipe.include and matches(found.name.removesuffix(".weight"), HEAD):
         return f"{quote(found.name)}, which stays dense unless --include asks for it"
     return f"{quote(found.name)}, which is no compressible linear layer; leave it out"
+
+
+def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
+    """`spec` as it is stored; itself where packed it would be no smaller: rows far shorter than a group.
+
+    Args:
+        width: bits of a number that is not packed.
+    """
+    if stored.base is not None:
+        base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
+        return CorrectedSpec(base, _correction(spec, stored, width))
+    if stored.bits is None:
+        return spec
+    kept = _couplings(spec, stored)
+    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8)
+    return packed if packed.stored_bits(width) < spec.stored_bits(width) else spec
+
+
+def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:
+    """The correction, packed in the groups, no larger than asked for, that take the fewest bits."""
+    if stored.bits is None:
+        return spec
+    kept = _couplings(spec, stored)
+    tried = [QuantizedSpec(spec, stored.bits, g, kept, tiled=True) for g in GROUPS if g <= stored.group]
+    return min(tried, key=lambda packed: packed.stored_bits(width))
+
+
+def _couplings(spec: Spec, stored: StoredAs) -> int | None:
+    return stored.couplings if isinstance(spec, BlastSpec) else None
+
+
+def what_became(specs: Iterable[Spec], layers: str = "") -> str:
+    """How many layers became what, most of them first; `layers` is what the first are called."""
+    (first, count), *others = Counter(_became(spec) for spec in specs).most_common()
+    rest = "".join(f", {number} {became}" for became, number in others)
+    return f"{count} {layers}{first}{rest}"
+
+
+def _became(spec: Spec) -> str:
+    if isinstance(spec, CorrectedSpec):
+        corrected = f"corrected by {spec.correction.structure}{_packed(spec.correction)}"
+        return f"stored{_packed(spec.base)}, {corrected}"
+    if spec.structure == DENSE:
+        return f"stored{_packed(spec)}"
+    return f"replaced by {spec.structure}{_packed(spec)}"
+
+
+def _packed(spec: Spec) -> str:
+    return f" in {spec.kind}" if isinstance(spec, QuantizedSpec) else ""

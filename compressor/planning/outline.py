@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from blr.compressor.base.dtypes import BYTES, CODES, DTYPES
+from blr.compressor.base.device import BYTES, CODES, DTYPES
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.globs import matches
-from blr.compressor.checkpoint.config import read_config
+from blr.compressor.checkpoint.config import DIFFUSERS, TRANSFORMERS, read_config
 from blr.compressor.checkpoint.header import TensorEntry
-from blr.compressor.checkpoint.library import DIFFUSERS, TRANSFORMERS
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.checked import check_dense, check_unquantized, open_checked
@@ -22,8 +21,7 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
     """The checkpoint in `folder` from its headers, or its outline if it has no weights that
     can be looked into without loading them (pickled ones cannot).
 
-    Returns:
-        The source, and whether it is only an outline (its entries point at no bytes).
+    Returns the source, and whether it is only an outline (its entries point at no bytes).
 
     Raises:
         InputError: no checkpoint and no config.json of a known family, or one that `compress` refuses.

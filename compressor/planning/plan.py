@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from blr.compressor.base.dtypes import BYTES
+from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
-from blr.compressor.planning.layers import Layer, find_layers, select
+from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
-from blr.compressor.planning.storage_choice import stored_spec
 from blr.compressor.recipe.schema import DENSE, FORMER, NONE, PIVOTED, Recipe
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 
@@ -125,9 +124,8 @@ def make_plan(
             without them ranks are uniform.
         calibrated: the fits will be weighted by activations.
 
-    Raises:
-        UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
-            reach.
+    Raises UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
+    reach.
     """
     notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
     layers = select(find_layers(source, recipe, notes), recipe, source)

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from math import prod
 
+from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
-from blr.compressor.base.gpu_names import Card, installed_card
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -101,10 +101,7 @@ def find_gpu(name: str) -> Gpu:
 @cache
 def gpus() -> dict[str, Gpu]:
     """All GPUs with known ceilings, by name."""
-    from ruamel.yaml import YAML
-
-    text = files("blr.configs").joinpath("gpus.yaml").read_text("utf-8")
-    return {name: Gpu(name, **fields) for name, fields in YAML(typ="safe").load(text).items()}
+    return {name: Gpu(name, **fields) for name, fields in read_config_table("gpus.yaml").items()}
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
@@ -131,9 +128,7 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
     Monarch: two batched products around n·b·r numbers. BLAST: two batched products and between them the
     mix with S, which reads and writes n·b·r numbers; for one token it is the prologue of the second
     product. Kronecker-sparse: one fused kernel a factor. Packed weights are unpacked as they are read; a
-    correction is a layer of its own.
-
-    Raises TypeError for a spec of no structure known here.
+    correction is a layer of its own. Any other structure: one kernel that uses every number once.
     """
     if isinstance(spec, CorrectedSpec):
         for _, part in spec.parts():
@@ -167,7 +162,7 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
         for a, b, c, d in reversed(spec.patterns):
             yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
     else:
-        raise TypeError(f"no roofline for {type(spec).__name__}")
+        yield Kernel(n * i + spec.parameters + n * o, n * spec.parameters)
 
 
 def _packed(found: list[Kernel], spec: QuantizedSpec) -> Iterator[Kernel]:

@@ -16,17 +16,8 @@ SUMMED = (
     *("dense_decode_us", "dense_prefill_us"),
 )
 COLUMNS = (
-    *(
-        "layers",
-        "structure",
-        "shape",
-        "rank or pattern",
-        "parameters in all",
-        "cf",
-        "bits",
-        "bytes in all",
-    ),
-    *("decode, µs each", "prefill, µs each", "rule"),
+    *("layers", "structure", "shape", "rank or pattern", "parameters in all", "cf", "bits"),
+    *("bytes in all", "decode, µs each", "prefill, µs each", "rule"),
 )
 
 
@@ -82,14 +73,12 @@ def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
 def _row(entry: PlannedLayer | KeptLayer, gpu: Gpu) -> dict[str, Any]:
     layer = entry.layer
     o, i = layer.shape
-    dense = {"decode": dense_time(i, o, DECODE, gpu), "prefill": dense_time(i, o, PREFILL, gpu)}
+    dense = times = [dense_time(i, o, tokens, gpu) for tokens in (DECODE, PREFILL)]
+    structure, rank, parameters = "dense", "", o * i
     if isinstance(entry, PlannedLayer):
         spec = entry.spec
         structure, rank, parameters = spec.structure, spec.describe(), spec.parameters
         times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
-    else:
-        structure, rank, parameters = "dense", "", o * i
-        times = [dense["decode"], dense["prefill"]]
     return {
         "module": layer.module,
         "type": layer.type,
@@ -101,10 +90,8 @@ def _row(entry: PlannedLayer | KeptLayer, gpu: Gpu) -> dict[str, Any]:
         "cf": o * i / parameters,
         "bits": entry.bits / (o * i),
         "bytes": entry.bits // 8,
-        "decode_us": times[0],
-        "prefill_us": times[1],
-        "dense_decode_us": dense["decode"],
-        "dense_prefill_us": dense["prefill"],
+        **{"decode_us": times[0], "prefill_us": times[1]},
+        **{"dense_decode_us": dense[0], "dense_prefill_us": dense[1]},
         "rule": entry.rule,
     }
 

@@ -73,14 +73,14 @@ def families() -> tuple[Family, ...]:
     """All shipped families, by name."""
     folder = files("blr.configs")
     names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
-    tables = ((name.removesuffix(".yaml"), _load(name)) for name in names)
+    tables = ((name.removesuffix(".yaml"), read_config_table(name)) for name in names)
     return tuple(_family(name, table) for name, table in tables if "model_types" in table)
 
 
 @cache
 def short_names() -> dict[str, str]:
     """Short model names to hub ids."""
-    return dict(_load("hub.yaml"))
+    return dict(read_config_table("hub.yaml"))
 
 
 def _family(name: str, table: dict[str, Any]) -> Family:
@@ -98,7 +98,8 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     )
 
 
-def _load(name: str) -> dict[str, Any]:
+def read_config_table(name: str) -> Any:
+    """What a file of `configs/` says."""
     from ruamel.yaml import YAML
 
     return YAML(typ="safe").load(files("blr.configs").joinpath(name).read_text("utf-8"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from blr.compressor.base.dtypes import COMPUTED
+from blr.compressor.base.device import COMPUTED
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.option import Limits, check_limits
 

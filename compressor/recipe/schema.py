@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from blr.compressor.base.dtypes import Dtype
+from blr.compressor.base.device import Dtype
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.globs import MAX_GLOBS, matches
 from blr.compressor.recipe.field_wording import said_of

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from blr.compressor.base.device import Dtype
 from blr.compressor.base.disk import write_probe, write_stream
-from blr.compressor.base.dtypes import Dtype
 from blr.compressor.base.errors import BlrError, OutputError, UsageError
-from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.recipe.yaml_file import MAX_BYTES, validate
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.tables import FLOAT8, PRODUCT

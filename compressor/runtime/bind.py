@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.quantized import Packed
-from blr.compressor.runtime.memory import CHOICE_BLOCK, State
-from blr.compressor.runtime.plan import Part, Phase, Slot
+from blr.compressor.modeling.modeling_blr import is_number
+from blr.compressor.modeling.packed import Packed
+from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
+from blr.compressor.runtime.plan import Columns, Phase, StagePart
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
-from blr.kernels.decode.skinny.bound import PACKED_FROM, PLAIN_FROM
-from blr.kernels.fp8.reference import is_number
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -33,14 +32,14 @@ class Binder:
     model's dtype. ordered: and in the order of the packed weights that read them.
     """
 
-    state: State
+    state: DecoderState
     rows: int
     bucket: int
     triton: bool
     pdl: bool = False
     splits: int | None = None
-    halved: set[Slot] = field(default_factory=set)
-    ordered: set[Slot] = field(default_factory=set)
+    halved: set[Columns] = field(default_factory=set)
+    ordered: set[Columns] = field(default_factory=set)
 
     def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
         """The functions that run `phases` one after the other.
@@ -60,7 +59,7 @@ class Binder:
             self.ordered.discard(phase.target)
         return getattr(self, f"_{phase.kind}")(phase)
 
-    def _segment(self, part: Part) -> Segment | QuantizedSegment:
+    def _segment(self, part: StagePart) -> Segment | QuantizedSegment:
         if self._order(part) is not None:
             self.halved.add(part.target)
         x, y = self._view(part.source), self._view(part.target)
@@ -76,7 +75,7 @@ class Binder:
             correction=correction,
         )
 
-    def _order(self, part: Part) -> tuple[int, int] | None:
+    def _order(self, part: StagePart) -> tuple[int, int] | None:
         """The order in which packed weights read a stage's target, if they are skinny products."""
         return part.order if self.triton and self.rows >= PACKED_FROM else None
 
@@ -90,11 +89,11 @@ class Binder:
                 return run
             segments, norm, before = self._ready(segments, norm)
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
-        from blr.kernels.decode.quantized.segments import grouped as reference
-
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-        return partial(reference, segments, **norm)
+        from blr.kernels.decode.quantized.segments import grouped
+
+        return partial(grouped, segments, **norm)
 
     def _dual(self, phase: Phase) -> Run:
         gate, up = (self._segment(part) for part in phase.parts)
@@ -106,9 +105,9 @@ class Binder:
                 return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
-        from blr.kernels.decode.quantized.segments import dual as reference
+        from blr.kernels.decode.quantized.segments import dual
 
-        return partial(reference, gate, up, **options)
+        return partial(dual, gate, up, **options)
 
     def _skinny(
         self,
@@ -119,10 +118,14 @@ class Binder:
         **options: Any,
     ) -> Run | None:
         """What runs segments, or with an activation a pair, by skinny products if those take them."""
+        targets = {part.target for part in phase.parts}
+        if self.rows < PLAIN_FROM:
+            self.ordered.difference_update(targets)
+            return None
         from blr.kernels.decode.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
-        order, targets = self._order(phase.parts[0]), {part.target for part in phase.parts}
+        order = self._order(phase.parts[0])
         order = order if segments[0].y.dtype == dtype else None
         options |= {"pdl": self.pdl, "order": order}
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)
@@ -156,7 +159,7 @@ class Binder:
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self._view(phase.source), self._view(phase.target)
 
-    def _view(self, slot: Slot) -> Tensor:
+    def _view(self, slot: Columns) -> Tensor:
         """A slot: what packed weights read, and from three rows on plain ones, in the model's dtype."""
         half = self.rows >= PLAIN_FROM or slot in self.halved
         return self.state.view(slot, self.rows, self.triton and half)

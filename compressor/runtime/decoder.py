@@ -8,8 +8,11 @@ timing.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial, wraps
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,16 +20,20 @@ from torch import Tensor
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.runtime.bind import Binder, Run
-from blr.compressor.runtime.collect import Collector
-from blr.compressor.runtime.failures import BatchError, ContextError, UnsupportedError
-from blr.compressor.runtime.memory import State, bucket_of
-from blr.compressor.runtime.modes import CACHES, MODES, OPS
+from blr.compressor.runtime.failures import (
+    CACHES,
+    MODES,
+    OPS,
+    BatchError,
+    ContextError,
+    Turn,
+    UnsupportedError,
+)
+from blr.compressor.runtime.memory import DecoderState, bucket_of
 from blr.compressor.runtime.phases import make_plan, supports
 from blr.compressor.runtime.plan import Phase
-from blr.compressor.runtime.profile import measure
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
-from blr.compressor.runtime.sampling import Sampler, check_logits
-from blr.compressor.runtime.turns import Turn
+from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
@@ -71,9 +78,8 @@ class Decoder:
     Attributes:
         pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
 
-    Raises:
-        UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not.
-        BatchError, ContextError: a size out of range.
+    Raises UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not;
+    BatchError, ContextError: a size out of range.
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class Decoder:
         self.ops, self.deterministic = ops, deterministic
         self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
-        self.state = State(model, self.plan, batch, context, cache)
+        self.state = DecoderState(model, self.plan, batch, context, cache)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
@@ -110,11 +116,9 @@ class Decoder:
             input_ids: [B, T] int64, padded on the left. lengths: [B], tokens of each row at its end
                 (default: T).
 
-        Returns:
-            [B, vocab] in float32, the logits of the first new token.
+        Returns [B, vocab] in float32, the logits of the first new token.
 
-        Raises:
-            BatchError, ContextError: more rows or tokens than the decoder was made for.
+        Raises BatchError, ContextError: more rows or tokens than the decoder was made for.
         """
         rows, length = input_ids.shape
         if not 1 <= rows <= self.batch or length == 0:
@@ -173,14 +177,11 @@ class Decoder:
             temperature, top_k, top_p: of `Sampler`. seed: of the draws.
             stop_ids: tokens that end a row. on_token: called with (row, token) as tokens arrive.
 
-        Returns:
-            The new tokens of each row, its stop token last if it met one.
+        Returns the new tokens of each row, its stop token last if it met one.
 
-        Raises:
-            BatchError, ContextError: more rows or tokens than the decoder was made for.
-            ValueError: sampling parameters out of range.
-            NumericsError: logits that choose no token.
-            BusyError: a call by `on_token` of this decoder's own.
+        Raises BatchError, ContextError: more rows or tokens than the decoder was made for; ValueError:
+        sampling parameters out of range; NumericsError: logits that choose no token; BusyError: a call
+        by `on_token` of this decoder's own.
         """
         sampler = Sampler(temperature, top_k, top_p)
         if max_new_tokens < 1:
@@ -310,3 +311,46 @@ def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str
     limit = context_of(model.config.to_dict())
     if not 1 <= context <= limit:
         raise ContextError(f"context {context}: expected 1 to the model's {limit}; lower it")
+
+
+def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:
+    """See `Decoder.profile`."""
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for phase in decoder.plan.phases:
+        groups[re.sub(r"^layer\.\d+\.", "layer.*.", phase.name)].append(phase)
+    groups["token"] = decoder.plan.phases
+    room = decoder.context - decoder.position - 2  # a whole token moves on by one slot each time
+    if room < 1:
+        raise ContextError("profile: the cache is full; expected room for two tokens at least")
+    steps = min(steps, room)
+    shape = decoder.rows, bucket_of(decoder.position + steps + 2)
+    binder = decoder.binder(*shape)
+    kept = [t.clone() for t in (decoder.state.tokens, decoder.state.pos)]
+    measured = []
+    for name, phases in groups.items():
+        whole = name == "token"
+        count = 1 if whole else len(phases)
+        run = decoder.token(*shape) if whole else decoder.capture(binder.bind_all(phases))
+        seconds = average(run, steps, kept[0].device)
+        size = sum(decoder.bytes_of(phase) for phase in phases) // count
+        measured.append((name, seconds * 1e6 / count, size))
+        for tensor, value in zip((decoder.state.tokens, decoder.state.pos), kept, strict=True):
+            tensor.copy_(value)
+    return measured
+
+
+def average(run: Callable[[], Any], steps: int, device: torch.device) -> float:
+    """Seconds that a call of `run` takes on `device`, one uncounted call before."""
+    run()
+    if device.type != "cuda":
+        begun = perf_counter()
+        for _ in range(steps):
+            run()
+        return (perf_counter() - begun) / steps
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(steps):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / steps

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
+MODES = ("auto", "graph", "eager")
+FORMER = {"persistent": "graph"}  # modes of earlier versions, by what does their work
+OPS = ("triton", "torch")
+CACHES = ("whole", "int8")  # what is kept of keys and values
+
 
 class DecoderError(ValueError):
     """Base of what the decoder refuses."""
@@ -21,3 +29,31 @@ class BatchError(DecoderError):
 
 class BusyError(DecoderError):
     """A call from inside another one, whose caches it would overwrite."""
+
+
+class Turn:
+    """A lock that a thread holds as a context; others wait. Copies and pickles have their own.
+
+    Raises BusyError where a thread enters it again, which would wait for itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._holder == me:
+            raise BusyError(
+                "asked for another sequence while a token of one is handed on: expected one at a time; "
+                "generate it before or after"
+            )
+        self._lock.acquire()
+        self._holder = me
+
+    def __exit__(self, *error: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return Turn, ()

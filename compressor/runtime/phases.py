@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import Stage, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
-from blr.compressor.runtime.plan import Heads, Part, Phase, Plan, Slot
-from blr.compressor.runtime.stages import kind_of, stages_of
+from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.layers.pivoted.places import Places
@@ -53,17 +52,16 @@ def supports(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def make_plan(model: Any) -> Plan:
+def make_plan(model: Any) -> TokenPlan:
     """The phases of `model`, which may mix dense and structured layers.
 
-    Raises:
-        UnsupportedError: with the reason that `supports` gives.
+    Raises UnsupportedError: with the reason that `supports` gives.
     """
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")
-    base, config, plan = model.get_decoder(), model.config, Plan()
-    x = Slot("x", config.hidden_size)
+    base, config, plan = model.get_decoder(), model.config, TokenPlan()
+    x = Columns("x", config.hidden_size)
     table = model.get_input_embeddings().weight
     plan.add(Phase("embed", "embed", target=x, weight=table))
     activation = ACTIVATIONS[config.hidden_act]
@@ -71,7 +69,7 @@ def make_plan(model: Any) -> Plan:
         prefix = f"layer.{index}."
         _attention(plan, prefix, layer, _heads(layer.self_attn, config, index), x)
         _mlp(plan, prefix, layer, activation, x)
-    head, logits = model.get_output_embeddings(), Slot("logits", config.vocab_size)
+    head, logits = model.get_output_embeddings(), Columns("logits", config.vocab_size)
     _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
     plan.add(Phase("choose", "choose", source=logits))
     return plan
@@ -89,24 +87,26 @@ def _heads(attention: Any, config: Any, index: int) -> Heads:
     return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window)
 
 
-def _attention(plan: Plan, prefix: str, layer: Any, heads: Heads, x: Slot) -> None:
+def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Columns) -> None:
     """Norm, projections, attention and the output projection of a decoder layer."""
     own, targets, at = layer.self_attn, {}, 0
     for name in TOGETHER["self_attn"]:
         module = getattr(own, name)
         width = module.out_features
-        targets[name.removesuffix("_proj")] = (module, Slot("qkv", width, at))
+        targets[name.removesuffix("_proj")] = (module, Columns("qkv", width, at))
         at += width
     _projections(plan, prefix, targets, x, "qkv", layer.input_layernorm)
-    mixed = Slot("heads", own.o_proj.in_features)
-    plan.add(Phase(f"{prefix}attention", "attention", source=Slot("qkv", at), target=mixed, heads=heads))
+    mixed = Columns("heads", own.o_proj.in_features)
+    plan.add(
+        Phase(f"{prefix}attention", "attention", source=Columns("qkv", at), target=mixed, heads=heads)
+    )
     _projections(plan, prefix, {"o": (own.o_proj, x)}, mixed, "o", add=True)
 
 
-def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
+def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
     """Norm, gated projections and the output projection of a decoder layer."""
     mlp, width = layer.mlp, layer.mlp.down_proj.in_features
-    inner, norm = Slot("inner", width), layer.post_attention_layernorm
+    inner, norm = Columns("inner", width), layer.post_attention_layernorm
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
     gate, up = map(stages_of, modules)
     name = f"{prefix}gate_up"
@@ -119,9 +119,9 @@ def _mlp(plan: Plan, prefix: str, layer: Any, activation: str, x: Slot) -> None:
     elif gate is not None and up is not None and _pivots(gate) and _pivots(up):
         _pivoted(plan, name, [gate, up], inner, x, norm, activation=activation)
     else:
-        both = Slot("gate_up", 2 * width)
-        targets = {"gate": (modules[0], Slot("gate_up", width))}
-        targets["up"] = (modules[1], Slot("gate_up", width, width))
+        both = Columns("gate_up", 2 * width)
+        targets = {"gate": (modules[0], Columns("gate_up", width))}
+        targets["up"] = (modules[1], Columns("gate_up", width, width))
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
@@ -160,10 +160,10 @@ def _pivots(stages: Sequence[Stage]) -> bool:
 
 
 def _projections(
-    plan: Plan,
+    plan: TokenPlan,
     prefix: str,
-    targets: dict[str, tuple[nn.Module, Slot]],
-    source: Slot,
+    targets: dict[str, tuple[nn.Module, Columns]],
+    source: Columns,
     name: str,
     norm: Any = None,
     add: bool = False,
@@ -180,7 +180,7 @@ def _projections(
         return
     slots = [slot for _, slot in targets.values()]
     if _pivots(stages[0]):
-        whole = Slot(slots[0].name, sum(slot.width for slot in slots), slots[0].start)
+        whole = Columns(slots[0].name, sum(slot.width for slot in slots), slots[0].start)
         _pivoted(plan, prefix + name, stages, whole, source, norm, add)
         return
     parts = _advance(plan, prefix + name, stages, source, norm)
@@ -190,16 +190,16 @@ def _projections(
 
 
 def _advance(
-    plan: Plan, name: str, stages: Sequence[Sequence[Stage]], source: Slot, norm: Any
-) -> list[Slot]:
+    plan: TokenPlan, name: str, stages: Sequence[Sequence[Stage]], source: Columns, norm: Any
+) -> list[Columns]:
     """All stages but the last of layers that share `source`; returns where each one's input is."""
     inputs = [source] * len(stages)
     orders = [_order(stages, depth + 1) for depth in range(len(stages[0]) - 1)]
     for depth in range(len(stages[0]) - 1):
         parts, at = [], 0
         for given, chain in zip(inputs, stages, strict=True):
-            target = Slot(f"z{depth}", chain[depth].rows, at)
-            parts.append(Part(chain[depth], given, target, order=orders[depth]))
+            target = Columns(f"z{depth}", chain[depth].rows, at)
+            parts.append(StagePart(chain[depth], given, target, order=orders[depth]))
             at += -(-target.width // GROUP) * GROUP  # whole groups, should the next weights be packed
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and depth == 0 else {}
         plan.add(Phase(f"{name}.V", "stages", tuple(parts), **gain))
@@ -208,30 +208,30 @@ def _advance(
 
 
 def _last(
-    inputs: Sequence[Slot],
+    inputs: Sequence[Columns],
     stages: Sequence[Sequence[Stage]],
-    targets: Sequence[Slot],
+    targets: Sequence[Columns],
     order: tuple[int, int] | None = None,
-) -> list[Part]:
+) -> list[StagePart]:
     """The last stages, into `targets`, in an order as of `Part`; first stages of corrections side by
     side into "z"."""
     parts, at = [], 0
     for chain, given, target in zip(stages, inputs, targets, strict=True):
         stage, first = chain[-1], None
         if stage.correction is not None:
-            z = Slot("z", stage.correction.first.rows, at)
-            first = Part(stage.correction.first, given, z)
+            z = Columns("z", stage.correction.first.rows, at)
+            first = StagePart(stage.correction.first, given, z)
             at += -(-z.width // 8) * 8  # 32-byte boundaries
-        parts.append(Part(stage, given, target, first, order))
+        parts.append(StagePart(stage, given, target, first, order))
     return parts
 
 
 def _pivoted(
-    plan: Plan,
+    plan: TokenPlan,
     name: str,
     stages: Sequence[Sequence[Stage]],
-    target: Slot,
-    source: Slot,
+    target: Columns,
+    source: Columns,
     norm: Any,
     add: bool = False,
     activation: str = "",
@@ -240,11 +240,11 @@ def _pivoted(
     `target`, where layers stand side by side, too, or are multiplied with an activation."""
     first, last, index, at = [], [], [], 0
     for V, U in stages:
-        pivots = Slot("pivots", V.rows, at)
+        pivots = Columns("pivots", V.rows, at)
         behind = at + -(-V.rows // GROUP) * GROUP  # whole groups, should U be packed
-        others = Slot("pivots", U.rows, behind)
-        first.append(Part(V, source, pivots))
-        last.append(Part(U._replace(bias=None, places=None), pivots, others))
+        others = Columns("pivots", U.rows, behind)
+        first.append(StagePart(V, source, pivots))
+        last.append(StagePart(U._replace(bias=None, places=None), pivots, others))
         assert U.places is not None
         index.append(torch.where(U.places < V.rows, U.places + at, U.places + behind - V.rows))
         at = behind + -(-U.rows // GROUP) * GROUP
@@ -252,7 +252,7 @@ def _pivoted(
     plan.add(Phase(f"{name}.V", "stages", tuple(first), **gain))
     plan.add(Phase(f"{name}.U", "stages", tuple(last)))
     places = Places(torch.cat(index), _side_by_side([U.bias for _, U in stages], index))
-    phase = Phase(f"{name}.P", "gather", (), Slot("pivots", at), target, activation=activation)
+    phase = Phase(f"{name}.P", "gather", (), Columns("pivots", at), target, activation=activation)
     plan.add(replace(phase, add=add, places=places))
 
 
@@ -266,16 +266,16 @@ def _side_by_side(biases: Sequence[Tensor | None], index: Sequence[Tensor]) -> T
 
 
 def _modules(
-    plan: Plan,
+    plan: TokenPlan,
     prefix: str,
-    targets: dict[str, tuple[nn.Module, Slot]],
-    source: Slot,
+    targets: dict[str, tuple[nn.Module, Columns]],
+    source: Columns,
     norm: Any,
     add: bool,
 ) -> None:
     """Layers that only their own forward computes, after a norm of its own."""
     if norm is not None:
-        normed, key = Slot("normed", source.width), "+".join(targets)
+        normed, key = Columns("normed", source.width), "+".join(targets)
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon}
         plan.add(Phase(f"{prefix}{key}.norm", "norm", source=source, target=normed, **gain))
         source = normed

@@ -17,7 +17,7 @@ from blr.kernels.layers.pivoted.places import Places
 
 
 @dataclass(frozen=True)
-class Slot:
+class Columns:
     """Columns `start` … of the buffer `name`, `width` of them."""
 
     name: str
@@ -25,21 +25,21 @@ class Slot:
     start: int = 0
 
 
-NOWHERE = Slot("", 0)
+NOWHERE = Columns("", 0)
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """One stage of a launch, from one slot into another. first: that of its correction. order: bits and
     group of the packed weights that alone read the target, if there are such."""
 
     stage: Stage
-    source: Slot
-    target: Slot
-    first: Part | None = None
+    source: Columns
+    target: Columns
+    first: StagePart | None = None
     order: tuple[int, int] | None = None
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[Columns]:
         """Where it reads and writes."""
         return [self.source, self.target] + ([] if self.first is None else self.first.slots())
 
@@ -70,9 +70,9 @@ class Phase:
 
     name: str
     kind: str
-    parts: tuple[Part, ...] = ()
-    source: Slot = NOWHERE
-    target: Slot = NOWHERE
+    parts: tuple[StagePart, ...] = ()
+    source: Columns = NOWHERE
+    target: Columns = NOWHERE
     gain: Tensor | None = None
     eps: float = 0.0
     add: bool = False
@@ -95,7 +95,7 @@ class Phase:
 
 
 @dataclass
-class Plan:
+class TokenPlan:
     """The phases of one token in order, and the width of every buffer."""
 
     phases: list[Phase] = field(default_factory=list)

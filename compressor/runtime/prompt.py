@@ -14,8 +14,8 @@ from torch import Tensor
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
 from blr.compressor.modeling.masks import unmasked, unpacked
-from blr.compressor.runtime.cache import StaticKV
 from blr.compressor.runtime.failures import BatchError
+from blr.compressor.runtime.memory import StaticKV
 
 CHUNK = 512  # tokens of a row that pass through the layers together where memory is short
 WHOLE = 8192  # tokens of all rows that do on a GPU; of longer prompts half as many at a time
@@ -66,8 +66,7 @@ class Prompts:
         Args:
             start: [B] on the CPU, the first slot of each row that is not padding.
 
-        Returns:
-            [B, H], the normalized hidden states of the last slot.
+        Returns [B, H], the normalized hidden states of the last slot.
         """
         padding = start.to(input_ids.device) if int(start.max()) > 0 else None
         found = None

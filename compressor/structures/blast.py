@@ -24,10 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.ordered_sums import OrderedSum, rounds
-from blr.compressor.base.precision import tensor_cores
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend

@@ -23,7 +23,7 @@ from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import OWN, Progress
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.modeling.cache_names import NAMES, cache_name
-from blr.compressor.text.beginning import beginning_of
+from blr.compressor.text.reading import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
 from blr.compressor.workspace.journal import Journal, layer_key
@@ -73,7 +73,10 @@ def write_own_text(
     size = min(batch_size(model, wanted.length), 1 << (samples - 1).bit_length())
     openings = _openings(tokenizer)
     count = -(-samples // size)
-    keys = [_key(wanted, n, size, openings[n % len(openings)]) for n in range(count)]
+    written_as = [ALGORITHM, wanted.author, wanted.length, wanted.seed]
+    keys = [
+        layer_key(own=[*written_as, n, size], opening=openings[n % len(openings)]) for n in range(count)
+    ]
     fits = partial(_fits, model, (size, wanted.length))
     share_of = [n for n in range(count) if n % share[1] == share[0]]
     mine = [n for n in share_of if not _is_kept(journal, keys[n], fits)]
@@ -144,12 +147,6 @@ def _width(config: Any) -> int:
     except (AttributeError, RuntimeError, ValueError):
         return int(config.hidden_size)
     return int(heads * head)
-
-
-def _key(wanted: OwnText, number: int, size: int, opening: list[int]) -> str:
-    return layer_key(
-        own=[ALGORITHM, wanted.author, wanted.length, wanted.seed, number, size], opening=opening
-    )
 
 
 def _openings(tokenizer: Any) -> list[list[int]]:

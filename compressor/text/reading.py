@@ -1,4 +1,9 @@
-"""Reads calibration text into batches of tokens."""
+"""Reads calibration text into batches of tokens.
+
+A tokenizer puts nothing, BOS or several tokens before every text, and a model reads none without them: a
+window that stands for a text begins with this *beginning*. It is no part of the text: no loss counts a
+prediction of it.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +14,72 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blr.compressor.base.errors import HubError, InputError
 from blr.compressor.base.packages import check_packages, is_missing
 from blr.compressor.base.quoting import first_line, is_text, quote
 from blr.compressor.checkpoint.regular import (
     absence,
+    digest_of,
     read_lines,
-    read_pieces,
     read_start,
     read_text,
     refuse,
 )
+from blr.compressor.loading.tokenizer import PROBE, encode_padded
 from blr.compressor.planning.training_sizes import BATCH
-from blr.compressor.text.beginning import Beginning, beginning_of, begun, idle_predictions, room_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Beginning: TypeAlias = tuple[int, ...]  # token ids
 DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
 PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
 NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
 MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
 MAX_LINE = 2**25  # characters
 MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
+HELD_SHARE = 0.05  # of a text that is not trained on but judged by
+HELD_TOKENS = 4096  # of a calibration's text that are judged by
+LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
 PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
+
+
+def beginning_of(tokenizer: Any) -> Beginning:
+    """The ids before those of the text itself, as the tokenizer gives them by default. It is asked, for
+    neither `bos_token` nor `add_bos_token` decides that in all of them. What it puts behind a text is
+    left out."""
+    plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
+    whole = tokenizer(PROBE, verbose=False)["input_ids"]
+    starts = range(len(whole) - len(plain) + 1)
+    return tuple(whole[: next((n for n in starts if whole[n : n + len(plain)] == plain), 0)])
+
+
+def begun(rows: Tensor, beginning: Beginning) -> Tensor:
+    """Token ids [m, w] with the beginning before each row [m, p + w]."""
+    import torch
+
+    return torch.cat([rows.new_tensor(beginning).expand(len(rows), -1), rows], 1)
+
+
+def room_in(window: int, beginning: Beginning) -> int:
+    """Tokens of text in a window. Raises InputError for one without any."""
+    room = window - len(beginning)
+    if room < 1:
+        raise InputError(
+            f"a window of {window} tokens, and the tokenizer begins every text with {len(beginning)}; "
+            "expected room for text behind them; take longer windows"
+        )
+    return room
+
+
+def idle_predictions(beginning: Beginning) -> int:
+    """Positions at a window's start that predict a token of the beginning: no loss counts them. The last
+    of the beginning predicts the first of the text."""
+    return max(len(beginning) - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -75,9 +118,8 @@ def read_calibration(
             a text, the last twentieth of what it holds at most held back; encoders one line at a time,
             with all that the tokenizer puts around it.
 
-    Raises:
-        InputError: missing, empty, not UTF-8, malformed, or shorter than one window.
-        HubError: a data set that cannot be had.
+    Raises InputError: missing, empty, not UTF-8, malformed, or shorter than one window; HubError: a data
+    set that cannot be had.
     """
     documents = read_documents(name, offline)
     if not packed:
@@ -114,10 +156,7 @@ def calibration_digest(name: str) -> str:
     path = _known(name)
     if not os.path.exists(path):
         return name
-    digest = hashlib.sha256()
-    for piece in read_pieces(path, MAX_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
+    return digest_of(path, MAX_BYTES)
 
 
 def check_text(name: str, offline: bool = False) -> None:
@@ -265,8 +304,6 @@ def _windows(
     right behind them."""
     import torch
 
-    from blr.compressor.text.windows import HELD_TOKENS
-
     ids: list[int] = []
     piece: list[str] = []
     size = 0
@@ -291,8 +328,6 @@ def _windows(
 
 def _fitted(windows: int, room: int) -> int:
     """How many windows of a whole text, of `room` tokens, are fitted to; the rest is held back."""
-    from blr.compressor.text.windows import HELD_SHARE, HELD_TOKENS, LEAST_WINDOWS
-
     if windows < LEAST_WINDOWS:
         return windows
     return windows - max(min(round(HELD_SHARE * windows), HELD_TOKENS // room), 1)
@@ -310,8 +345,6 @@ def _sentences(
             break
     if not texts:
         raise InputError(f"{name}: no text; expected one document or sentence a line")
-    from blr.compressor.loading.tokenizer import encode_padded
-
     texts.sort(key=len)
     ids, masks = [], []
     for n in range(0, len(texts), 4 * BATCH):

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import InputError
-from blr.compressor.text.beginning import Beginning, begun, idle_predictions, room_in
+from blr.compressor.text.reading import (
+    HELD_SHARE,
+    LEAST_WINDOWS,
+    Beginning,
+    begun,
+    idle_predictions,
+    room_in,
+)
 
-HELD_SHARE = 0.05  # of a text that is not trained on but judged by
 HELD_MOST = 64  # windows
-HELD_TOKENS = 4096  # of a calibration's text that are judged by
 PIECE = 1 << 20  # characters tokenized at once
 SEEDS = 1 << 63  # of generators
-LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PLAIN_READS = 3  # epochs in which windows are read as they are
 
 

@@ -12,16 +12,20 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.base.errors import InputError, OutputError, VerifyError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.config import depth
-from blr.compressor.checkpoint.header import header_bytes
-from blr.compressor.checkpoint.regular import parse_json, read_whole
+from blr.compressor.checkpoint.header import TensorEntry, header_bytes
+from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
+from blr.compressor.checkpoint.remote import remote_shard
+from blr.compressor.checkpoint.source import Source
 
 MANIFEST = "blr_manifest.json"
 FORMAT = 2
@@ -29,18 +33,18 @@ WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of hea
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32
-TABLES = (
-    "run",
-    "source",
-    "healed_from",
-    "teacher",
-    "compressed_from",
-)  # facts that are tables
+TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
 _HUBS_OWN = re.compile(
     r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
 )
+Hashes = Literal["all", "small", "none"]  # of which files: every one, all but the shards, none
+SHARD = ".safetensors"
+# What loaders look at, and what is downloaded of a repository on the hub
+READ = frozenset({SHARD, ".json", ".txt", ".model", ".jinja", ".tiktoken"})
+THREADS = 4  # hashing more files at once waits for the disk
+REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
@@ -49,7 +53,11 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any
     Args:
         folder: where the files lie. files: their names to (bytes, SHA-256).
     """
-    listed = {name: _listing(folder / name, *found) for name, found in sorted(files.items())}
+    listed: dict[str, dict[str, Any]] = {}
+    for name, (size, sha256) in sorted(files.items()):
+        listed[name] = {"size": size, "sha256": sha256}
+        if name.endswith(SHARD):
+            listed[name][HEADER] = header_digest(folder / name)
     table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
     text = json.dumps(table, indent=2).encode() + b"\n"
     return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
@@ -65,11 +73,6 @@ def with_file(folder: Path, name: str, data: bytes) -> bytes:
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
     facts = {key: manifest[key] for key in manifest if key not in ("format", "files", DIGEST)}
     return build_manifest(folder, files, **facts)
-
-
-def _listing(path: Path, size: int, sha256: str) -> dict[str, Any]:
-    found = {"size": size, "sha256": sha256}
-    return {**found, HEADER: header_digest(path)} if path.suffix == ".safetensors" else found
 
 
 def header_digest(path: Path) -> str:
@@ -120,9 +123,8 @@ def computing_digest(folder: Path) -> str | None:
 def verify_manifest(folder: Path) -> int:
     """Check every file of an output and its manifest; how many files there are.
 
-    Raises:
-        OutputError: as `read_manifest`.
-        VerifyError: a file or the manifest itself differs, or something cannot be read.
+    Raises OutputError: as `read_manifest`; VerifyError: a file or the manifest itself differs, or
+    something cannot be read.
     """
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
@@ -259,3 +261,88 @@ def _check(path: Path, expected: dict[str, Any]) -> str | None:
     except OSError as error:
         return "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
     return None if found == expected["sha256"] else f"SHA-256 {found}, expected {expected['sha256']}"
+
+
+def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest of `folder` lists of the files that loaders read; empty without a manifest.
+
+    Raises InputError for a manifest that is damaged.
+    """
+    if not os.path.lexists(folder / MANIFEST):
+        return {}
+    try:
+        files = read_manifest(folder)["files"]
+    except OutputError as error:
+        raise InputError(f"{error}; {REMEDY}") from None
+    return {name: found for name, found in files.items() if Path(name).suffix in READ}
+
+
+def check_listed(folder: Path, hashes: Hashes) -> None:
+    """Compare the files of an output with its manifest: their sizes, the headers of shards, and the
+    SHA-256 of those that `hashes` says.
+
+    Raises InputError naming the first file that differs.
+    """
+    listed = read_listed(folder)
+    for name, expected in listed.items():
+        _check_outline(folder, name, expected)
+    read = {
+        n: e
+        for n, e in listed.items()
+        if hashes == "all" or (hashes == "small" and not n.endswith(SHARD))
+    }
+    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+        paths = [folder / name for name in read]
+        for (name, expected), found in zip(read.items(), pool.map(_sha256, paths), strict=True):
+            _compare(folder / name, found, expected["sha256"])
+
+
+class ShardDigests:
+    """SHA-256 of the whole shards that a manifest or the hub lists, made from the bytes of their tensors
+    as they are read in order."""
+
+    def __init__(self, source: Source) -> None:
+        self._listed = read_listed(source.folder)
+        known = [path for path in source.shards if self._expected(path)]
+        self._open = {path: hashlib.sha256(header_bytes(path)) for path in known}
+
+    def _expected(self, path: Path) -> dict[str, str]:
+        """What a shard should have, by who says so."""
+        found = {}
+        if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
+            found["the hub"] = shard.sha256
+        if path.name in self._listed:
+            found[MANIFEST] = self._listed[path.name]["sha256"]
+        return found
+
+    def update(self, entry: TensorEntry, piece: bytes | bytearray) -> None:
+        """Take the next bytes of a shard, a part of `entry`; shards may be read at once."""
+        if (digest := self._open.get(entry.file)) is not None:
+            digest.update(piece)
+
+    def check(self) -> None:
+        """Raise InputError for a shard that is not what is listed."""
+        for path, digest in self._open.items():
+            for by, expected in self._expected(path).items():
+                _compare(path, digest.hexdigest(), expected, by)
+
+
+def _check_outline(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+    path = inside(folder, name)
+    size = os.stat(path).st_size
+    if size != expected["size"]:
+        refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
+    if HEADER in expected and header_digest(path) != expected[HEADER]:
+        refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
+
+
+def _compare(path: Path, found: str, expected: str, by: str = MANIFEST) -> None:
+    if found != expected:
+        refuse(path, f"SHA-256 {found}", f"{expected} by {by}", REMEDY)

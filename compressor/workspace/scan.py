@@ -15,12 +15,12 @@ import torch
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.progress import READING, Progress
-from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.numerics import count_bad, norm
 from blr.compressor.checkpoint.remote import remote_shard
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.trust import ShardDigests
+from blr.compressor.workspace.manifest import ShardDigests
 
 THREADS = 8  # shards read at once
 Place = tuple[Path, int, int]  # of the bytes of a tensor, which may have several names
@@ -41,8 +41,7 @@ def scan_source(source: Source, finite: Collection[str], remedy: str, progress: 
     Args:
         finite: names of floating-point tensors that must hold no NaN or Inf. remedy: if one does.
 
-    Raises:
-        NumericsError: one of them does. InputError: a shard that its manifest does not list so.
+    Raises NumericsError: one of them does. InputError: a shard that its manifest does not list so.
     """
     shards = ShardDigests(source)
     places = {_place(source.entries[name]) for name in finite}

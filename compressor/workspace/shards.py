@@ -7,15 +7,19 @@ is what this module exists to avoid. Every shard is read back by the library at 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from blr.compressor.base.disk import Bytes, write_stream
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.config import TRANSFORMERS, Library
 from blr.compressor.checkpoint.header import BITS, TensorEntry
-from blr.compressor.checkpoint.library import TRANSFORMERS, Library
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ def write_shards(
 ) -> dict[str, tuple[int, str]]:
     """Write every shard, then the index if there are several.
 
-    Returns:
-        File name to (bytes, SHA-256).
+    Returns file name to (bytes, SHA-256).
     """
     written = {}
     for name, slots in shards.items():
@@ -101,3 +104,17 @@ def _index(shards: Mapping[str, list[Slot]]) -> bytes:
     total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode() + b"\n"
+
+
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """``500MB``, ``5GB``, ``2GiB`` or a number of bytes, as bytes. Raises UsageError otherwise."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(f"size {quote(text)}: expected a number with B, KB, MB, GB or GiB, as 5GB")
+    size = int(float(match[1]) * UNITS[match[2].upper()])
+    if size < 1:
+        raise UsageError(f"size {text!r}: expected at least one byte")
+    return size

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from blr.compressor.base.errors import BlrError, InputError, OutputError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.config import depth
-from blr.compressor.checkpoint.regular import parse_json, read_whole, refuse
+from blr.compressor.checkpoint.regular import read_json, refuse
 
 MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 32
@@ -57,7 +57,7 @@ def read_kept(
     try:
         if os.path.islink(path):
             refuse(path, "a link", "a file that blr wrote", remedy)
-        return fitted(parse_json(read_whole(path, limit), path), model, path, remedy)
+        return fitted(read_json(path, limit), model, path, remedy)
     except InputError as error:
         said, _, _ = str(error).rpartition("; ")
         raise kind(f"{said}; {remedy}") from None

@@ -16,14 +16,13 @@ from typing import Any
 
 from blr.compressor.base.disk import check_space, folder_bytes, fsync_folder
 from blr.compressor.base.errors import OutputError
-from blr.compressor.checkpoint.mistaken import JOURNAL
-from blr.compressor.checkpoint.remedies import storage_errors
+from blr.compressor.base.exhaustion import storage_errors
+from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace import ownership
-from blr.compressor.workspace.destination import absolute, check_output, sibling
-from blr.compressor.workspace.fingerprint import changes
-from blr.compressor.workspace.journal import Journal
+from blr.compressor.workspace.journal import Journal, changes
 from blr.compressor.workspace.lock import Lock
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files, verify_listed
+from blr.compressor.workspace.ownership import absolute, check_output, sibling
 
 Verify = Callable[[Path, dict[str, Any]], list[str]]
 
@@ -106,8 +105,7 @@ class Workspace:
         Args:
             fingerprint: everything a resumed run must agree on, by name, JSON-ready.
 
-        Raises:
-            OutputError: left by a run with another fingerprint (the message names what changed).
+        Raises OutputError: left by a run with another fingerprint (the message names what changed).
         """
         self.fingerprint = ownership.canonical(fingerprint)
         if self._left is not None and self._holds_work():
@@ -249,7 +247,7 @@ class Workspace:
             ownership.check_listed(self.partial, self._files)
         elif (self.partial / MANIFEST).exists():
             self._take_whole(read_manifest(self.partial))
-        elif ownership.is_unborn(self.partial) or (self._after_kill and self._is_bare()):
+        elif ownership.is_unborn(self.partial) or (self._after_kill and not any(self.partial.iterdir())):
             ownership.remove(self.partial, {ownership.RUN_FILE})
         else:
             ownership.in_the_way(self.partial, "without the mark of blr")
@@ -262,9 +260,6 @@ class Workspace:
             self.claim()
         elif self.restart:
             ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
-
-    def _is_bare(self) -> bool:
-        return not any(self.partial.iterdir())
 
     def _is_marked(self) -> bool:
         return os.path.lexists(self.partial / ownership.RUN_FILE)

@@ -29,7 +29,6 @@ from blr.compressor.bench.results import (
     Timed,
     or_status,
     shown,
-    statuses,
     text_of,
 )
 from blr.compressor.bench.timing import ARM_SECONDS, Call, Rotation, Sampler
@@ -134,7 +133,7 @@ def step_case(
 
 def run(
     given: argparse.Namespace,
-    cases: Sequence[Case],
+    cases: list[Case],
     tell: Callable[[Sequence[ScriptRow]], str] | None = None,
 ) -> int:
     """Time all cases, print them, and write them; 1 if an arm is not right. `tell`: a last line."""
@@ -146,9 +145,8 @@ def run(
     print(text_of(report, report.machine["name"], COLUMNS, lambda row: str(row.case), range(0)))
     if tell is not None:
         print(tell(report.rows))
-    summary = {"statuses": statuses(report.rows)}
     if given.output is not None:
-        given.output.write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
+        given.output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     if report.stopped:
         print(f"stopped: {report.stopped}", file=sys.stderr)
     return code or int(any(row.status != OK for row in report.rows))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from running import Invoke
 
-from blr.compressor.base import gpu_names as card
-from blr.compressor.base.gpu_names import Card, installed_card
+from blr.compressor.base import device as card
+from blr.compressor.base.device import Card, installed_card
 from blr.compressor.planning import roofline
 from blr.compressor.planning.roofline import chosen_gpu, gpu_of
 from blr.compressor.planning.speed import decided

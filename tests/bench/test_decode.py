@@ -22,7 +22,7 @@ from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
 from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
 from blr.compressor.bench.options import DecodeOptions
 from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
-from blr.compressor.cli.bench import COMMANDS, command
+from blr.compressor.cli import bench as commands
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
@@ -235,11 +235,11 @@ def test_what_cannot_be_timed_is_refused_before_anything(options: dict[str, Any]
 
 
 def test_files_hold_every_row(tmp_path: Path) -> None:
-    report = BenchReport("bench decode", {}, kind=DecodeRow)
+    report = BenchReport("bench decode", {}, DecodeRow, decode_summary, decode_text)
     report.machine = {"name": "cpu"}
     report.rows = [DecodeRow("pico", "hf-dense", 6, 1, "float32", tokens_per_second=10.0, ms=100.0)]
     report.rows.append(DecodeRow("pico", "ours-dense", 6, 1, "float32", status=WRONG, note="x"))
-    save(report, decode_summary(report.rows), tmp_path)
+    save(report, tmp_path)
     with (tmp_path / "results.csv").open() as file:
         assert [row["arm"] for row in csv.DictReader(file)] == ["hf-dense", "ours-dense"]
     found = json.loads((tmp_path / "results.json").read_text())
@@ -260,7 +260,7 @@ def test_seconds_end_a_run_between_cases() -> None:
 
 def test_the_command_prints_json_last_and_writes_files(tmp_path: Path) -> None:
     app = Typer()
-    app.command()(command(COMMANDS["decode"]))
+    app.command()(commands.decode)
     arguments = ["--models", "pico", "--arms", "hf-dense,ours-dense", "--contexts", "6", "--steps", "2"]
     arguments += ["--device", "cpu", "--dtype", "float32", "--quiet", "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(app, arguments)
@@ -279,6 +279,6 @@ def test_a_large_random_model_is_not_built_on_a_cpu() -> None:
 @pytest.mark.parametrize("arguments", [["--batches", "17"], ["--contexts", "0"], ["--cf", "1"]])
 def test_the_command_refuses_bad_numbers(arguments: list[str]) -> None:
     app = Typer()
-    app.command()(command(COMMANDS["decode"]))
+    app.command()(commands.decode)
     done = CliRunner().invoke(app, ["--models", "pico", *arguments])
     assert isinstance(done.exception, UsageError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -132,6 +133,28 @@ def test_arms_that_do_not_fit_together_come_in_groups() -> None:
     case = Case("case", lambda: [arm(name) for name in "abc"], together=lambda arms: 2)
     assert [row.arm for row in harness().run_case(case)] == ["a", "b", "c"]
     assert log == ["check a", "check b", *"ab" * 3, "check c", *"c" * 3]
+
+
+def test_a_finished_case_is_freed_before_the_next_starts() -> None:
+    """Models of a case go with it: those of all cases together do not fit into a GPU."""
+
+    class Models:
+        """Stands for some."""
+
+    def case(name: str) -> Case:
+        models = Models()
+        alive.append(weakref.ref(models))
+
+        def arms(models: Models = models) -> list[Arm]:
+            counts.append(sum(one() is not None for one in alive))
+            return []
+
+        return Case(name, arms)
+
+    alive: list[weakref.ref[Models]] = []
+    counts: list[int] = []
+    assert harness().run([case(name) for name in "abc"]) == 0
+    assert counts == [3, 2, 1]
 
 
 def test_no_case_starts_after_the_deadline() -> None:

@@ -36,7 +36,7 @@ def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path: Path) -> None
         (tmp_path / name).write_text(MINE)
     before = snapshot(tmp_path)
     check_output(tmp_path)
-    save(BenchReport("bench layers", {}), {}, tmp_path)
+    save(BenchReport("bench layers", {}), tmp_path)
     after = snapshot(tmp_path)
     assert after.keys() - before.keys() == {JSON_NAME, CSV_NAME}
     assert {name: after[name] for name in before} == before
@@ -51,7 +51,7 @@ def test_the_current_folder_is_refused(output: str) -> None:
 def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
     (tmp_path / CSV_NAME).write_text(MINE)
     with pytest.raises(OutputError):
-        save(BenchReport("bench layers", {}), {}, tmp_path)
+        save(BenchReport("bench layers", {}), tmp_path)
     assert (tmp_path / CSV_NAME).read_text() == MINE
 
 
@@ -68,9 +68,10 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(number, os.strerror(number), str(paths[-1]))
 
     monkeypatch.setattr(os, "link", fails)
-    arguments = (BenchReport("bench layers", {"n": 7}), 0, {"wins": 3}, lambda report: "the table")
+    report = BenchReport("bench layers", {"n": 7})
+    report.summary, report.text = lambda rows: {"wins": 3}, lambda report: "the table"
     with pytest.raises((OutputError, StorageError)):
-        finish(*arguments, tmp_path, format)
+        finish(report, 0, tmp_path, format)
     printed = capsys.readouterr().out
     assert '"wins": 3' in printed and ("the table" in printed) == (format is Format.text)
     assert not list(tmp_path.glob("*.tmp"))

@@ -14,7 +14,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bench import prefill
 from blr.compressor.bench.models import find_model
 from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, prefill_summary, run_prefill
+from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, run_prefill
 from blr.compressor.bench.results import prefill_text
 from blr.compressor.modeling import float8
 
@@ -33,7 +33,7 @@ def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and all(row.status == "ok" and row.ms for row in rows.values())
     assert all(0.005 < (rows[arm].rel_error or 0) < 0.15 for arm in ARMS[1:])
     assert rows["dense-fp8"].of_dense_fp8 == 1 and rows["dense"].of_dense == 1
-    assert prefill_summary(report.rows)["statuses"] == {"ok": len(ARMS)}
+    assert report.to_dict()["summary"]["statuses"] == {"ok": len(ARMS)}
     assert "pico, 1 x 24 tokens" in prefill_text(report)
 
 

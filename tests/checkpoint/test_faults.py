@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 from producing import is_whole, produce, snapshot
 
-from blr.compressor.base import disk
+from blr.compressor.base import disk, exhaustion
 from blr.compressor.base.disk import check_space, write_stream
 from blr.compressor.base.errors import BlrError, CapabilityError, OutputError, StorageError
-from blr.compressor.checkpoint import remedies
+from blr.compressor.base.exhaustion import storage_errors, unforeseen
 from blr.compressor.checkpoint.regular import open_regular
-from blr.compressor.checkpoint.remedies import storage_errors, unforeseen
 from blr.compressor.workspace import lock
 from blr.compressor.workspace.lock import ABOUT
 from blr.compressor.workspace.workspace import Workspace
@@ -233,4 +232,4 @@ def test_space_is_checked_where_it_is_told(tmp_path: Path) -> None:
 
 
 def test_every_remedy_ends_a_line() -> None:
-    assert all(remedy or kind is StorageError for kind, remedy in remedies._WRITING.values())
+    assert all(remedy or kind is StorageError for kind, remedy in exhaustion._WRITING.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blr.compressor.workspace.fingerprint import changes
+from blr.compressor.workspace.journal import changes
 
 EXPORT: dict[str, Any] = {"source": "a", "export": {"batch": 1, "gpu": "h200"}, "densified": []}
 HEAL = {"source": "b", "teacher": "c", "texts": ["d"], "heal": {"lr": 0.003}}

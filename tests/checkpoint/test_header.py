@@ -18,9 +18,8 @@ from safetensors.torch import save
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import BITS, Header, check_name, read_header
+from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, Header, check_name, read_header
 from blr.compressor.checkpoint.regular import parse_json
-from blr.compressor.checkpoint.source import TORCH_NAMES
 
 FAST = settings(
     max_examples=150,

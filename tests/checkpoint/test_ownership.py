@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from producing import FILES, is_whole, produce, snapshot, stop_before_commit, stop_before_rename
 
 from blr.compressor.base.errors import BlrError, OutputError
-from blr.compressor.workspace import destination
-from blr.compressor.workspace.destination import KINDS, check_apart, check_output, is_mount
+from blr.compressor.workspace import ownership
 from blr.compressor.workspace.journal import canonical_json
 from blr.compressor.workspace.lock import ABOUT, Lock
 from blr.compressor.workspace.manifest import MANIFEST
 from blr.compressor.workspace.ownership import ABOUT as ABOUT_RUN
+from blr.compressor.workspace.ownership import KINDS, check_apart, check_output, is_mount
 
 MINE = b"the user's"
 OUR_LOCK = json.dumps({"about": ABOUT, "host": "h", "moving": False, "pid": 1}, separators=(",", ":"))
@@ -356,11 +356,11 @@ def test_mount_points_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert is_mount(Path("/proc")) and not is_mount(folder)
     escaped = str(folder).replace(" ", "\\040")
     (tmp_path / "mountinfo").write_text(f"36 35 8:1 /data {escaped} rw,noatime - ext4 /dev/sda1 rw\n")
-    monkeypatch.setattr(destination, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(ownership, "MOUNTS", tmp_path / "mountinfo")
     assert is_mount(folder)
     with pytest.raises(OutputError, match=r"a mount point.* --output .*/a volume/model"):
         check_output(folder)
-    monkeypatch.setattr(destination, "MOUNTS", tmp_path / "nowhere")
+    monkeypatch.setattr(ownership, "MOUNTS", tmp_path / "nowhere")
     assert not is_mount(folder)
 
 

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.extras import Extras
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.pickled import convert_pickle
-from blr.compressor.checkpoint.source import TORCH_NAMES, Source, open_source
+from blr.compressor.checkpoint.source import Source, open_source
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 FAST = settings(

@@ -21,8 +21,9 @@ from transformers import (
     DistilBertModel,
 )
 
+import blr.compressor.modeling  # noqa: F401
 from blr.compressor import register
-from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.extras import inert
 
 register()
 

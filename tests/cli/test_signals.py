@@ -280,7 +280,7 @@ def test_stopped_while_taking_the_lock(number: int, tmp_path: Path) -> None:
 SCRATCH = """
 import os, signal, time
 from blr.compressor.cli import signals
-from blr.compressor.base.scratch import scratch_folder
+from blr.compressor.base.disk import scratch_folder
 with signals.stop_on_signals(), scratch_folder() as folder:
     (folder / "held").write_text("text")
     os.kill(os.getpid(), signal.SIGTERM)

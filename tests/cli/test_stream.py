@@ -14,7 +14,7 @@ from limited import Limited, refused
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 
-from blr.compressor.loading.hub_proxy import MODULES
+from blr.compressor.loading.resolve import MODULES
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,11 @@ from sweeping import FORKED
 
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.cli.options import Format, print_result
-from blr.compressor.commands.sweep import chain, launch
+from blr.compressor.commands.sweep import chain
+from blr.compressor.commands.sweep.chain import Command, Pool
 from blr.compressor.commands.sweep.folder import Folder
-from blr.compressor.commands.sweep.frontier import Found, frontier, over_seeds, share_of_plain
 from blr.compressor.commands.sweep.grid import Grid, listed, points_of
-from blr.compressor.commands.sweep.launch import Command, Pool
-from blr.compressor.commands.sweep.page import table
+from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, share_of_plain, table
 from blr.compressor.recipe.schema import Recipe
 
 DYING = """
@@ -144,7 +143,7 @@ def test_what_is_compressed_already_is_refused_before_anything_runs(
 def test_a_stopped_sweep_says_how_to_go_on(
     limited: Limited, arguments: list[str], tmp_path: Path
 ) -> None:
-    stopping = "import signal; launch.start = lambda *_: os.kill(os.getpid(), signal.SIGTERM)"
+    stopping = "import signal; chain.start = lambda *_: os.kill(os.getpid(), signal.SIGTERM)"
     ended = limited.run(*arguments, cwd=tmp_path, patch=FORKED + stopping)
     assert ended.code == 143
     assert "finished points are kept in out; resume with: blr sweep" in ended.err
@@ -181,7 +180,7 @@ def test_a_pool_that_is_left_leaves_no_process(tmp_path: Path, monkeypatch: pyte
         started.append(subprocess.Popen(command.arguments))
         return started[-1]
 
-    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(chain, "start", start)
     endless = Endless(tmp_path)
     endless.given = 1
     with pytest.raises(ValueError, match="no second one"):
@@ -302,8 +301,8 @@ def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
         listed("--cf", text, float)
 
 
-def _found(name: str, bits: float, *losses: float, plain: bool = False) -> Found:
-    return Found(name, "", plain, 0.0, bits, losses, None, ())
+def _found(name: str, bits: float, *losses: float, plain: bool = False) -> MadePoint:
+    return MadePoint(name, "", plain, 0.0, bits, losses, None, ())
 
 
 def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:

@@ -160,7 +160,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def run(**options: Any) -> None:
     defaults = {"shapes": "pico", "structures": "blast", "dtype": "float32", "quick": True}
-    defaults |= {"seconds": None, "gpu": "mine", "output": None, "device": "auto", "quiet": True}
+    defaults |= {"seconds": None, "gpu_name": "mine", "output": None, "device": "auto", "quiet": True}
     command.tune(**{**defaults, "format": Format.json, **options})
 
 

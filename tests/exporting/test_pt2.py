@@ -10,7 +10,7 @@ from pico import save_pico
 from running import Invoke
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.exporting import pt2
+from blr.compressor.exporting import forward
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from blr.compressor.exporting import pt2
 def test_a_pass_that_does_not_run_is_refused(
     program: str, fragment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pt2, "RUN", program)
+    monkeypatch.setattr(forward, "RUN", program)
     with pytest.raises(CapabilityError, match=f"does not run here .*{fragment}") as raised:
-        pt2._results(tmp_path / "model.pt2", {"x": torch.zeros(1)})
+        forward._results(tmp_path / "model.pt2", {"x": torch.zeros(1)})
     assert "\n" not in str(raised.value)
 
 

@@ -13,8 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.ordered_sums import sum_in_order
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows

@@ -14,7 +14,7 @@ from tolerances import TOLERANCES
 
 from blr.compressor.loading.load import load_model
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.modes import CACHES
+from blr.compressor.runtime.failures import CACHES
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]

@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 from tolerances import TOLERANCES
 
 from blr.compressor.base.errors import BlrError, CapabilityError
-from blr.compressor.checkpoint.library import TRANSFORMERS
+from blr.compressor.checkpoint.config import TRANSFORMERS
 from blr.compressor.commands import heal as healing_run
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading import compute_dtype as computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import library_adapters as doors
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 

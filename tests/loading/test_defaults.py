@@ -13,7 +13,7 @@ from spoiling import spoil, words_tokenizer
 from transformers import GenerationConfig
 
 from blr.compressor.base.errors import InputError
-from blr.compressor.loading.model_defaults import Defaults, TokenIds, check_defaults
+from blr.compressor.loading.sidecar_files import Defaults, TokenIds, check_defaults
 
 IDS = tuple(TokenIds.model_fields)
 NO_IDS = ("abc", 2.5, True, ["a"], [1, [2]], [None], {"a": 1}, 10**30, -(10**10), float("inf"))

@@ -13,7 +13,7 @@ from pico import MODELS, MORE, save_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.checkpoint.hints import inert
+from blr.compressor.checkpoint.extras import inert
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.loading.discover import discover_family, linear_layers
 from blr.compressor.loading.native import decoded, native_class

@@ -12,7 +12,7 @@ from pico import save_pico
 from producing import snapshot
 
 from blr.compressor.base.errors import BlrError
-from blr.compressor.loading.hub_proxy import _put
+from blr.compressor.loading.resolve import _put
 from blr.compressor.workspace.manifest import MANIFEST
 
 Make = Callable[[Path], object]

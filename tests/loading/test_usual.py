@@ -10,7 +10,7 @@ import transformers
 from pico import VOCAB, small
 
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.usual_names import TIES, is_usual, layouts
+from blr.compressor.loading.checked import TIES, is_usual, layouts
 
 pytestmark = pytest.mark.fast
 SMALL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.output.front import card_front, read_front, source_front, write_front
+from blr.compressor.output.card import card_front, read_front, source_front, write_front
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 

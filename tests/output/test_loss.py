@@ -19,14 +19,12 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands import evaluate
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
-from blr.compressor.output import sample
+from blr.compressor.output import loss
 from blr.compressor.output.check import Bar
 from blr.compressor.output.loss import Loss
-from blr.compressor.output.loss_messages import number, told
-from blr.compressor.output.next_command import better_export, better_fit
+from blr.compressor.output.loss_messages import better_export, better_fit, number, told
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.text.beginning import beginning_of
-from blr.compressor.text.reading import read_calibration
+from blr.compressor.text.reading import beginning_of, read_calibration
 from blr.compressor.workspace.manifest import read_manifest
 
 pytestmark = pytest.mark.fast
@@ -112,7 +110,7 @@ def test_a_loss_on_own_text_is_the_divergence(
     found = json.loads(out)["check"]
     source = open_source(dense)
     ours, theirs = (streamed.load_written(f, torch.float32) for f in (tmp_path / "out", dense))
-    ids = sample.own_text(theirs, source).windows
+    ids = loss.own_text(theirs, source).windows
     with torch.no_grad():
         q, p = (model(ids).logits[:, :-1].log_softmax(-1).double() for model in (ours, theirs))
     divergence = float((p.exp() * (p - q)).sum(-1).mean())
@@ -158,9 +156,9 @@ def test_why_nothing_was_measured(
 ) -> None:
     """A large model writes no text here, and one larger still reads none."""
     if what == "no text":
-        monkeypatch.setattr(sample, "OWN_BYTES", 0)
+        monkeypatch.setattr(loss, "OWN_BYTES", 0)
     else:
-        monkeypatch.setattr(sample, "WORK", 1.0)
+        monkeypatch.setattr(loss, "WORK", 1.0)
     given = ("compress", dense, "--method", "svd", "--cf", 1.5, "-o", tmp_path / "out")
     code, out, err = invoke(*given, *QUICK)
     assert code == 0, err
@@ -175,8 +173,8 @@ def test_large_models_read_fewer_tokens(dense: Path) -> None:
     source = open_source(dense)
     parameters = sum(entry.parameters for entry in source.entries.values())
     sizes = {n: replace(e, shape=(10**9 // parameters, *e.shape)) for n, e in source.entries.items()}
-    assert sample.most_tokens(source) == 4096
-    assert 128 < sample.most_tokens(replace(source, entries=sizes)) < 3000
+    assert loss.most_tokens(source) == 4096
+    assert 128 < loss.most_tokens(replace(source, entries=sizes)) < 3000
 
 
 def test_encoders_keep_their_check(tmp_path: Path, invoke: Invoke) -> None:
@@ -201,7 +199,7 @@ def test_healing_is_judged_by_its_end(
     code, _, err = invoke(*given)
     assert code == 7 and not (tmp_path / "healed").exists(), err
     assert "nats a token lost" in err and "--minutes" in err
-    monkeypatch.setattr("blr.compressor.healing.trainer.Trainer._step", None)
+    monkeypatch.setattr("blr.compressor.healing.trainer.Trainer.backward", None)
     code, out, err = invoke(*given, "--force")
     assert code == 0 and "blr: warning: " in err, err
     found = json.loads(out)["check"]

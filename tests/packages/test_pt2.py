@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from blr.compressor import register
-from blr.compressor.exporting.pt2 import COMPILERS
+from blr.compressor.exporting.forward import COMPILERS
 
 register()
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from blr.compressor.runtime.collect import Collector
-from blr.compressor.runtime.sampling import Sampler
+from blr.compressor.runtime.sampling import Collector, Sampler
 
 pytestmark = pytest.mark.fast
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.disk import check_space, fsync_folder, write_stream
-from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.workspace.destination import check_apart, check_output
+from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.workspace.lock import HELD_LOCKS, Lock
 from blr.compressor.workspace.manifest import MANIFEST, build_manifest, read_manifest, verify_files
+from blr.compressor.workspace.ownership import check_apart, check_output
 from blr.compressor.workspace.workspace import Workspace
 
 SHARD = (2).to_bytes(8, "little") + b"{}"  # one that holds no tensor

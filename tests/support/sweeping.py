@@ -5,7 +5,7 @@ FORKED = """
 import os, sys
 from blr.compressor.__main__ import main
 from blr.compressor.base import process_environment as environment
-from blr.compressor.commands.sweep import folder, launch
+from blr.compressor.commands.sweep import chain, folder
 
 class Forked:
     def __init__(self, pid):
@@ -35,5 +35,5 @@ def start(command, environ, alive):
     finally:
         os._exit(code)
 
-launch.start = start
+chain.start = start
 """

@@ -1,25 +1,130 @@
-"""What is done for one point: compress, evaluate, keep what was found."""
+"""What is done for one point: compress, evaluate, keep what was found. Its commands are processes of
+their own, of several points at once, each on the GPU that is least busy."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
 from blr.compressor.checkpoint.extras import REPORT
-from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_end
-from blr.compressor.commands.sweep.folder import Folder
-from blr.compressor.commands.sweep.launch import Command
-from blr.compressor.commands.sweep.notes import ANEW, Judgement, Report, read_judgement
+from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, OutputReport, read_judgement
+from blr.compressor.output.records import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PAUSE = 0.1  # seconds between two looks at what runs
+LAST = 10.0  # seconds that killed ones are waited for: one in the kernel's hands may not end
 SAID = "blr: error: "
 SAID_WITHIN = 1 << 16  # bytes at the end of a log
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of `blr` and where its results and its talk go."""
+
+    arguments: tuple[str, ...]
+    out: Path
+    log: Path
+
+
+def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.Popen[bytes]:
+    """Start a command, which ends when the other end of the pipe `alive` does."""
+    with _own(command.out, os.O_TRUNC) as out, _own(command.log, os.O_APPEND) as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "blr.compressor", *command.arguments],
+            env={**os.environ, **environ, environment.PARENT: str(alive)},
+            pass_fds=(alive,),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+        )
+
+
+def _own(path: Path, how: int) -> BinaryIO:
+    """A file of ours, opened to be written: no link is followed and no FIFO waited for."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+@contextmanager
+def lifeline() -> Iterator[int]:
+    """A descriptor that is at its end when this process is."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(writer)
+        os.close(reader)
+
+
+def slots(device: str, jobs: int) -> list[dict[str, str]]:
+    """What the environment of each of the processes at once has of its own: `jobs` on every GPU."""
+    if device not in ("auto", "cuda"):
+        return [{} for _ in range(jobs)]
+    import torch
+
+    given = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    names = given or [str(n) for n in range(torch.cuda.device_count())]
+    return [{VISIBLE: name} for _ in range(jobs) for name in names] or [{} for _ in range(jobs)]
+
+
+class Started(NamedTuple):
+    """A chain whose command runs, and the slot that it has."""
+
+    chain: PointChain
+    process: subprocess.Popen[bytes]
+    place: dict[str, str]
+
+
+class Pool:
+    """Runs chains of commands, one chain at a time in each of `places` (as of `slots`)."""
+
+    def __init__(self, places: Sequence[dict[str, str]]) -> None:
+        self.places = list(places)
+
+    def run(self, chains: Sequence[PointChain]) -> None:
+        """All chains to their ends, in their order as slots become free."""
+        waiting, running = list(chains), list[Started]()
+        with ExitStack() as stack:
+            alive = stack.enter_context(lifeline())
+            stack.callback(_end, running)
+            while waiting or running:
+                while waiting and self.places:
+                    self._next(waiting.pop(0), self.places.pop(0), running, alive)
+                time.sleep(PAUSE)
+                for entry in [each for each in running if each.process.poll() is not None]:
+                    running.remove(entry)
+                    entry.chain.ended(entry.process.poll() or 0)
+                    self._next(entry.chain, entry.place, running, alive)
+
+    def _next(
+        self, chain: PointChain, place: dict[str, str], running: list[Started], alive: int
+    ) -> None:
+        if (command := chain.command()) is None:
+            self.places.append(place)
+        else:
+            running.append(Started(chain, start(command, place, alive), place))
+
+
+def _end(running: list[Started]) -> None:
+    """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
+    for entry in running:
+        entry.process.kill()
+        entry.chain.stopped()
+    until = time.monotonic() + LAST
+    while any(each.process.poll() is None for each in running) and time.monotonic() < until:
+        time.sleep(PAUSE)
 
 
 @dataclass
@@ -55,17 +160,8 @@ class PointChain:
             self.spent = self.folder.spent(self.name)
             output = self.folder.output(self.name)
             if self.compress is not None and not self.folder.is_written(self.name):
-                arguments = (
-                    "compress",
-                    self.model,
-                    *self.compress,
-                    "--force",  # it is judged here
-                    "-o",
-                    str(output),
-                    "--format",
-                    "json",
-                )
-                return self._command(arguments)
+                made = ("compress", self.model, *self.compress, "--force")  # it is judged here
+                return self._command((*made, "-o", str(output), "--format", "json"))
             self.done = 1
         checkpoint = self.model if self.compress is None else str(self.folder.output(self.name))
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
@@ -134,18 +230,13 @@ class PointChain:
         record: dict[str, Any] = {"perplexities": found.perplexities}
         if self.compress is not None:
             output = self.folder.output(self.name)
-            report = read_kept(output / REPORT, Report, ANEW, InputError)
+            report = read_kept(output / REPORT, OutputReport, ANEW, InputError)
             if report is None:
                 raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
-            record |= {"bits": report.totals.bits, "bytes": _bytes(output)}
+            stored = sum(map(tensor_bytes, output.glob("*.safetensors")))
+            record |= {"bits": report.totals.bits, "bytes": stored}
         spent = {"seconds": round(self.spent, 1), "kept": self.keep}
         return record | spent | {"digest": self.folder.made.get(self.name, "")}
-
-
-def _bytes(folder: Path) -> int:
-    """Of all tensors."""
-    headers = (read_header(path) for path in folder.glob("*.safetensors"))
-    return sum(entry.nbytes for header in headers for entry in header.entries.values())
 
 
 def command_line(model: str, options: tuple[str, ...], name: str) -> str:

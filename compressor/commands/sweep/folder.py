@@ -6,32 +6,136 @@ What has another name, or lies there as a link, is the user's and is neither rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field
 
 from blr.compressor.base.disk import write_stream
-from blr.compressor.base.errors import OutputError
+from blr.compressor.base.errors import BlrError, OutputError
+from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.checkpoint.regular import read_start
-from blr.compressor.checkpoint.remedies import storage_errors
-from blr.compressor.commands.sweep.notes import ABOUT, ANEW, Record, Spent, Sweep, is_made, read_sweep
 from blr.compressor.workspace import ownership
-from blr.compressor.workspace.destination import output_of
-from blr.compressor.workspace.fingerprint import changes
+from blr.compressor.workspace.journal import canonical_json, changes
 from blr.compressor.workspace.lock import Lock
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest
-from blr.compressor.workspace.strict_json import read_kept
+from blr.compressor.workspace.ownership import output_of
+from blr.compressor.workspace.strict_json import Kept, Told, read_kept
 from blr.compressor.workspace.workspace import Workspace
 
+ABOUT: Literal["sweep of blr"] = "sweep of blr"
+REMEDY = "move it away, or choose another --output"
+ANEW = "remove it, and the point is made again"
+Figure = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
 RESULT, PAGE = "sweep.json", "sweep.html"
 LOCK = "sweep.lock"
 NOTES, OUTPUTS = ("points", "logs"), "outputs"
 PAGE_MARK = "swept by blr</title>"
 OTHERS = "not made by this sweep"
+
+
+class SweepNote(Told):
+    """``sweep.json``: `common` is what all points have in common, `made` are all points whose files the
+    folder may hold, with the digests of what makes them (`point_digest`)."""
+
+    about: Literal["sweep of blr"]
+    common: dict[str, Any]
+    made: dict[Annotated[str, Field(pattern=r"^\w[\w.+-]*$")], str] = Field(default_factory=dict)
+
+
+class Record(Kept):
+    """``points/NAME.json``: what a finished point has come to; `digest` is that of `SweepNote.made`."""
+
+    perplexities: Annotated[list[Figure], Field(min_length=1)]
+    bits: Figure | None = None
+    bytes: Annotated[int, Field(gt=0)] | None = None
+    seconds: Seconds
+    kept: bool
+    digest: str
+
+
+class Spent(Kept):
+    """``logs/NAME.spent.json``: seconds that the commands of a point have taken."""
+
+    seconds: Seconds
+
+
+class JudgedText(Told):
+    """What `blr eval --format json` prints of one text."""
+
+    perplexity: Figure
+
+
+class Judgement(Told):
+    """What it prints of one or several; or why it failed."""
+
+    error: str | None = None
+    perplexity: Figure | None = None
+    texts: list[JudgedText] = Field(default_factory=list)
+
+    @property
+    def perplexities(self) -> list[float]:
+        """One a text."""
+        alone = [] if self.perplexity is None else [self.perplexity]
+        return [text.perplexity for text in self.texts] or alone
+
+
+class Totals(Told):
+    """Of a report."""
+
+    bits: Figure
+
+
+class OutputReport(Told):
+    """``report.json`` of an output."""
+
+    totals: Totals
+
+
+def read_sweep(path: Path) -> SweepNote | None:
+    """``sweep.json`` at `path`, None if there is none. Raises OutputError as `read_kept`."""
+    return read_kept(path, SweepNote, REMEDY)
+
+
+def read_judgement(path: Path) -> Judgement:
+    """What a command has printed to `path`, empty for what cannot be read."""
+    try:
+        return read_kept(path, Judgement, "") or Judgement()
+    except BlrError:
+        return Judgement()
+
+
+def point_digest(recipe: dict[str, Any], heal: float | None) -> str:
+    """SHA-256 of what makes a point of a model: its recipe, but for the GPU that times are predicted
+    for, and its minutes of healing."""
+    asked = {name: value for name, value in recipe.items() if name != "gpu"}
+    return hashlib.sha256(canonical_json([asked, heal or None])).hexdigest()
+
+
+def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
+    """Whether `output` is what a sweep with these settings makes of the point with this `digest`: by its
+    manifest the same recipe, weights, text, device and version."""
+    try:
+        manifest = read_manifest(output)
+    except OutputError:
+        return False
+    run = manifest.get("run") or {}
+    recipe, heal, by = run.get("recipe"), run.get("heal"), run.get("versions")
+    if not isinstance(recipe, dict) or not isinstance(by, dict):
+        return False
+    found = {
+        **{"headers": run.get("source"), "weights": manifest.get("input_sha256")},
+        **{"calibration": run.get("calibration"), "device": run.get("device"), "version": by.get("blr")},
+    }
+    expected = {name: common.get(name) for name in found}
+    return point_digest(recipe, heal) == digest and found == expected
 
 
 class Folder:
@@ -70,21 +174,22 @@ class Folder:
         finally:
             lock.release()
 
-    def _check_place(self, restart: bool) -> Sweep | None:
+    def _check_place(self, restart: bool) -> SweepNote | None:
         """The sweep that lies here, if there is one. Raises OutputError."""
         if not self.path.parent.is_dir():
             raise OutputError(f"{self.path.parent}: no such folder; create it first")
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise OutputError(f"{self.path}: exists and is not a folder; choose another --output")
         found = self._found()
-        if found and found.common != self.common and not restart and self._has_work():
+        left = any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
+        if found and found.common != self.common and not restart and left:
             self._differs(found.common)
         return found
 
     def _claim(self, restart: bool) -> None:
         """Make the folder this sweep's, under the lock: another may have changed it until then."""
         found = self._check_place(restart)
-        earlier = Sweep(about=ABOUT, common=self.common) if found is None else found
+        earlier = SweepNote(about=ABOUT, common=self.common) if found is None else found
         for part in (*NOTES, OUTPUTS):
             if os.path.lexists(self.path / part):
                 ownership.check_folder(self.path / part)
@@ -118,7 +223,7 @@ class Folder:
     def _is_own(self, name: str, digest: str, common: dict[str, Any] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
-    def _clear(self, earlier: Sweep) -> None:
+    def _clear(self, earlier: SweepNote) -> None:
         """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for what
         is not of that sweep, or was changed since."""
         listed = {file for name in earlier.made for file in files_of(name)}
@@ -136,7 +241,7 @@ class Folder:
         for path in notes:
             path.unlink()
 
-    def _outputs(self, earlier: Sweep) -> list[Path]:
+    def _outputs(self, earlier: SweepNote) -> list[Path]:
         """Where an earlier sweep has made outputs, or begun to. Raises OutputError for others."""
         found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
         for path in found:
@@ -159,17 +264,13 @@ class Folder:
         """Whether the checkpoint of a point is there."""
         return self._is_own(name, self.made.get(name, ""))
 
-    def _found(self) -> Sweep | None:
+    def _found(self) -> SweepNote | None:
         """The sweep that lies here; None if there is nothing."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
         if (found := read_sweep(self.path / RESULT)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
-
-    def _has_work(self) -> bool:
-        """Whether a run has left anything beside what it was asked for."""
-        return any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
 
     def _differs(self, found: dict[str, Any]) -> NoReturn:
         raise OutputError(

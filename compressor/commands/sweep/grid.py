@@ -80,9 +80,8 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
         common: settings of all recipes that have a use for them.
         calibrated: whether points are.
 
-    Raises:
-        UsageError: settings that do not fit together, or that no point has a use for; a point twice,
-            or none.
+    Raises UsageError: settings that do not fit together, or that no point has a use for; a point twice,
+    or none.
     """
     if DENSE in grid.methods:
         raise UsageError(

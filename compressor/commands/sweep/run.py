@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,23 +11,20 @@ from typing import Any
 from blr.compressor import __version__
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import READING, Progress
-from blr.compressor.checkpoint.regular import read_pieces
+from blr.compressor.checkpoint.regular import digest_of
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.sweep.chain import PointChain, command_line
-from blr.compressor.commands.sweep.folder import PAGE, Folder
-from blr.compressor.commands.sweep.frontier import Found, frontier, over_seeds, share_of_plain
+from blr.compressor.commands.sweep.chain import PointChain, Pool, command_line, slots
+from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
 from blr.compressor.commands.sweep.grid import Point, common_options
-from blr.compressor.commands.sweep.launch import Pool, slots
-from blr.compressor.commands.sweep.notes import point_digest
-from blr.compressor.commands.sweep.page import page
+from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, page, share_of_plain
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.output.loss_messages import MOST
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import tokens_per_second
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import calibration_digest
-from blr.compressor.workspace.destination import check_apart, check_outside
-from blr.compressor.workspace.fingerprint import headers_digest
+from blr.compressor.workspace.journal import headers_digest
+from blr.compressor.workspace.ownership import check_apart, check_outside
 
 SWEEPING = "sweeping"  # the step behind the reading
 DENSE = "dense"  # the record of the model itself
@@ -36,7 +32,7 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     """How a sweep runs.
 
     `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
@@ -58,7 +54,7 @@ class Settings:
 
 
 def sweep(
-    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: Settings, progress: Progress
+    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
     """Make every point that `output` does not have, and say what all of them lose.
 
@@ -97,7 +93,7 @@ def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
     return {DENSE: "", **made}
 
 
-def _common(source: Source, settings: Settings, progress: Progress) -> dict[str, Any]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
     """What all points of a sweep have in common, and another run of it must have as well: models and
     texts by what they hold, whatever they are called."""
     from blr.compressor.base.device import pick_device
@@ -122,7 +118,7 @@ def _common(source: Source, settings: Settings, progress: Progress) -> dict[str,
 def _begun(source: Source) -> dict[str, Any]:
     """What the tokenizer puts before every text, if anything: losses without it are others."""
     from blr.compressor.loading.load import load_tokenizer
-    from blr.compressor.text.beginning import beginning_of
+    from blr.compressor.text.reading import beginning_of
 
     beginning = beginning_of(load_tokenizer(source.folder))
     return {"beginning": list(beginning)} if beginning else {}
@@ -130,7 +126,7 @@ def _begun(source: Source) -> dict[str, Any]:
 
 def _digests(texts: Sequence[Path]) -> list[str]:
     """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
-    found = [_digest(path) for path in texts]
+    found = [digest_of(path, MAX_TEXT) for path in texts]
     for number, digest in enumerate(found):
         if (first := found.index(digest)) < number:
             raise UsageError(
@@ -139,14 +135,7 @@ def _digests(texts: Sequence[Path]) -> list[str]:
     return found
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in read_pieces(path, MAX_TEXT):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[str, PointChain]:
+def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
     """By name, the dense model first."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
     here = ("--device", settings.device, *["--offline"] * settings.offline)
@@ -160,13 +149,13 @@ def _chains(place: Folder, points: Sequence[Point], settings: Settings) -> dict[
     return found
 
 
-def _options(point: Point, settings: Settings) -> tuple[str, ...]:
+def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
     """Of `blr compress`, as a user would give them."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
     return (*point.options, *text, *common_options(settings.common, point))
 
 
-def _run(chains: dict[str, PointChain], settings: Settings, progress: Progress) -> None:
+def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progress) -> None:
     """Make what there is no record of, some at once."""
     missing = [chain for chain in chains.values() if chain.missing()]
     for chain in chains.values():
@@ -187,12 +176,12 @@ def _result(
     place: Folder,
     chains: dict[str, PointChain],
     speeds: dict[Point, float | None],
-    settings: Settings,
+    settings: SweepSettings,
 ) -> dict[str, Any]:
     dense = place.record(DENSE)
     assert dense is not None  # else the sweep has ended
     base = dense.perplexities
-    made, failed = dict[str, list[Found]](), []
+    made, failed = dict[str, list[MadePoint]](), []
     for point, speed in speeds.items():
         record = place.record(point.name)
         options = _options(point, settings)
@@ -207,7 +196,7 @@ def _result(
         if max(losses) > MOST:  # what `blr compress` alone would refuse
             line = command_line(settings.model, (*options, "--force"), point.name)
         facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
-        one = Found(*facts, speed, (line,), record.bytes, record.seconds)
+        one = MadePoint(*facts, speed, (line,), record.bytes, record.seconds)
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))
