@@ -157,8 +157,13 @@ class CompressRun(FolderRun):
     def processes(self) -> Processes:  # type: ignore[override]
         return self.fits.processes
 
-    def prepare(self) -> None:
+    def prepare(self, first: bool) -> None:
         """Say what is there already, and check that the output will load and can be healed."""
+        if first:
+            self._check_output()
+        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
+
+    def _check_output(self) -> None:
         from blr.compressor.base.device import pick_device
         from blr.compressor.loading.sidecar_files import check_carried
 
@@ -168,7 +173,6 @@ class CompressRun(FolderRun):
         self.progress.expect(*steps_of(self.settings, self.recipe, device))
         self.door.check_fits(self.source, self.plan)
         check_carried(self.source, self.door.config(self.source.config, self.plan))
-        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
