@@ -1,12 +1,13 @@
-"""Draws the README's pictures of measured figures: scripts/figures/NAME.json as NAME.svg beside it.
+"""Draws pictures of measured figures, figures/NAME.json as NAME.svg, and the README's table of peers.
 
-Usage: python scripts/figures.py. A JSON file holds what was measured, by which command and on what
-machine; each value is a bar beside the dense model's, 1.
+Usage: python scripts/figures.py. A JSON file with groups holds what was measured, by which command and
+on what machine; each value is a bar beside the dense model's, 1. peers.json holds the rows of the table.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,31 @@ def drawn(figure: dict[str, Any]) -> str:
     return f"{start}>{title}<style>{PALETTE}{TEXT}</style>{body}\n"
 
 
+def figures() -> dict[Path, dict[str, Any]]:
+    """The figures that are drawn, by file."""
+    found = {path: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    return {path: figure for path, figure in found.items() if "groups" in figure}
+
+
+def table() -> str:
+    """The README's table of what one would use otherwise."""
+    rows = json.loads((FOLDER / "peers.json").read_text("utf-8"))["rows"]
+    head = ["| measured | dense | plain integers | blr |", "|---|---|---|---|"]
+    return "\n".join(
+        [*head, *(f"| {r['what']} | {r['dense']} | {r['plain']} | {r['blr']} |" for r in rows)]
+    )
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its marks."""
+    return re.sub(r"(<!-- peers -->\n).*?(<!-- /peers -->)", rf"\1{table()}\n\2", page, flags=re.S)
+
+
 def main() -> None:
-    for path in sorted(FOLDER.glob("*.json")):
-        path.with_suffix(".svg").write_text(drawn(json.loads(path.read_text("utf-8"))), "utf-8")
+    for path, figure in figures().items():
+        path.with_suffix(".svg").write_text(drawn(figure), "utf-8")
+    page = FOLDER.parents[1] / "README.md"
+    page.write_text(with_table(page.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

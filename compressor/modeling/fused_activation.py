@@ -1,7 +1,7 @@
 """Low-rank layers whose activation is computed with them, where intermediates are bounded.
 
 Apart, the activation reads and writes all of what the layer wrote, and takes as long as the product with
-U (scripts/LOG.md).
+U (scripts/log).
 """
 
 from __future__ import annotations

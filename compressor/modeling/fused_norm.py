@@ -1,8 +1,8 @@
-"""Norms by one fast kernel each. Shipped inside every checkpoint.
+"""Norms by one fast kernel each.
 
 Root-mean-square norms are six kernels in transformers and one in torch: for long prompts a tenth of the
 time of a compressed model in eager mode. Layer norms of narrow rows reach a third of the memory's speed
-by torch's kernel (scripts/LOG.md). Under `torch.compile`, for gradients, on a CPU and in single
+by torch's kernel (scripts/log). Under `torch.compile`, for gradients, on a CPU and in single
 precision the native module computes.
 """
 

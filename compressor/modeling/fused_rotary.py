@@ -1,7 +1,7 @@
-"""Attention that rotates queries and keys by one kernel. Shipped inside every checkpoint.
+"""Attention that rotates queries and keys by one kernel.
 
 The rotation of transformers is ten kernels, most of them over features that do not lie together: a
-seventh of a long prompt's time in a compressed model in eager mode (scripts/LOG.md). It is a function of
+seventh of a long prompt's time in a compressed model in eager mode (scripts/log). It is a function of
 the model's own file, so `forward` is called with another one in its place, by one model alone. Under
 `torch.compile`, for gradients, on a CPU and in single precision the native function computes.
 """

@@ -1,7 +1,7 @@
 """What a cache holds ranks in: their dtype, int8, or int8 for the first and int4 for the others.
 
 Ranks fall in what they are worth, so equal bits for all waste some: the first quarter in int8 and the
-others in int4 lose a sixth or less of what int4 alone does (`scripts/LOG.md`).
+others in int4 lose a sixth or less of what int4 alone does (`scripts/log`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 *Needed* memory is what it cannot do without. What all batches have (their states, the dense inputs of
 a block, what the sensitivities keep) and the last pass are on the GPU where that has the room, else on
 the host or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds.
-Compared with runs on H200 and H100 (`scripts/LOG.md`; the test has them).
+Compared with runs on H200 and H100 (`scripts/log`; the test has them).
 """
 
 from __future__ import annotations
@@ -181,8 +181,7 @@ def _sensed(work: Compression) -> float:
 def _training(work: Compression, parts: int = 1) -> float:
     """Of training one of so many parts of the blocks, one batch at once, without its logits."""
     trained = sum(masters(spec) for spec in work.specs) / parts
-    widths = sum(spec.in_features + spec.out_features for spec in work.specs) / parts
-    return TRAINED * trained + 2 * SINGLE * work.batch_tokens * widths
+    return TRAINED * trained + 2 * SINGLE * work.batch_tokens * work.widths / parts
 
 
 def masters(spec: Spec) -> int:

@@ -6,7 +6,7 @@ itself were rounded. ``U R`` and ``V R`` have the same product for any rotation 
 makes all ‖u_j‖ and all E z_j² about alike: ε² (Σ_j ‖u_j‖²) (Σ_j E z_j²) / r, which is less for factors
 whose sizes are balanced, as fits leave them. The least of all mixtures, ε² (Σ_j σ_j)² / r with σ the
 singular values of U (E z zᵀ)^½, has sizes by the inputs' moments; models gained nothing by that
-(scripts/LOG.md).
+(scripts/log).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blr.kernels.common.launching import noting
 from blr.kernels.common.placing import is_elsewhere, on_gpu
 
-RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/LOG.md)
+RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/log)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
 LINE = 512  # bytes, at whose multiples torch's allocator begins
 Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start

@@ -2,7 +2,7 @@
 
 A number is MiB, `off` is no bound at all: every intermediate is made whole. What is over the bound is
 computed in chunks of tokens, of sequences or of heads, with the same results up to rounding. Where the
-variable is not set it is 64 MiB on a CPU, and there is none on a GPU: chunks cost time there (`LOG.md`).
+variable is not set it is 64 MiB on a CPU, and none on a GPU: chunks cost time there (scripts/log).
 """
 
 from __future__ import annotations

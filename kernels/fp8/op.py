@@ -1,7 +1,7 @@
 """Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
 
 Neither has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of the two
-reductions behind a norm is slower than our kernel (scripts/LOG.md).
+reductions behind a norm is slower than our kernel (scripts/log).
 """
 
 from __future__ import annotations

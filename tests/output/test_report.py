@@ -122,22 +122,22 @@ def test_the_report_of_an_earlier_version_is_drawn_again() -> None:
     assert "–" in page and data["layers"][0]["module"] in page
 
 
-def test_the_pictures_of_the_readme_are_drawn_from_their_figures() -> None:
+def test_pictures_and_tables_are_made_from_their_figures() -> None:
     """And every figure stands in the tables that say how it was measured."""
     spec = spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
     figures = module_from_spec(spec)
     spec.loader.exec_module(figures)
-    tables = "".join(
-        (ROOT / name).read_text("utf-8") for name in ("scripts/LOG.md", "recipes/README.md")
-    )
-    readme = (ROOT / "README.md").read_text("utf-8")
-    for path in (ROOT / "scripts" / "figures").glob("*.json"):
-        figure = json.loads(path.read_text("utf-8"))
+    tables = "".join(path.read_text("utf-8") for path in (ROOT / "scripts" / "log").glob("*.md"))
+    readme, results = ((ROOT / name).read_text("utf-8") for name in ("README.md", "scripts/RESULTS.md"))
+    for path, figure in figures.figures().items():
         assert path.with_suffix(".svg").read_text("utf-8") == figures.drawn(figure)
-        assert f"(scripts/figures/{path.stem}.svg)" in readme
+        assert f"figures/{path.stem}.svg)" in readme + results
         for group in figure["groups"]:
             values = [group["dense"], *group["values"].values()]
             assert [v for v in values if not re.search(rf"\b{v:g}0?\b", tables)] == []
+    assert readme == figures.with_table(readme)
+    said = re.findall(r"\d*\.\d+", figures.table())
+    assert len(said) > 15 and [v for v in said if v not in tables or v not in results] == []
 
 
 def test_errors_of_outputs_come_before_those_of_weights(plan: Plan) -> None:

@@ -22,7 +22,7 @@ MOST = 64  # tokens
 PLAIN = 16  # the bits of plain weights
 PACKED = (4, 2)  # bits of the packed weights that these kernels take
 # Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200, as are
-# the tiles of `tile_shape`, by whole tokens (scripts/LOG.md).
+# the tiles of `tile_shape`, by whole tokens (scripts/log).
 PROGRAMS = (900, 528)
 FEW_ROWS = 8192  # of a launch of plain weights that has many small programs
 MANY_ROWS = 60000  # of one of packed weights, an output head, that fills the GPU by itself

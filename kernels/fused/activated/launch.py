@@ -1,7 +1,7 @@
 """Launches a product with bias and activation as one kernel: what an MLP makes of ranks, written once.
 
 Apart, the library's product writes ``x Wᵀ + b`` and the activation reads and writes all of it again,
-which takes as long as the product where k is a rank (scripts/LOG.md).
+which takes as long as the product where k is a rank (scripts/log).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blr.kernels.common.registration import rows
 from blr.kernels.common.replay import Launches
 from blr.kernels.decode.gemm.launch import bmm, tma_ready
 
-LEAST = 1024  # tokens from which it was measured to win (scripts/LOG.md)
+LEAST = 1024  # tokens from which it was measured to win (scripts/log)
 RANKS = 768  # k up to which: above, its product takes longer than the library's
 WARPS = 8  # of a program, of 128 x 128: up to a seventh faster than 4
 DTYPES = (torch.float16, torch.bfloat16)

@@ -3,7 +3,7 @@
 The reference mixes with products [r, n, b] by [b, b], whose rows are shorter than what a copy of them
 costs. Here features come first: z [b, r, n], the mix [r, b, b] by [r, b, n] reads z in place, and so
 does the second product; as many tokens at a time as caches hold. Few tokens are mixed one by one,
-where the whole is as fast as S is read. Measured in `scripts/LOG.md`.
+where the whole is as fast as S is read. Measured in `scripts/log`.
 """
 
 from __future__ import annotations
