@@ -97,9 +97,9 @@ def _tiles(data: Mapping[str, Any]) -> str:
         ("Stored bits a weight", _number(totals.get("bits"), ".4g"), "scales and corrections counted"),
     ]
     if measured := loss.get("perplexity"):
-        dense, now = (number(measured[name]) for name in ("before", "after"))
+        before, after = (number(measured[name]) for name in ("before", "after"))
         tiles[1:1] = [
-            ("Perplexity", f"{dense} → {now}", f"{loss['loss']:.3f} nats a token lost"),
+            ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
             ("Same most likely token", f"{loss['agreement']:.1%}", "in this share of places"),
         ]
     items = "".join(
