@@ -132,6 +132,10 @@ class Processes:
             dist.all_gather_object(found, value, group=self._control)
         return found
 
+    def merged(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """The entries of all processes, in each."""
+        return {key: value for part in self.gather(mine) for key, value in part.items()}
+
     def told(self, value: Any, source: int = 0) -> Any:
         """What process `source` gives as `value` (plain data)."""
         if self.count == 1:

@@ -31,7 +31,7 @@ from blr.compressor.bench.results import LayerRow
 from blr.compressor.bench.shapes import LayerShape
 from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
-from blr.compressor.modeling.quantized import quantized_layer
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
 from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
@@ -224,7 +224,7 @@ def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
     but for zeros behind ranks; indices as they are."""
     named = dict(zip((*spec.shapes(), *spec.indices()), factors, strict=True))
-    orders = [(named[name], order_of(spec.structure, name, len(s))) for name, s in spec.shapes().items()]
+    orders = [(named[name], order_of(name, len(s))) for name, s in spec.shapes().items()]
     indices, width = [named[name] for name in spec.indices()], laid_rank(spec)
     if width == getattr(spec, "rank", 0):
         return (*(relaid(f, order) for f, order in orders), *indices)
@@ -263,7 +263,7 @@ def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = 
     """A layer with canonical `factors` rounded to float8, a scale a row."""
     spec, tensors = _stored(plain, factors)
     with torch.device("meta"):
-        made = quantized_layer(spec, bias is not None)
+        made = layer_of(spec, bias is not None)
     made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
     return made.requires_grad_(False).eval()
 

@@ -17,11 +17,10 @@ from blr.compressor.bench.layer_problem import random_order
 from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
-from blr.compressor.modeling.corrected import CorrectedLinear
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.layers import CorrectedLinear, StructuredLinear
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.table import replace_layers
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec, Spec
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS
@@ -202,7 +201,7 @@ def _allocate(module: nn.Module, name: str, tensor: Tensor, device: torch.device
     """Memory for a parameter, in kernel layout if it is a structured factor."""
     if not isinstance(module, StructuredLinear) or name == "bias":
         return torch.empty_like(tensor, device=device)
-    order = order_of(module.spec.structure, name, tensor.dim())
+    order = order_of(name, tensor.dim())
     physical = torch.empty([tensor.shape[a] for a in order], dtype=tensor.dtype, device=device)
     return physical.permute(tuple(order.index(axis) for axis in range(len(order))))
 
@@ -221,7 +220,7 @@ def _contracted(spec: Spec, name: str) -> int:
     shape = spec.shapes()[name]
     if name == "S":
         return shape[1]
-    return max(prod(shape[axis] for axis in order_of(spec.structure, name, len(shape))[-1:]), 1)
+    return max(prod(shape[axis] for axis in order_of(name, len(shape))[-1:]), 1)
 
 
 def two_linears(model: Any, empty: Any) -> Any:
@@ -229,7 +228,7 @@ def two_linears(model: Any, empty: Any) -> Any:
     an nn.Sequential of two nn.Linear."""
     dense = dict(empty.named_modules())
     for name, layer in model.named_modules():
-        if isinstance(layer, LowRankLinear):
+        if isinstance(layer, StructuredLinear) and layer.spec.structure == "svd":
             first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
             parent, _, child = name.rpartition(".")
             setattr(dense[parent], child, nn.Sequential(first, second))

@@ -1,19 +1,20 @@
-"""What each command of `blr bench` is asked, and how the command line says it. No torch.
+"""What each command of `blr bench` is asked, and `blr tune`. No torch.
 
-Settings and options are one list: `cli/bench.py` makes an option of every field, with the help, the
-default and the limits that stand here.
+Settings and options are one list: the command line has an option for every field, as docstrings say.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 from blr.compressor.base.errors import UsageError
+from blr.compressor.recipe.option import Limits, options_of
 
 MOST = 2**31 - 1
+MOST_ROWS = 16  # that a decoder takes at once
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
@@ -52,169 +53,187 @@ def pairs(text: str, option: str) -> tuple[tuple[int, ...], ...]:
     return tuple((*counts(a, option), *counts(b, option)) for a, b in found)
 
 
-@dataclass(frozen=True)
-class OptionText:
-    """What the command line says of a field. `shown`: the default in words; limits are of integers."""
-
-    help: str
-    shown: str | None = None
-    least: int = 1
-    most: int | None = None
-
-
-def option(default: Any, help: str, shown: str | None = None, **limits: int) -> Any:
-    """A field with its option."""
-    return field(default=default, metadata={"told": OptionText(help, shown, **limits)})
-
-
 def of_text(options: type, given: Mapping[str, Any]) -> Any:
     """`options` of what was typed: lists by commas. Raises UsageError."""
-    found, hints = dict(given), get_type_hints(options)
-    for each in fields(options):
-        text, name = found.get(each.name), f"--{each.name}"
-        if not isinstance(text, str) or not each.metadata:
+    found, hints = {k: v for k, v in given.items() if v is not None}, get_type_hints(options)
+    for name, text in found.items():
+        if not isinstance(text, str):
             continue
-        if hints[each.name] == Sequence[str]:
-            found[each.name] = words(text)
-        elif hints[each.name] == Sequence[int]:
-            found[each.name] = counts(text, name, each.metadata["told"].most)
-        elif hints[each.name] == Sequence[float]:
-            found[each.name] = shares(text, name)
-        elif hints[each.name] == Sequence[tuple[int, int]]:
-            found[each.name] = pairs(text, name)
+        option = options_of(options)[name].names[0]
+        if hints[name] == Sequence[str]:
+            found[name] = words(text)
+        elif hints[name] == Sequence[int]:
+            found[name] = counts(text, option, MOST_ROWS if name == "batches" else None)
+        elif hints[name] == Sequence[float]:
+            found[name] = shares(text, option)
+        elif hints[name] == Sequence[tuple[int, int]]:
+            found[name] = pairs(text, option)
     return options(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What all commands take. `seconds`: after which no case is started."""
+    """What all commands take.
+
+    Options:
+        device: auto, cpu, cuda or cuda:N.
+        seconds: Start no further case after this many seconds.
+    """
 
     device: str = "auto"
-    seconds: float | None = option(None, "Start no further case after this many seconds.")
+    seconds: Annotated[float, Limits(0)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(BenchOptions):
-    """`blr bench layers`."""
+    """`blr bench layers`.
 
-    models: Sequence[str] = option(
-        (), "Comma-separated, of configs/bench-shapes.yaml.", shown="llama-7b; gpt2-s on a CPU"
-    )
-    structures: Sequence[str] = option(
-        ("svd", "monarch", "blast", "ks"), "Some of svd,pivoted,monarch,blast,ks."
-    )
-    n: Sequence[int] = option((), "Tokens, comma-separated.", shown="1,1024,4096; 1,64 on a CPU")
-    dtype: str = option("bfloat16", "float32, tf32, float16 or bfloat16.")
-    cf: float | None = option(None, "Compression factor.", shown="the model's published one")
-    blocks: Sequence[int] = option(
-        (), "Blocks of Monarch and BLAST.", shown="published; BLAST also 4,8,16"
-    )
-    repeats: int = option(10, "Samples of each arm.")
-    compiling: bool | None = option(
-        None, "torch.compile arms, at the smallest and the largest n.", shown="compile on a GPU"
-    )
+    Options:
+        models: Comma-separated, of configs/bench-shapes.yaml. [llama-7b; gpt2-s on a CPU]
+        structures: Some of svd,pivoted,monarch,blast,ks.
+        n: Tokens, comma-separated. [1,1024,4096; 1,64 on a CPU]
+        dtype: float32, tf32, float16 or bfloat16.
+        cf: Compression factor. [the model's published one]
+        blocks: Blocks of Monarch and BLAST. [published; BLAST also 4,8,16]
+        repeats: Samples of each arm.
+        compiling (--compile): torch.compile arms, at the smallest and the largest n. [compile on a GPU]
+    """
+
+    models: Sequence[str] = ()
+    structures: Sequence[str] = ("svd", "monarch", "blast", "ks")
+    n: Sequence[int] = ()
+    dtype: str = "bfloat16"
+    cf: float | None = None
+    blocks: Sequence[int] = ()
+    repeats: Annotated[int, Limits(1)] = 10
+    compiling: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(BenchOptions):
-    """What commands of whole models take."""
+    """What commands of whole models take.
 
-    dtype: str = option("bfloat16", "float32, float16 or bfloat16.")
-    rounds: int = option(5, "Measurements of each arm.")
+    Options:
+        dtype: float32, float16 or bfloat16.
+        rounds: Measurements of each arm.
+    """
+
+    dtype: str = "bfloat16"
+    rounds: Annotated[int, Limits(1)] = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOptions(ModelOptions):
-    """Of structured models."""
+    """Of structured models.
 
-    cf: float = option(2.0, "Compression factor of structured layers.")
-    blocks: int = option(16, "Blocks of BLAST and Monarch.", least=2)
+    Options:
+        cf: Compression factor of structured layers.
+        blocks: Blocks of BLAST and Monarch.
+    """
+
+    cf: float = 2.0
+    blocks: Annotated[int, Limits(2)] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(StructuredOptions):
-    """`blr bench decode`."""
+    """`blr bench decode`.
 
-    models: Sequence[str] = option(
-        ("7b", "8b"), "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."
-    )
-    arms: Sequence[str] = option(
-        (),
-        "Comma-separated: hf- or ours- with dense, lowrank or, for a checkpoint, own; ours- "
-        "also with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, "
-        "-int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values "
-        "in int8, then -graph or -eager.",
-        shown="all usual ones",
-    )
-    contexts: Sequence[int] = option((128, 1024, 3072, 6144), "Tokens of the prompt.")
-    batches: Sequence[int] = option((1,), "Sequences at once, at most 16.", most=16)
-    steps: int = option(64, "Tokens of a measurement.")
-    rounds: int = option(3, "Measurements of each arm.")
-    rank: int = option(16, "Rank of corrections, in int4.")
-    ops: str = option("auto", "Ours: auto, triton or torch (references).")
-    mode: str = option("auto", "Ours, where the arm names none: auto, graph or eager.")
-    compiling: bool | None = option(None, "torch.compile transformers' step.", shown="compile on a GPU")
+    Options:
+        models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
+        arms: Comma-separated: hf- or ours- with dense, lowrank or, for a checkpoint, own; ours- also
+            with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, -int4,
+            -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8,
+            then -graph or -eager. [all usual ones]
+        contexts: Tokens of the prompt.
+        batches: Sequences at once, at most 16.
+        steps: Tokens of a measurement.
+        rank: Rank of corrections, in int4.
+        ops: Ours: auto, triton or torch (references).
+        mode: Ours, where the arm names none: auto, graph or eager.
+        compiling (--compile): torch.compile transformers' step. [compile on a GPU]
+    """
+
+    models: Sequence[str] = ("7b", "8b")
+    arms: Sequence[str] = ()
+    contexts: Sequence[int] = (128, 1024, 3072, 6144)
+    batches: Sequence[int] = (1,)
+    steps: Annotated[int, Limits(1)] = 64
+    rounds: Annotated[int, Limits(1)] = 3
+    rank: Annotated[int, Limits(1)] = 16
+    ops: str = "auto"
+    mode: str = "auto"
+    compiling: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(StructuredOptions):
-    """`blr bench prefill`."""
+    """`blr bench prefill`.
 
-    models: Sequence[str] = option(
-        ("8b",), "Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders."
-    )
-    arms: Sequence[str] = option(
-        (),
-        "Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a "
-        "checkpoint, own.",
-        shown="all",
-    )
-    tokens: Sequence[int] = option((128, 512, 2048, 8192, 16384), "Tokens of the prompt.")
-    batch: int = option(1, "Sequences at once.")
-    compiling: bool | None = option(
-        None, "Arms with decoder layers compiled, too.", shown="compile on a GPU"
-    )
-    graphs: bool = option(False, "Compiled arms as CUDA graphs of fixed lengths, too.")
-    runtime: bool = option(False, "Every arm as an export takes prompts, too.")
+    Options:
+        models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
+        arms: Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a
+            checkpoint, own. [all]
+        tokens: Tokens of the prompt.
+        batch: Sequences at once.
+        compiling (--compile): Arms with decoder layers compiled, too. [compile on a GPU]
+        graphs: Compiled arms as CUDA graphs of fixed lengths, too.
+        runtime: Every arm as an export takes prompts, too.
+    """
+
+    models: Sequence[str] = ("8b",)
+    arms: Sequence[str] = ()
+    tokens: Sequence[int] = (128, 512, 2048, 8192, 16384)
+    batch: Annotated[int, Limits(1)] = 1
+    compiling: bool | None = None
+    graphs: bool = False
+    runtime: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(ModelOptions):
-    """`blr bench memory`."""
+    """`blr bench memory`.
 
-    models: Sequence[str] = option(
-        ("bert-base",), "Some of bert-base, roberta-base, llama-7b, llama-3.1-8b, pico-bert, pico-llama."
-    )
-    arms: Sequence[str] = option(
-        ("dense", "naive", "whole", "ours"),
-        "Some of dense, naive (low rank by plain torch), whole (ours without a bound), ours, "
-        "and ours-N for a bound of N MiB.",
-    )
-    keep: Sequence[float] = option((0.5, 0.75), "Shares of the parameters of the replaced layers.")
-    batches: Sequence[int] = option((1, 16, 32, 64), "Sequences at once.")
-    lengths: Sequence[int] = option((128, 256, 512, 1024), "Tokens of a sequence.")
-    pairs: Sequence[tuple[int, int]] = option(
-        (), "These cases in place of batches and lengths: 4x1024,1x16384.", shown="none"
-    )
-    graphs: bool = option(False, "Time passes as CUDA graphs: without the host.")
+    Options:
+        models: Some of bert-base, roberta-base, llama-7b, llama-3.1-8b, pico-bert, pico-llama.
+        arms: Some of dense, naive (low rank by plain torch), whole (ours without a bound), ours, and
+            ours-N for a bound of N MiB.
+        keep: Shares of the parameters of the replaced layers.
+        sequences (--batches): Sequences at once.
+        lengths: Tokens of a sequence.
+        pairs: These cases in place of batches and lengths: 4x1024,1x16384. [none]
+        graphs: Time passes as CUDA graphs: without the host.
+    """
+
+    models: Sequence[str] = ("bert-base",)
+    arms: Sequence[str] = ("dense", "naive", "whole", "ours")
+    keep: Sequence[float] = (0.5, 0.75)
+    sequences: Sequence[int] = (1, 16, 32, 64)
+    lengths: Sequence[int] = (128, 256, 512, 1024)
+    pairs: Sequence[tuple[int, int]] = ()
+    graphs: bool = False
 
     def cases(self) -> list[tuple[int, int]]:
         """Batch and length of every case."""
-        return list(self.pairs) or [(b, n) for b in self.batches for n in self.lengths]
+        return list(self.pairs) or [(b, n) for b in self.sequences for n in self.lengths]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(BenchOptions):
-    """`blr tune`."""
+    """`blr tune`.
 
-    shapes: Sequence[str] = option(
-        ("llama-7b",), "Models of configs/bench-shapes.yaml, comma-separated."
-    )
-    structures: Sequence[str] = option(
-        ("svd", "monarch", "blast", "ks", "fp8"),
-        "Some of svd,monarch,blast,ks, and fp8: layers in float8.",
-    )
-    dtype: Sequence[str] = option(("bfloat16",), "Some of bfloat16,float16,float32.")
-    quick: bool = option(False, "Four numbers of tokens in place of fourteen, fewer samples.")
-    seconds: float | None = option(None, "Measure nothing new after this many seconds.")
-    gpu_name: str | None = option(None, "Name to keep the table under.", shown="the GPU's own")
+    Options:
+        shapes: Models of configs/bench-shapes.yaml, comma-separated.
+        structures: Some of svd,monarch,blast,ks, and fp8: layers in float8.
+        dtype: Some of bfloat16,float16,float32.
+        quick: Four numbers of tokens in place of fourteen, fewer samples.
+        seconds: Measure nothing new after this many seconds.
+        gpu_name: Name to keep the table under. [the GPU's own]
+    """
+
+    shapes: Sequence[str] = ("llama-7b",)
+    structures: Sequence[str] = ("svd", "monarch", "blast", "ks", "fp8")
+    dtype: Sequence[str] = ("bfloat16",)
+    quick: bool = False
+    seconds: Annotated[float, Limits(0)] | None = None
+    gpu_name: str | None = None

@@ -24,8 +24,8 @@ HEAD = """# type: ignore
 # isort: skip_file
 """
 WIDTH = 100
-RULE = "# " + "=" * 76
-LEFT_OUT = 'raise ImportError("{module} is not part of this folder, which does without")'
+RULE = "# " + "=" * 20
+LEFT_OUT = '{names} = None; raise ImportError("{module} is not part of this folder, which does without")'
 Edit = tuple[int, int, bytes]  # from, to, what stands there instead
 
 
@@ -99,11 +99,10 @@ class _Writer:
         held = [self.names.modules[name] for name in order]
         if sum(not KEPT.isdisjoint(module.defined) for module in held) > 1:
             raise BundleError(f"{self.file}: two of {', '.join(order)} define {', '.join(KEPT)}")
-        listed = "".join(f"    {name}\n" for name in order)
-        parts = [f'{HEAD}"""{about}\n\n{listed}"""']
+        parts = [f'{HEAD}"""{about}\n"""']
         parts.append("from __future__ import annotations\n\n" + self._imports(held))
-        parts += [f"{RULE}\n# {module.name}\n{RULE}\n{self._section(module)}" for module in held]
-        return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
+        parts += [f"{RULE} {module.name}\n{self._section(module)}" for module in held]
+        return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
     def _imports(self, held: Sequence[Module]) -> str:
         plain = {one for module in held for one in module.others}
@@ -130,13 +129,14 @@ class _Writer:
         data = module.data
         for start, end, new in sorted(edits, reverse=True):
             data = data[:start] + new + data[end:]
-        return re.sub(r"\n{4,}", "\n\n\n", data.decode())
+        return re.sub(r"\n{3,}", "\n\n", data.decode())
 
     def _inner(self, module: Module, node: ast.ImportFrom) -> bytes:
         """What stands for an import inside a function."""
         target = node.module or ""
         if target not in self.homes:
-            return LEFT_OUT.format(module=target).encode()
+            names = " = ".join(one.alias for one in imported(node))
+            return LEFT_OUT.format(names=names, module=target).encode()
         found = [(self.names.of(i.module, i.name), i.alias) for i in imported(node)]
         home = self.homes[target]
         if home != self.file:

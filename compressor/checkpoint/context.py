@@ -1,4 +1,4 @@
-"""How long a text a model has positions for. Shipped inside every export: it imports nothing of ours."""
+"""How long a text a model has positions for."""
 
 from __future__ import annotations
 

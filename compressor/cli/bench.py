@@ -5,27 +5,29 @@ The options of every command are the fields of its settings in `bench/options.py
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr.compressor.base.errors import BlrError
-from blr.compressor.bench import options as settings
+from blr.compressor.bench.options import (
+    DecodeOptions,
+    LayerOptions,
+    MemoryOptions,
+    PrefillOptions,
+    of_text,
+)
 from blr.compressor.bench.results import BenchReport, check_output, save
 from blr.compressor.bench.shapes import layer_work
 from blr.compressor.cli import values
-from blr.compressor.cli.options import Device, Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import setting_options, taking
+from blr.compressor.cli.options import Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
     from blr.compressor.base.progress import Progress
-
-Measure = Callable[[Any, "Progress"], tuple[BenchReport, int]]  # imports torch
 
 bench_app = typer.Typer(
     help="Time layers and models against dense and other implementations.",
@@ -39,78 +41,17 @@ OutputOption = Annotated[
         *("--output", "-o"), callback=values.place, help="Folder for results.json and results.csv."
     ),
 ]
-# What every command takes beside its settings, by name: annotation and default.
-COMMON: dict[str, tuple[Any, Any]] = {
-    "output": (OutputOption, None),
-    "device": (Device, "auto"),
-    "quiet": (Quiet, False),
-    "format": (FormatOption, Format.text),
-}
-FLAGS = {"compiling": "--compile/--no-compile"}  # of fields that are called otherwise
 
 
-def parameter(each: Field[Any], hint: Any) -> inspect.Parameter:
-    """The option of a field: lists as text, numbers within their limits."""
-    told: settings.OptionText = each.metadata["told"]
-    given: dict[str, Any] = {"help": told.help}
-    default: Any = each.default
-    if isinstance(default, tuple):
-        hint, default = (str, ",".join(map(str, default))) if default else (str | None, None)
-    elif hint is int:
-        given |= {"min": told.least, "callback": values.count}
-    elif each.name == "cf":
-        given |= {"callback": values.factor}
-    elif hint == float | None:
-        given |= {"min": 0.0, "callback": values.number}
-    elif each.name == "gpu_name":
-        given["callback"] = values.gpu_name
-    if told.shown is not None:
-        given["show_default"] = told.shown
-    names = [FLAGS.get(each.name, f"--{each.name.replace('_', '-')}")]
-    return keyword(each.name, Annotated[hint, typer.Option(*names, **given)], default)
+def begun(output: Path | None, quiet: bool) -> Progress:
+    """The progress of a run whose results have a place; torch may be imported now."""
+    from blr.compressor.base.progress import Progress
 
-
-def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """Of a function that Typer reads."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def with_options(
-    options: type, common: dict[str, tuple[Any, Any]], body: Callable[..., None], about: str | None
-) -> Callable[..., None]:
-    """The function that Typer makes a command of: it calls `body` with the options and with the rest of
-    `common`, annotation and default by name."""
-
-    def run(**given: Any) -> None:
-        kept = {name: given.pop(name) for name in common if name != "device"}
-        typed = {name: value for name, value in given.items() if value is not None}
-        body(settings.of_text(options, typed), **kept)
-
-    hints = get_type_hints(options)
-    found = [parameter(f, hints[f.name]) for f in fields(options) if f.metadata]
-    found += [keyword(name, *said) for name, said in common.items()]
-    run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in found}
-    run.__doc__ = about
-    return run
-
-
-def command(options: type, measure: Measure) -> Callable[..., None]:
-    """A command of `blr bench`."""
-
-    def body(asked: Any, output: Path | None, quiet: bool, format: Format) -> None:
-        if options is settings.LayerOptions:
-            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
-        if output is not None:
-            check_output(output)
-        from blr.compressor.base.progress import Progress
-
-        progress = Progress(quiet)
-        progress.loading()
-        finish(*measure(asked, progress), output, format)
-
-    return with_options(options, COMMON, body, measure.__doc__)
+    if output is not None:
+        check_output(output)
+    progress = Progress(quiet)
+    progress.loading()
+    return progress
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
@@ -137,39 +78,66 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
         raise typer.Exit(code)
 
 
-def layers(options: settings.LayerOptions, progress: Progress) -> tuple[BenchReport, int]:
+@bench_app.command("layers")
+@taking(setting_options(LayerOptions))
+def layers(
+    output: OutputOption = None,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+    **options: Any,
+) -> None:
     """Layers of published models: dense, plain torch, torch.compile and ours, interleaved."""
+    asked = of_text(LayerOptions, options)
+    layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
+    progress = begun(output, quiet)
     from blr.compressor.bench.layers import run_layers
 
-    return run_layers(options, progress)
+    finish(*run_layers(asked, progress), output, format)
 
 
-def decode(options: settings.DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
+@bench_app.command("decode")
+@taking(setting_options(DecodeOptions))
+def decode(
+    output: OutputOption = None,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+    **options: Any,
+) -> None:
     """Decoding of whole models: transformers compiled, ours dense, structured and quantized."""
+    asked = of_text(DecodeOptions, options)
+    progress = begun(output, quiet)
     from blr.compressor.bench.decode import run_decode
 
-    return run_decode(options, progress)
+    finish(*run_decode(asked, progress), output, format)
 
 
-def prefill(options: settings.PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
+@bench_app.command("prefill")
+@taking(setting_options(PrefillOptions))
+def prefill(
+    output: OutputOption = None,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+    **options: Any,
+) -> None:
     """Prompts through whole models in transformers: dense and structured, bf16 and float8."""
+    asked = of_text(PrefillOptions, options)
+    progress = begun(output, quiet)
     from blr.compressor.bench.prefill import run_prefill
 
-    return run_prefill(options, progress)
+    finish(*run_prefill(asked, progress), output, format)
 
 
-def memory(options: settings.MemoryOptions, progress: Progress) -> tuple[BenchReport, int]:
+@bench_app.command("memory")
+@taking(setting_options(MemoryOptions))
+def memory(
+    output: OutputOption = None,
+    quiet: Quiet = False,
+    format: FormatOption = Format.text,
+    **options: Any,
+) -> None:
     """Memory and time of a forward pass: dense, low rank as it is, and ours within a bound."""
+    asked = of_text(MemoryOptions, options)
+    progress = begun(output, quiet)
     from blr.compressor.bench.memory import run_memory
 
-    return run_memory(options, progress)
-
-
-COMMANDS: dict[type, Measure] = {
-    settings.LayerOptions: layers,
-    settings.DecodeOptions: decode,
-    settings.PrefillOptions: prefill,
-    settings.MemoryOptions: memory,
-}
-for _options, _measure in COMMANDS.items():
-    bench_app.command(_measure.__name__)(command(_options, _measure))
+    finish(*run_memory(asked, progress), output, format)

@@ -20,7 +20,7 @@ from blr.compressor.cli.options import (
     healed_text,
     print_result,
 )
-from blr.compressor.healing.settings import MINUTES
+from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.run_settings import CompressSettings
 
 OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --effort says them

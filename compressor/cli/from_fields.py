@@ -18,10 +18,16 @@ from blr.compressor.recipe.schema import Recipe
 
 Command = Callable[..., None]
 CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
-NAMED_CHECKS = {  # of what is more than its type
-    **{"seed": values.seed, "device": values.device, "max_shard_size": values.size},
-    **{"data": values.place, "calibration": values.place, "train": values.listed},
-    **{"temperature": values.temperature, "top_p": values.probability, "teacher": values.optional_name},
+NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is more than its type
+    **{
+        ("seed", int): values.seed,
+        ("device", str): values.device,
+        ("teacher", str): values.optional_name,
+    },
+    **{("max_shard_size", int): values.size, ("train", list[str]): values.listed},
+    **{("data", list[str]): values.place, ("calibration", str): values.place},
+    **{("temperature", float): values.temperature, ("top_p", float): values.probability},
+    **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},
 }
 TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
 
@@ -82,8 +88,9 @@ def _parameter(
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-    if isinstance(default, tuple):
-        default = ",".join(default) or None
+    if isinstance(default, tuple):  # a list by commas, which its own reader checks
+        kind, default = str, ",".join(map(str, default)) or None
+        check = (name, option.kind) in NAMED_CHECKS
     if isinstance(default, str):
         kind = str
     info: Any = _info(name, option, names, check, hidden)
@@ -92,7 +99,7 @@ def _parameter(
 
 
 def _info(name: str, option: Option, names: Collection[str], check: bool, hidden: bool = False) -> Any:
-    checks = (NAMED_CHECKS.get(name) or CHECKS.get(option.kind)) if check else None
+    checks = (NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None
     more: dict[str, Any] = {"min": option.limits.least, "max": option.limits.most, "callback": checks}
     shown = option.default or True
     return typer.Option(..., *names, help=option.help, show_default=shown, hidden=hidden, **more)

@@ -20,7 +20,7 @@ from blr.compressor.cli.options import (
     healed_text,
     print_result,
 )
-from blr.compressor.healing.settings import HealOptions
+from blr.compressor.recipe.heal_settings import HealOptions
 
 
 @taking(setting_options(HealOptions))

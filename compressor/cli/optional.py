@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from blr.compressor.healing.settings import MINUTES
+from blr.compressor.recipe.heal_settings import MINUTES
 
 VALUES = {"--heal": f"{MINUTES:g}"}  # by option, its value where none follows
 

@@ -53,7 +53,6 @@ def plan(
         every (--all): A row for every layer.
     """
     from blr.compressor.base.progress import Progress
-    from blr.compressor.healing.settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning import forecast, forecast_healing
     from blr.compressor.planning.outline import open_or_outline
@@ -62,6 +61,7 @@ def plan(
     from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.recipe.asked import asked_recipe
+    from blr.compressor.recipe.heal_settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.recipe.schema import Recipe
     from blr.compressor.text.reading import OWN
 

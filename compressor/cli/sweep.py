@@ -18,7 +18,7 @@ from blr.compressor.cli.options import (
     Restart,
     print_result,
 )
-from blr.compressor.healing.settings import checked_minutes
+from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits
 
 METHODS = "svd,blast"

@@ -12,18 +12,33 @@ import typer
 from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
-from blr.compressor.bench.options import TuneOptions
+from blr.compressor.bench.options import TuneOptions, of_text
 from blr.compressor.cli import values
-from blr.compressor.cli.bench import COMMON, with_options
 from blr.compressor.cli.failure import report_now
-from blr.compressor.cli.options import Format
+from blr.compressor.cli.from_fields import setting_options, taking
+from blr.compressor.cli.options import Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
     from blr.compressor.bench.tuning import Tuning
 
 
-def _tune(asked: TuneOptions, output: Path | None, quiet: bool, format: Format) -> None:
+Table = Annotated[
+    Path | None,
+    typer.Option(
+        *("--output", "-o"),
+        callback=values.place,
+        help="YAML file.",
+        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
+    ),
+]
+
+
+@taking(setting_options(TuneOptions))
+def tune(
+    output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
+) -> None:
     """Time every kernel variant on this GPU and write the table that layers choose by."""
+    asked: TuneOptions = of_text(TuneOptions, options)
     from blr.compressor.bench.checks import find_precision
     from blr.compressor.bench.shapes import check_structures, find_layers
     from blr.compressor.recipe.tuned_table import check_table, user_table
@@ -68,17 +83,6 @@ def _tune(asked: TuneOptions, output: Path | None, quiet: bool, format: Format) 
         raise
     _show({**result, "stopped": stopped}, tuning, progress, format)
 
-
-Table = Annotated[
-    Path | None,
-    typer.Option(
-        *("--output", "-o"),
-        callback=values.place,
-        help="YAML file.",
-        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
-    ),
-]
-tune = with_options(TuneOptions, {**COMMON, "output": (Table, None)}, _tune, _tune.__doc__)
 
 HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 

@@ -59,7 +59,7 @@ def compress(
     """
     from blr.compressor.commands.compress import Settings
     from blr.compressor.commands.compress import compress as compress_folder
-    from blr.compressor.healing.settings import checked_minutes
+    from blr.compressor.recipe.heal_settings import checked_minutes
 
     asked = {name: settings.pop(name) for name in [*settings] if name in Recipe.model_fields}
     text, progress = None if calibration is None else str(calibration), progress or Progress(quiet=True)
@@ -99,15 +99,15 @@ def heal(
         teacher: the dense model; None takes the one that the checkpoint's manifest names.
         data: text files or data sets; "self", and None, the teacher's own text.
         progress: as of `compress`.
-        settings: fields of `healing.settings.HealOptions` (minutes, steps, lora, …), by name.
+        settings: fields of `recipe.heal_settings.HealOptions` (minutes, steps, lora, …), by name.
 
     Returns:
         What was achieved (`healing.summary.HealSummary`).
     """
     from blr.compressor.base.threads import use_threads
-    from blr.compressor.healing.settings import HealOptions, check_options
     from blr.compressor.healing.teacher import named_teacher
     from blr.compressor.healing.tracking import check_installed
+    from blr.compressor.recipe.heal_settings import HealOptions, check_options
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
     options = check_options(HealOptions(name, data=tuple(map(str, _several(data))), **settings))

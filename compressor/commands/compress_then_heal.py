@@ -10,9 +10,9 @@ from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.heal import HealRun
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
-from blr.compressor.healing.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.planning.forecast_healing import kept_bytes
+from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:

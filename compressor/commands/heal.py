@@ -18,16 +18,11 @@ from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
-from blr.compressor.healing.settings import (
-    HealOptions,
-    check_options,
-    check_takes_additions,
-    healing_steps,
-)
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import recorded_digest
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.workspace import Workspace
@@ -99,7 +94,7 @@ class HealRun(FolderRun):
 
     def check_student(self) -> None:
         """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
-        from blr.compressor.healing.additions import growth
+        from blr.compressor.healing.additions import check_takes_additions, growth
         from blr.compressor.healing.output import check_told
         from blr.compressor.healing.teacher import check_teacher
         from blr.compressor.healing.trained_parameters import check_has_kinds

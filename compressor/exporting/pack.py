@@ -3,7 +3,7 @@
 Quantized are U and V of low-rank, Monarch and BLAST layers, the Kronecker-sparse factors, and dense
 weights; not the S of BLAST, biases, norms and embeddings. The output head is left by `quantize_model`
 and has a kind of its own (`quantize_head`). The format is that of
-`blr.kernels.decode.quantized.reference`, the modules are those of `blr.compressor.modeling.quantized`.
+`blr.kernels.decode.quantized.reference`, the modules are those of `blr.compressor.modeling.layers`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
-from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.quantized import (
-    EXPORT_BITS,
-    QuantizedLinear,
-    QuantizedStructured,
-    quantized_layer,
-)
+from blr.compressor.modeling.layers import KernelLinear, StructuredLinear, layer_of
+from blr.compressor.modeling.packed import EXPORT_BITS
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
 KINDS = {f"int{bits}": bits for bits in EXPORT_BITS}
@@ -36,23 +31,20 @@ def parse_kind(kind: str) -> int:
     return KINDS[kind]
 
 
-def quantize_layer(
-    layer: nn.Module, bits: int
-) -> tuple[QuantizedStructured | QuantizedLinear, dict[str, float]]:
+def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str, float]]:
     """The quantized module in place of a structured layer, an nn.Linear or a Conv1D, and its errors.
 
     Scales and what is not quantized keep the layer's dtype and device.
     """
     bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
-        names = (*layer.spec.shapes(), *layer.spec.indices())
-        factors = {name: _factor(layer, name) for name in names}
+        factors = {name: layer.factor(name).detach() for name in layer.held}
         found = quantize_factors(quantized_spec(layer, bits), factors)
     else:
         found = quantize_dense(_dense_weight(layer), quantized_spec(layer, bits))
     some = next(iter(layer.parameters()))
     with torch.device("meta"):
-        new = quantized_layer(quantized_spec(layer, bits), bias is not None).to(some.dtype)
+        new: KernelLinear = layer_of(quantized_spec(layer, bits), bias is not None).to(some.dtype)
     state = found.tensors if bias is None else {**found.tensors, "bias": bias.detach()}
     new.load_state_dict(state, assign=True)
     return new.requires_grad_(False).train(layer.training), found.errors
@@ -81,7 +73,7 @@ def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = StructuredLinear, nn.Linear
-    if not isinstance(head, kinds) or isinstance(head, QuantizedStructured):
+    if not isinstance(head, kinds) or _is_packed(head):
         found = "none" if head is None else type(head).__name__
         raise UsageError(
             f"the output head of {type(model).__name__} is {found}: expected a linear layer with"
@@ -117,7 +109,7 @@ def quantizable(model: nn.Module, *, dense: bool = True, skip: Iterable[str] = (
         name
         for name, module in model.named_modules()
         if isinstance(module, kinds)
-        and not isinstance(module, QuantizedStructured)
+        and not _is_packed(module)
         and module is not head
         and name not in skip
     ]
@@ -137,7 +129,5 @@ def _dense_weight(layer: nn.Module) -> Tensor:
     return weight.mT if isinstance(layer, Conv1D) else weight
 
 
-def _factor(layer: StructuredLinear, name: str) -> Tensor:
-    stem, _, index = name.partition(".")
-    held = getattr(layer, stem)
-    return (held[int(index)] if index else held).detach()
+def _is_packed(module: nn.Module) -> bool:
+    return isinstance(module, KernelLinear) and module.packing is not None

@@ -96,7 +96,8 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     Returns:
         Module name to its stored factors and record (spec, type, relative error, notes).
     """
-    jobs = _keyed(work, plan)
+    planned = [LayerJob(each, work.recipe, work.target) for each in plan.layers]
+    jobs = dict(zip(keys_of(work, planned), planned, strict=True))
     costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
     with work.progress.layers(-(-len(costs) // work.processes.count)) as advance:
 
@@ -108,17 +109,11 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     return {job.layer.module: _kept(work, job, key) for key, job in jobs.items()}
 
 
-def _keyed(work: Work, plan: Plan) -> dict[str, LayerJob]:
-    """Every layer to factorize by its key."""
-    jobs = [LayerJob(planned, work.recipe, work.target) for planned in plan.layers]
-    return dict(zip(keys_of(work, jobs), jobs, strict=True))
-
-
 def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
     """The journal's keys of the jobs' factors; each process hashes some of the weights."""
     mine = {n: job for n, job in enumerate(jobs) if work.processes.owns(n)}
     keys = {n: job.key(work.source.sha256(job.layer.entry), prefix) for n, job in mine.items()}
-    known = {n: key for part in work.processes.gather(keys) for n, key in part.items()}
+    known = work.processes.merged(keys)
     return [known[n] for n in range(len(jobs))]
 
 

@@ -129,7 +129,7 @@ class Refitting(TrainingLoop):
     def judge(self) -> float:
         """Mean error of the held-back batches, each taken by the process that has it."""
         mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
-        found = {n: error for part in self.processes.gather(mine) for n, error in part.items()}
+        found = self.processes.merged(mine)
         return sum(found[n] for n in self.held) / len(self.held)
 
     def _whole(self, n: int) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.modeling.quantized import rows_at_once
+from blr.compressor.modeling.layers import rows_at_once
 from blr.compressor.structures.balance import even_columns
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +50,12 @@ class Sensitivity:
     tokens: int = 0
 
 
-def every(module: str) -> bool:
-    """Whether G is kept whole: that of every layer."""
-    return True
-
-
 def measure(
-    work: Work, model: BlockModel, batches: list[Batch], key: str, whole: Callable[[str], bool] = every
+    work: Work,
+    model: BlockModel,
+    batches: list[Batch],
+    key: str,
+    whole: Callable[[str], bool] = lambda module: True,
 ) -> Sensitivity:
     """Sensitivities of every compressible layer, from the journal where it has them.
 
@@ -66,9 +64,9 @@ def measure(
         key: digest of everything the result depends on. whole: tells of a module whether all of its G
             is asked for; of others the diagonal is kept, which of wide layers is a thousandth of it.
     """
-    keys = [_block_key(key, index) for index in range(len(model))]
+    keys = [layer_key(key=key, block=index) for index in range(len(model))]
     if work.missing([key, *keys]):
-        curves = SensitivitySweep(work, model, batches, partial(_block_key, key), whole).run()
+        curves = SensitivitySweep(work, model, batches, keys, whole).run()
         if work.processes.first:
             work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
     found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
@@ -77,14 +75,10 @@ def measure(
     return found
 
 
-def _block_key(key: str, index: int) -> str:
-    return layer_key(key=key, block=index)
-
-
 class SensitivitySweep:
     """Forward and backward through the blocks. Hidden states and gradients are by number of batch.
 
-    What is found of block n is stored under ``key(n)``; `whole` as of `measure`.
+    What is found of every block is stored under its one of `keys`; `whole` as of `measure`.
     """
 
     def __init__(
@@ -92,11 +86,11 @@ class SensitivitySweep:
         work: Work,
         model: BlockModel,
         batches: list[Batch],
-        key: Callable[[int], str],
+        keys: list[str],
         whole: Callable[[str], bool],
     ) -> None:
         self.work, self.model, self.batches = work, model, batches
-        self.key, self.whole = key, whole
+        self.keys, self.whole = keys, whole
         self.processes = work.processes
         self.mine = {n: batch for n, batch in enumerate(batches) if self.processes.owns(n)}
         size = sum(batch.hidden.nbytes for batch in self.mine.values())
@@ -179,9 +173,8 @@ class SensitivitySweep:
                 gram = sums[group.modules[0], "in"]
                 mine[stored] = _named_curve(stored, weight, gram, sums[name, "out"])
         if kept:
-            self.work.journal.store(self.key(index), kept, {})
-        for part in self.processes.gather(mine):
-            self.curves |= part
+            self.work.journal.store(self.keys[index], kept, {})
+        self.curves |= self.processes.merged(mine)
 
 
 def _products(

@@ -106,13 +106,15 @@ class BlockFit:
             work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
         work.journal.await_all(together)
 
-    def _metric(self, module: str) -> Tensor | None:
-        """Of the outputs of `module`, as its fit takes it; the first process has it."""
+    def _metric(self, output: str) -> Tensor | None:
+        """What errors of an output cost, of a layer's as its fit takes it; the first process has it."""
         run, found = self.run, None
         if run.sensitivity is None:
             return None
         if run.work.processes.first:
-            found = metric_for(run.planned[module].spec, self.information[module])
+            found = self.information[output]
+            if output in run.planned:
+                found = metric_for(run.planned[output].spec, found)
         return run.work.processes.shared(found)
 
     @cached_property
@@ -195,19 +197,13 @@ class BlockFit:
         def train() -> Errors:
             self.cache = None
             work = self.run.work
-            given = work.processes, self.run.batches, targets, self._block_metric()
+            given = work.processes, self.run.batches, targets, self._metric(HIDDEN)
             seed = layer_seed(work.recipe.seed, f"refit:{self.index}")
             steps = Refitting(self.student.block, self.student.trained, *given)
             return steps.run(self.run.epochs, seed)
 
         train_and_keep(self.run, [self.student], [key], states, "refit", train)
         self.run.prefix = key
-
-    def _block_metric(self) -> Tensor | None:
-        sensitivity, processes = self.run.sensitivity, self.run.work.processes
-        if sensitivity is None:
-            return None
-        return processes.shared(self.information[HIDDEN] if processes.first else None)
 
     @torch.no_grad()
     def _advance(self, targets: dict[int, Tensor]) -> None:

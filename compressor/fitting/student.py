@@ -100,12 +100,24 @@ class Student:
 
     def install(self, name: str, key: str) -> None:
         """Put the fit of one layer in its place, and among the results."""
-        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
-        assert entries is not None
-        self._place(name, found)
+        entries, record, found = self._read(key)
+        self._put(name, entries, record, found, "")
+
+    def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
+        """What the journal has under a key: where tensors lie, the record, the tensors."""
+        known = self.run.work.journal.load(key)
+        assert known is not None
+        return *known, self.run.work.journal.tensors(key)
+
+    def _put(
+        self, name: str, entries: Mapping[str, TensorEntry], record: Any, found: Mapping[str, Tensor],
+        start: str,
+    ) -> None:  # fmt: skip
+        """Put one layer, whose tensors' names begin so, in its place, and among the results."""
+        self._place(name, {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)})
         module = self.module(name)
-        spec = self.run.planned[module].spec
-        self.run.results[module] = ({n: entries[0][n] for n in spec.stored()}, entries[1])
+        factors = {n: entries[start + n] for n in self.run.planned[module].spec.stored()}
+        self.run.results[module] = (factors, record)
 
     def _place(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         old, device = self.block.get_submodule(name), self.run.model.device
@@ -144,18 +156,13 @@ class Student:
 
     def take(self, key: str) -> None:
         """Put back, into block and results, what was stored."""
-        entries, found = self.run.work.journal.load(key), self.run.work.journal.tensors(key)
-        assert entries is not None
+        entries, records, found = self._read(key)
         for name in list(self.twins):
-            start = f"{self.module(name)}:"
-            own = {full.removeprefix(start): t for full, t in found.items() if full.startswith(start)}
-            self._place(name, own)
             module = self.module(name)
-            factors = {n: entries[0][start + n] for n in self.run.planned[module].spec.stored()}
-            self.run.results[module] = (factors, entries[1][module])
+            self._put(name, entries, records[module], found, f"{module}:")
         for name, parameter in self.norms.items():
             parameter.data.copy_(found[f"{NORM}:{name}"])
-            self.run.norms[name] = entries[0][f"{NORM}:{name}"]
+            self.run.norms[name] = entries[f"{NORM}:{name}"]
 
 
 def rounds_to_float8(student: Student) -> bool:

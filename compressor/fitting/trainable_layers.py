@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
-from blr.compressor.modeling.layers import LAYERS, LowRankLinear, PivotedLinear, StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
@@ -113,7 +113,7 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
         if isinstance(plain, DenseSpec):
             module: nn.Module = nn.Linear(plain.in_features, plain.out_features, bias=False)
         else:
-            module = LAYERS[type(plain)](plain, bias=False)
+            module = StructuredLinear(plain, bias=False)
     module.load_state_dict(factors, assign=True)
     return module.requires_grad_(False)
 
@@ -127,7 +127,7 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
 
 
-PLAIN = (LowRankLinear, PivotedLinear)
+PLAIN = ("svd", "pivoted")  # whose two products are as large as they are few
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
@@ -138,7 +138,7 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
             continue
         if isinstance(module, Sum):
             module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
-        elif isinstance(module, StructuredLinear) and not isinstance(module, PLAIN):
+        elif isinstance(module, StructuredLinear) and module.spec.structure not in PLAIN:
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
@@ -150,8 +150,7 @@ def _width(module: nn.Module) -> int:
 
 def dense_weight(layer: StructuredLinear) -> Tensor:
     """The weight [o, i], differentiable."""
-    names = (*layer.spec.shapes(), *layer.spec.indices())
-    held = dict(zip(names, layer.ordered(), strict=True))
+    held = dict(zip(layer.held, layer.ordered(), strict=True))
     return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
 
 

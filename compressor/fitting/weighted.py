@@ -12,7 +12,7 @@ from torch import Tensor
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
 from blr.compressor.fitting.moments import Moments
-from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
+from blr.compressor.fitting.rounding import is_latent, round_layer, start_of
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper
@@ -70,31 +70,20 @@ def fit_weighted(
     work = work.mT.contiguous() if job.layer.transposed else work
     target = moments.target(work, correct_drift=True)
     outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
-    with layer_errors(job), recorded_fallbacks() as fallbacks:
-        found, notes = _found(job, weight, target, moments.metric, outputs)
-        tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
-    dtype = job.stored_dtype(weight)
-    latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
-    back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
-    return tensors | latents, {
-        **record,
-        "weighted_error": relative_error(target, back, moments.metric.gram),
-    }
-
-
-def _found(
-    job: LayerJob, weight: Tensor, target: Tensor, inputs: Metric, outputs: Outputs | None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """What is to be stored: fitted factors, rounded where the plan says so, or a weight in few bits."""
-    notes: list[str] = []
+    notes, dtype = dict[str, None](), job.stored_dtype(weight)
 
     def fit(matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
-        found = _fit(job, spec, matrix, inputs.gram, outputs)
-        notes.extend(found.notes)
+        found = _fit(job, spec, matrix, moments.metric.gram, outputs)
+        notes.update(dict.fromkeys(found.notes))
         return found.tensors
 
-    dtype = job.stored_dtype(weight)
-    return round_layer(target, job.planned.spec, inputs, dtype, fit), list(dict.fromkeys(notes))
+    with layer_errors(job), recorded_fallbacks() as fallbacks:
+        found = round_layer(target, job.planned.spec, moments.metric, dtype, fit)
+        tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+    latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
+    back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
+    record["weighted_error"] = relative_error(target, back, moments.metric.gram)
+    return tensors | latents, record
 
 
 def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
@@ -111,8 +100,8 @@ def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outpu
     structure = STRUCTURES[spec.structure].factorizer()
     if outputs is None:
         return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
-    if takes_whole_metric(spec):
-        groups = _output_groups(spec)
+    if isinstance(spec, LowRankSpec):
+        groups = spec.groups if spec.side == "out" else 1  # of rows, problems of their own
         root = outputs.root(groups)
         fit = structure.fit(root @ target, spec, gram, options)
         left, right = fit.tensors["U"], fit.tensors["V"]
@@ -137,8 +126,8 @@ def metric_for(spec: Spec, information: Tensor) -> Tensor:
 
 
 def is_whole(spec: Spec) -> bool:
-    """Whether a fit takes all of the Fisher information of its outputs."""
-    return takes_whole_metric(_solved(spec))
+    """Whether a fit takes all of the Fisher information of its outputs, as low rank does."""
+    return isinstance(_solved(spec), LowRankSpec)
 
 
 def fitted_together(job: LayerJob) -> bool:
@@ -147,16 +136,6 @@ def fitted_together(job: LayerJob) -> bool:
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
     return is_shared(spec, fitting_dtype(job.device).itemsize)
-
-
-def takes_whole_metric(spec: Spec) -> bool:
-    """Whether the structure's fit can be weighted by a matrix on its outputs, in closed form."""
-    return isinstance(spec, LowRankSpec)
-
-
-def _output_groups(spec: Spec) -> int:
-    """Groups of output rows that are problems of their own."""
-    return spec.groups if isinstance(spec, LowRankSpec) and spec.side == "out" else 1
 
 
 def _solved(spec: Spec) -> Spec:

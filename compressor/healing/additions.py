@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 
@@ -43,6 +45,21 @@ def growth(specs: Collection[Spec], rank: int) -> list[str]:
         f"additions of rank {rank} make {large} of {len(specs)} layers larger than dense ones; take a "
         "lower --lora where size counts"
     ]
+
+
+def check_takes_additions(student: Checkpoint, rank: int) -> None:
+    """Raise CapabilityError for layers in few bits, which hold no sum with an addition, and UsageError
+    for a `rank` that no layer has."""
+    sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
+    if rank > max(sizes, default=rank):
+        raise UsageError(
+            f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer; lower it"
+        )
+    if packed := sum(spec.quantized for spec in student.specs.values()):
+        raise CapabilityError(
+            f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "
+            "are for --lora; heal without it, which trains what is packed"
+        )
 
 
 def attach(model: Any, rank: int, seed: int) -> set[str]:

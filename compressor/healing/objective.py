@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.healing.settings import HIDDEN, HealOptions
 from blr.compressor.healing.sharding import blocks_of
 from blr.compressor.healing.student_and_teacher import Pair
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
+from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 

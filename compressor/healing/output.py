@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading
 from blr.compressor.healing.reading import metric_of, read_inputs
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.student_and_teacher import Pair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
@@ -34,6 +33,7 @@ from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload
 from blr.compressor.output.loss_messages import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import WIDTHS
@@ -67,33 +67,27 @@ Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, b
 
 
 def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
-    """`packed_layers`, behind all training; those in float8, which are rounded only now, compute with
-    what is stored from here on, as which `judge` judges them.
+    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8, which
+    are rounded only now, compute with it from here on, as which `judge` judges them.
 
     Args:
         rows: of `read_inputs`.
     """
-    packed = packed_layers(pair, source, read_inputs(pair, rows))
-    twins = {layer: pair.twins[name] for layer, name in module_names(pair.student, packed).items()}
-    late = [layer for layer, twin in twins.items() if getattr(twin.spec, "fp8", False)]
-    for layer in late:
-        twins[layer].take(packed[layer])
+    inputs, packed, late = read_inputs(pair, rows), Packed(), False
+    for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
+        twin, x = pair.twins.get(name), inputs.get(name)
+        if twin is None:
+            continue
+        dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
+        widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
+        metric = None if x is None else metric_of(x, pair.device)
+        packed[layer] = {n: t.cpu() for n, t in twin.stored(widest, metric).items()}
+        if getattr(twin.spec, "fp8", False):
+            twin.take(packed[layer])
+            late = True
     if late:
         judge()
     return packed
-
-
-def packed_layers(pair: Pair, source: Source, inputs: dict[str, Tensor]) -> Packed:
-    """Of every layer in few bits, on the CPU. `inputs`: of `read_inputs`, for those in float8."""
-    found: Packed = {}
-    for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
-        twin, x = pair.twins.get(name), inputs.get(name)
-        if twin is not None:
-            dtypes = {n: source.entries[f"{layer}.{n}"].dtype for n in twin.spec.stored()}
-            widest = next(getattr(torch, TORCH_NAMES[d]) for d in dtypes.values() if d not in WIDTHS)
-            metric = None if x is None else metric_of(x, pair.device)
-            found[layer] = {n: t.cpu() for n, t in twin.stored(widest, metric).items()}
-    return found
 
 
 def store_trained(
@@ -103,7 +97,7 @@ def store_trained(
     and factors with what was added to them.
 
     Args:
-        packed: of `packed_layers`.
+        packed: of `round_layers`.
 
     Raises NumericsError for values that such a dtype does not hold.
     """
@@ -212,12 +206,12 @@ def small_files(
     pair: Pair | None,
     packed: Packed,
     facts: dict[str, Any],
-    log: list[dict[str, Any]],
+    log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes | Path]:
     """Everything but weights and manifest: name to contents, or file to carry over.
 
     Args:
-        pair: None where all tensors stay as they are. packed: of `packed_layers`.
+        pair: None where all tensors stay as they are. packed: of `round_layers`.
         facts: what the card says of the training (`card.py`).
     """
     folder = checkpoint.source.folder
@@ -288,7 +282,7 @@ def _report(
     records: dict[str, Any],
     specs: dict[str, Spec],
     facts: dict[str, Any],
-    log: list[dict[str, Any]],
+    log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
     """The report of the compression, if there is one, with the new errors and the curve."""
     data = _json(folder / REPORT)

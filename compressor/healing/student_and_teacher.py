@@ -17,7 +17,6 @@ from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
-from blr.compressor.healing.settings import KINDS
 from blr.compressor.healing.sharding import Sharding, Slice
 from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
 from blr.compressor.loading.compute_dtype import load_computing
@@ -27,6 +26,7 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.recipe.heal_settings import KINDS
 from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.latent import Latent, Plain, Trained
 
@@ -73,7 +73,7 @@ class Pair(TrainedSet):
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
-        """Of `settings.KINDS`, those that masters are of; additions are of none."""
+        """Of `heal_settings.KINDS`, those that masters are of; additions are of none."""
         parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
         found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
         return [kind for kind in KINDS if kind in found]
@@ -163,7 +163,7 @@ def load_pair(
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
 
     Args:
-        kinds: what is trained, of `settings.KINDS`. sentences: of an encoder.
+        kinds: what is trained, of `heal_settings.KINDS`. sentences: of an encoder.
         additions: rank and seed of what is trained in place of factors (`additions.py`).
         sharding: shares the student out, and `teacher`, which is whole until then.
     """

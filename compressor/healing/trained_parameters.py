@@ -15,13 +15,13 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.additions import is_addition
-from blr.compressor.healing.settings import KINDS
 from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.native import native_errors
 from blr.compressor.loading.quiet_libraries import quiet_transformers
 from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.modeling.modeling_blr import Numbered, module_names
+from blr.compressor.recipe.heal_settings import KINDS
 
 
 def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
@@ -40,7 +40,7 @@ def choose(
     """Names of the parameters that are trained, which want gradients from here on.
 
     Args:
-        kinds: of `settings.KINDS`. packed: names of the factors of layers in few bits.
+        kinds: of `heal_settings.KINDS`. packed: names of the factors of layers in few bits.
         added: names of layers with additions. held: names of what the checkpoint can store.
 
     Raises UsageError when there is nothing of these kinds.
@@ -62,10 +62,10 @@ def choose(
 
 
 def kind_of(model: Any, name: str) -> str:
-    """Which of `settings.KINDS` the parameter called `name` is."""
+    """Which of `heal_settings.KINDS` the parameter called `name` is."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    if isinstance(module, nn.ParameterList):
+    if isinstance(module, Numbered):
         return "factors"
     if isinstance(module, StructuredLinear) and leaf != "bias":
         return "factors"

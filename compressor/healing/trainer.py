@@ -22,10 +22,10 @@ from blr.compressor.fitting.trainer import CapturedPasses, TrainingLoop
 from blr.compressor.healing.data import Data
 from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
 from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the one before it

@@ -27,9 +27,8 @@ from peft.tuners.tuners_utils import (
 from peft.utils import constants
 from torch import Tensor, nn
 
-from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, prepare_layers
+from blr.compressor.modeling.layers import Replaced, StructuredLinear, prepare_layers
 from blr.compressor.modeling.modeling_blr import PREFIX
-from blr.compressor.modeling.table import Replaced
 
 ALL = "all-linear"
 # Initializations (`init_lora_weights`) that leave the layer as it is, and those that take B A out of it
@@ -172,7 +171,8 @@ def stand_in(layer: Any) -> nn.Linear:
 
 def takes_products(layer: Any) -> bool:
     """Whether a layer holds the sum of itself and a product of low rank."""
-    return type(layer) in (LowRankLinear, BlastLinear) and getattr(layer.spec, "groups", 1) == 1
+    sums = isinstance(layer, StructuredLinear) and layer.kernels.takes_sums
+    return sums and layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
 
 
 def check_takes_products(layer: Any) -> None:
@@ -186,7 +186,7 @@ def check_takes_products(layer: Any) -> None:
 
 def described(layer: Any) -> str:
     """The structure of a layer, for whoever reads why it is refused."""
-    return f"{type(layer).__name__} ({layer.described.describe()})"
+    return f"{layer.described.structure} ({layer.described.describe()})"
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def add_product(layer: Any, B: Tensor, A: Tensor) -> None:
     """
     check_takes_products(layer)
     added: dict[str, Tensor] = {"U": B, "V": A.mT}
-    if isinstance(layer, BlastLinear):
+    if "S" in layer.held:
         blocks = layer.S.shape[0]
         added = {name: factor.unflatten(0, (blocks, -1)) for name, factor in added.items()}
         added["S"] = layer.S.new_ones(blocks, blocks, A.shape[0])
@@ -218,5 +218,5 @@ def _set_factors(layer: Any, factors: dict[str, Tensor]) -> None:
     for name, factor in factors.items():
         before = getattr(layer, name)
         setattr(layer, name, nn.Parameter(factor.contiguous(), requires_grad=before.requires_grad))
-    layer.spec = replace(layer.spec, rank=layer.U.shape[-1])
+    layer.respecify(replace(layer.spec, rank=layer.U.shape[-1]))
     prepare_layers(layer)

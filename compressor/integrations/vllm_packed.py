@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from blr.compressor.integrations.vllm_parts import Part
 from blr.compressor.integrations.vllm_split import Share, check_whole
 from blr.compressor.modeling.float8 import is_float8, prepare_layer
-from blr.compressor.modeling.table import layer_of
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.specs import Shape, Spec
 
 

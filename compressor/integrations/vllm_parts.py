@@ -70,7 +70,7 @@ class Part(nn.Module):
             return
         for name in self.names:
             factor = self._get(name)
-            factor.data = relaid(factor.data, order_of(self.spec.structure, name, factor.dim()))
+            factor.data = relaid(factor.data, order_of(name, factor.dim()))
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
         """[..., i'] -> [..., o'] without bias; a part of a sum where inputs are cut, unless it is taken

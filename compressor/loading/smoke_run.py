@@ -201,7 +201,7 @@ def check_layer(name: str, layer: Any) -> None:
     dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
 
     def held() -> dict[str, Tensor]:
-        return {part: _factor(layer, part) for part in (*spec.shapes(), *spec.indices())}
+        return {part: layer.factor(part) for part in layer.held}
 
     tensors = held()
     check_indices(name, spec, tensors)
@@ -215,9 +215,3 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def _factor(layer: Any, name: str) -> Tensor:
-    stem, _, index = name.partition(".")
-    held = getattr(layer, stem)
-    return held[int(index)] if index else held

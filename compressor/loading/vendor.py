@@ -12,53 +12,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pprint import pformat
 
 from blr.compressor import __version__
 from blr.compressor.bundling.bundle import bundle, reached
 from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
-from blr.compressor.structures.specs import SPECS, Spec, families
-from blr.kernels.common.names import FOLDERS
+from blr.compressor.structures.specs import CorrectedSpec, Spec, families
+from blr.kernels.decode.gemv.segments import PLAIN_FROM
 
 MODELING = "blr.compressor.modeling"
 DIFFUSION = "diffusion_blr"  # what `auto_map` of a model of diffusers names
 # File of a self-contained export to the module that, with what it needs at its top, makes it; of what
 # they import inside functions, kernels make a file of their own, and the rest is the runtime.
 EXPORTED = "exported_blr"  # what `auto_map` names
-ROOTS = {HOME: f"{MODELING}.{HOME}", "layers_blr": f"{MODELING}.layers", EXPORTED: f"{MODELING}.models"}
+ROOTS = {HOME: f"{MODELING}.{HOME}", EXPORTED: f"{MODELING}.exported"}
 KERNELS, RUNTIME = "kernels_blr", "runtime_blr"
 ABOUT = {
     HOME: "",  # says of itself what it is
-    "layers_blr": "The structured layers, and the choice of their kernels.",
-    EXPORTED: "The models of an export: with kernels, and in the decoding runtime.",
+    EXPORTED: "The models of an export, which decode in the runtime.",
     KERNELS: "The Triton kernels, imported where there is a GPU that runs them.",
     RUNTIME: "Decoding of the export: what `generate` runs on a GPU.",
 }
 ORIGIN = """{about}
 
-Made by blr {version} from its modules, in this order (change those, not this file; a name that
-several modules have carries its module's):"""
-TUNED = "blr.kernels.common.tuned"  # reads YAML files that a checkpoint has not
-_TUNED_TEXT = '''"""Measured kernel tables, as shipped with this version of blr in configs/tuned/."""
-
-from __future__ import annotations
-
-from typing import Any
-
-TABLE: dict[str, list[dict[str, Any]]] = {table}
-
-
-def tuned_rules(gpu: str) -> list[dict[str, Any]]:
-    """Rules for a GPU by its key; [] if nobody measured it."""
-    return TABLE.get(gpu, [])
-
-
-def forget_rules() -> None:
-    """Nothing: the table stays as it is."""
-'''
+Made by blr {version} from the modules that its headings name: change those, not this file. A name that
+several modules have carries its module's."""
 
 
 def code_files() -> dict[str, bytes]:
@@ -79,24 +58,29 @@ def _verbatim(*names: str) -> dict[str, bytes]:
 class Contents:
     """What an export holds, by which it needs kernels.
 
-    structures: names of its specs. gpu: key of a GPU, as "h200".
+    structures: names of its specs. quantized: whether weights are in few bits; corrected: some of them
+    by a structure. rows: sequences decoded at once, 0 of a model that generates nothing.
     """
 
     structures: frozenset[str]
-    gpu: str
-    quantized: bool
-    generates: bool
+    quantized: bool = False
+    corrected: bool = False
+    rows: int = 1
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that it can do without."""
-        absent = {f"blr.kernels.layers.{FOLDERS[s]}.variants" for s in SPECS.keys() - self.structures}
+        absent = {"decode.quantized.reference"}  # which no GPU runs
         if not self.quantized:
-            packed = "blr.kernels.decode.quantized", "blr.kernels.decode.integer"
-            absent.update(f"{packed[0]}.{part}" for part in ("corrected", "grouped", "launch"))
-            absent.update(f"{packed[1]}.{part}" for part in ("form", "launch", "looped"))
-        if not self.generates:
-            absent.add("blr.compressor.runtime")
-        return frozenset(absent)
+            absent |= {f"decode.quantized.{part}" for part in ("corrected", "grouped", "launch")}
+            absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
+        if not self.corrected:
+            absent.add("decode.quantized.corrected")
+        if "pivoted" not in self.structures:
+            absent.add("layers.pivoted.gather")
+        if self.rows < PLAIN_FROM:
+            absent |= {"decode.skinny", "decode.gemv.ready"}
+        runtime = set() if self.rows else {"blr.compressor.runtime"}
+        return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
 
 
 def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
@@ -104,9 +88,9 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     specs = list(specs)
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
-        gpu=settings.gpu.replace("-", ""),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
-        generates=settings.context is not None,
+        corrected=any(isinstance(spec, CorrectedSpec) for spec in specs),
+        rows=0 if settings.context is None else settings.batch,
     )
 
 
@@ -171,7 +155,7 @@ def _within(module: str, packages: frozenset[str]) -> bool:
 @cache
 def _module(name: str) -> Module:
     """Read once for the bundles of all exports, which leave it as it is."""
-    return Module(name, _tuned_text() if name == TUNED else _source(name))
+    return Module(name, _source(name))
 
 
 def _source(module: str) -> str:
@@ -180,8 +164,3 @@ def _source(module: str) -> str:
     if not path.is_file():
         raise BundleError(f"{module}: expected a module, not a package")
     return path.read_text("utf-8")
-
-
-def _tuned_text() -> str:
-    table = {gpu: read_table(shipped_table(gpu)) for gpu in shipped_gpus()}
-    return _TUNED_TEXT.replace("{table}", pformat(table, width=100, sort_dicts=False))

@@ -1,4 +1,4 @@
-"""What is made for a model as it stands: a decoder, graphs. Shipped in every export.
+"""What is made for a model as it stands: a decoder, graphs.
 
 Both know addresses and what modules did when they were made; decoders have copies of some factors, too.
 Adapters that are put in or switched, a layer that is replaced, weights that move: they are made anew.

@@ -1,5 +1,5 @@
 """What this release of transformers calls a cache of keys and values: `cache` since 5.24, before that
-`past_key_values`. Shipped inside every checkpoint.
+`past_key_values`.
 """
 
 from __future__ import annotations

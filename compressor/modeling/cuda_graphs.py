@@ -1,4 +1,4 @@
-"""Forward passes of exported encoders as CUDA graphs. Shipped in every export.
+"""Forward passes of exported encoders as CUDA graphs.
 
 A small batch through an encoder is bound by launches. The first call with inputs of new shapes
 captures all of its kernels in a CUDA graph with buffers of its own; later calls copy the inputs in,

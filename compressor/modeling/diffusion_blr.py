@@ -28,6 +28,9 @@ class StructuredDiffusion(LoudModel):
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
 
+    def finish_loading(self) -> None:
+        """Nothing: the weights are there."""
+
     @classmethod
     def load_config(cls: Any, *arguments: Any, **options: Any) -> Any:
         """As of diffusers, without the `DIFFUSION_GUARD`."""

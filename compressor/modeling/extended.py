@@ -1,4 +1,4 @@
-"""Modules that get methods of ours without losing their class. Shipped inside every checkpoint.
+"""Modules that get methods of ours without losing their class.
 
 A mixin is put before the class of one module, under that class's name; what is copied or pickled is
 told by the native class, which pickle finds, and the mixins. `inspect` finds the signature and the

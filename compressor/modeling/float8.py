@@ -1,5 +1,4 @@
-"""Products of layers with float8 weights, and activations that several layers share. Shipped in every
-checkpoint.
+"""Products of layers with float8 weights, and activations that several layers share.
 
 Where the device multiplies in float8, the activations are rounded, too, a scale a token: once for all
 layers that read one input. Elsewhere weights are dequantized, which is said once.

@@ -1,4 +1,4 @@
-"""Norms and activations that round to float8 what they make. Shipped inside every checkpoint.
+"""Norms and activations that round to float8 what they make.
 
 In a block with float8 weights a norm, a GELU or the gate of an MLP is one kernel that writes its result
 and the result in float8: layers that read it find the rows there (`float8.leave_rows`). So is the norm

@@ -1,5 +1,4 @@
-"""What compressed models do in one kernel where transformers takes several. Shipped inside every
-checkpoint."""
+"""What compressed models do in one kernel where transformers takes several."""
 
 from __future__ import annotations
 

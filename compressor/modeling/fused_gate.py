@@ -1,4 +1,4 @@
-"""Gated MLPs whose activation and product are one kernel. Shipped inside every checkpoint.
+"""Gated MLPs whose activation and product are one kernel.
 
 The two kernels of transformers read and write the widest activations of a block twice, which for long
 prompts takes a twentieth of the time of a compressed model in eager mode (scripts/log). Under

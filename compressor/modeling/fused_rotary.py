@@ -1,4 +1,4 @@
-"""Attention that rotates queries and keys by one kernel. Shipped inside every checkpoint.
+"""Attention that rotates queries and keys by one kernel.
 
 The rotation of transformers is ten kernels, most of them over features that do not lie together: a
 seventh of a long prompt's time in a compressed model in eager mode (scripts/log). It is a function of

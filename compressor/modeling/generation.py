@@ -1,6 +1,6 @@
 """`generate` of exported decoders: the fused runtime where it can, transformers everywhere else.
 
-Shipped in every export. The runtime takes plain decoding (`requests.py`) of as many sequences and
+The runtime takes plain decoding (`requests.py`) of as many sequences and
 tokens as the export was made for, on an NVIDIA GPU with Triton. Every other call is answered by
 transformers from the same layers.
 """

@@ -31,8 +31,8 @@ class HeadSlices(Extension):
 
     projections: names of those of queries, keys and values. last: that of the layer behind the heads, or
     None. key_heads: heads of keys; as many of queries, or more, share one. widening: numbers of queries,
-    keys, values and a rotated one for each of the input. apart: whether heads computed apart are what
-    they are together; None while nobody has tried.
+    keys, values and the former two rotated, for each of the input. apart: whether heads computed apart
+    are what they are together; None while nobody has tried.
     """
 
     projections: tuple[str, str, str]
@@ -78,7 +78,7 @@ def part_heads(model: nn.Module) -> None:
                 extend(module, HeadSlices)
                 found.projections, found.key_heads = names, key.out_features // width
                 found.last = next((name for name in LAST if hasattr(module, name)), None)
-                made = 2 * query.out_features + key.out_features + value.out_features
+                made = 2 * query.out_features + 2 * key.out_features + value.out_features
                 found.widening = made / query.in_features
 
 

@@ -1,4 +1,4 @@
-"""What transformers makes of masks in passes that must not wait. Shipped inside every checkpoint.
+"""What transformers makes of masks in passes that must not wait.
 
 It asks masks for their values (is there padding, are there several sequences in a row), since attention
 without a mask takes a faster kernel. While a CUDA graph is captured nothing can be asked, and a whole

@@ -49,11 +49,11 @@ try:
 except ImportError:  # a model of diffusers, whose code is beside this file, does without
     transformers = None  # type: ignore[assignment]
 
-Shape, Axes = tuple[int, ...], tuple[tuple[int, ...], ...]
+Shape = tuple[int, ...]
+Axes = tuple[Shape, ...]
 Entry = dict[str, Any]  # what the table of layers says of one layer
 PREFIX = "Blr"  # of the names of our classes
-FORMAT = 1  # version of config.json["blr"]
-LAYOUT = 2  # version of the names, axis orders and packing of what an export stores
+FORMAT, LAYOUT = 1, 2  # versions of config.json["blr"], and of how an export stores tensors
 HOME = "modeling_blr"  # the name of this file, which `auto_map` in config.json gives
 PACKAGE = "pip install blr-compress"
 
@@ -73,7 +73,7 @@ CURVE = {3: 0.02}
 E4M3 = torch.float8_e4m3fn
 
 
-def dequantize(factor: Factor, packed: Tensor, scale: Tensor) -> Tensor:
+def dequantize(factor: Any, packed: Tensor, scale: Tensor) -> Tensor:
     """Numbers [..., R, K] of packed rows and scales [..., R, groups], in the dtype of the scales."""
     bits, group, K = factor.bits, factor.group, factor.stored_shape[-1]
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
@@ -103,7 +103,7 @@ def _fields(plane: Tensor, width: int) -> Tensor:
     return torch.stack(fields, -2).flatten(-3)
 
 
-def dequantize_float8(factor: Factor, numbers: Tensor, scale: Tensor) -> Tensor:
+def dequantize_float8(factor: Any, numbers: Tensor, scale: Tensor) -> Tensor:
     """Numbers [..., K] of float8 and scales [..., groups], in the dtype of the scales."""
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
     wide, group = scale.to(work), factor.group
@@ -186,6 +186,12 @@ class Factor:
         *outer, R, _ = self.matrix_shape
         return (*outer, -(-R // self.tile[0]), self.tile[0] * self.tile[1])
 
+    @property
+    def unit(self) -> float:
+        """The standard deviation of unit gain: one over the root of how many numbers a product sums."""
+        summed = (1, *self.shape)[{"U": -1, "weight": -1, "S": -3}.get(self.name, -2)]
+        return max(summed, 1) ** -0.5
+
     def dense(self, *stored: Tensor) -> Tensor:
         """The dense tensor of what is stored; of float factors a view."""
         matrix = STORAGES[self.storage].read(self, *stored)
@@ -229,7 +235,7 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) 
     if name == "S":
         bits, group = bits and entry.get("kept_bits"), KEPT_GROUP
     if index or not (bits or exported):
-        return Factor(name, shape, "index" if index else "float")
+        return Factor(name, shape, "index" if index else entry.get("storage", "float"))
     axes = stored_axes(name, len(shape), bool(bits), side)
     if not bits:
         return Factor(name, shape, "kernel", axes)
@@ -396,9 +402,13 @@ class StructuredLinear(ComposedLinear):
         ends = (name.partition(".") for name in factor.names)
         return [getattr(self, stem)()[n] if dot else getattr(self, stem) for stem, dot, n in ends]
 
+    def factor(self, name: str) -> Tensor:
+        """The factor ``U``, ``factors.0``, …, dense."""
+        return self.held[name].dense(*self.stored(self.held[name]))
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x Wᵀ + bias``, [..., i] -> [..., o]."""
-        factors = [factor.dense(*self.stored(factor)) for factor in self.held.values()]
+        factors = map(self.factor, self.held)
         return STRUCTURES[self.entry["structure"]].product(self.entry, x, bias, *factors)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -422,8 +432,11 @@ class CorrectedLinear(ComposedLinear):
 
     def __init__(self, entry: Entry, bias: bool, exported: bool = False) -> None:
         super().__init__(entry, entry["base"]["in_features"], entry["base"]["out_features"], bias)
-        self.base = StructuredLinear(entry["base"], False, exported)
-        self.correction = StructuredLinear(entry["correction"], False, exported)
+        self.base, self.correction = (self.make(part, exported) for part in ("base", "correction"))
+
+    def make(self, part: str, exported: bool) -> StructuredLinear:
+        """One of both layers."""
+        return StructuredLinear(self.entry[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x) + self.correction(x)
@@ -472,9 +485,8 @@ def first_values(layer: ComposedLinear) -> None:
     for factor in getattr(layer, "held", {}).values():
         first, *others = layer.stored(factor)  # type: ignore[operator]
         if not (others or first.is_meta or getattr(first, "_is_hf_initialized", False)):
-            summed = max(factor.shape[{"U": -1, "S": 0}.get(factor.name, -2 % len(factor.shape))], 1)
             index = factor.storage == "index"
-            first.copy_(torch.arange(len(first)) if index else torch.randn_like(first) * summed**-0.5)
+            first.copy_(torch.arange(len(first)) if index else torch.randn_like(first) * factor.unit)
 
 
 FACTS = {getattr(Tensor, n) for n in ("size", "dim", "numel", "element_size", "is_floating_point")} | {
@@ -500,7 +512,7 @@ class DenseWeight(Tensor):
 
     @staticmethod
     def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
-        options = {"dtype": like.dtype, "device": like.device}
+        options: Any = {"dtype": like.dtype, "device": like.device}
         made = Tensor._make_wrapper_subclass(cls, (layer.out_features, layer.in_features), **options)
         made.layer = layer
         return made
@@ -566,8 +578,8 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
 def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     """The modules of `model` that hold the layers stored on disk as `stored_names`, by these: renamed as
     transformers renames tensors of this architecture, with or without the base model's prefix."""
-    renamings = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [renaming for renaming in renamings if isinstance(renaming, WeightRenaming)]
+    known = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
     modules = {name for name, _ in model.named_modules()}
     prefix, found = f"{model.base_model_prefix}.", {}
     for stored in stored_names:
@@ -594,7 +606,7 @@ def named_class(model: Any) -> str:
 
 
 class LoudModel:
-    """Mixin of the models: what is missing is an error."""
+    """Mixin of the models: what is missing is an error. They have a `finish_loading`."""
 
     @classmethod
     def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
@@ -613,9 +625,6 @@ class LoudModel:
             expected = "the tensors that config.json describes"
             raise ValueError(f"{found}; expected {expected}, copy them again")
         return model
-
-    def finish_loading(self: Any) -> None:
-        """What is done with a model that has its weights."""
 
 
 def misloaded(model: Any, info: dict[str, Any]) -> str:
@@ -748,7 +757,13 @@ class StructuredModel(LoudModel):
     made_of: type[Any]
 
     def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
-        self._let_heads_make(type(config))
+        # Give AutoModel the class of what is inside this one, unless it has one for the configuration:
+        # whoever loads a folder has trusted its code, and transformers would ask again.
+        mapping: Any = transformers.AutoModel._model_mapping
+        inner = getattr(mapping.get(self.made_of.config_class, None), "__name__", "")
+        known = type(config) in mapping or inner == self.made_of.__name__
+        if not known and hasattr(transformers, inner):
+            mapping.register(type(config), self.make_model(PREFIX + inner))
         native: Any = super()
         native.__init__(config, *arguments, **options)
 
@@ -800,15 +815,6 @@ class StructuredModel(LoudModel):
         plan = native._get_dtype_plan(dtype)
         held = {n: t.dtype for n, t in self.named_buffers() if not is_number(t)} if plan else {}
         return {**held, **plan}
-
-    @classmethod
-    def _let_heads_make(cls, config: type) -> None:
-        """Give AutoModel the class of what is inside this one, unless it has one for the configuration:
-        whoever loads a folder has trusted its code, and transformers would ask again."""
-        mapping: Any = transformers.AutoModel._model_mapping
-        inner = getattr(mapping.get(cls.made_of.config_class, None), "__name__", "")
-        if config not in mapping and inner != cls.made_of.__name__ and hasattr(transformers, inner):
-            mapping.register(config, cls.make_model(PREFIX + inner))
 
 
 @cache

@@ -1,29 +1,26 @@
 """Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
 
-The layers are those of `table.py`; large intermediates are made in slices; norms, gates and rotations
-are one kernel; caches hold ranks; factors are cut over processes; exports run in the decoding runtime
-or as CUDA graphs.
+The layers are those of `layers.py`; blocks compute in slices, norms, gates and rotations are one kernel,
+caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as CUDA
+graphs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import transformers
-
 from blr.compressor.modeling.attention import register_attention
 from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.cuda_graphs import CapturedForward
+from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8
 from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.fused_activation import fuse_activations
-from blr.compressor.modeling.generation import FusedGeneration
 from blr.compressor.modeling.head_slices import part_heads
-from blr.compressor.modeling.initial import initialize_layers
-from blr.compressor.modeling.layers import prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel, native_name
-from blr.compressor.modeling.modeling_blr import model_class as structured_class
+from blr.compressor.modeling.initial import initialize_packed
+from blr.compressor.modeling.layers import make_layer, prepare_layers
+from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel
+from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import caches_ranks
@@ -36,7 +33,6 @@ from blr.compressor.modeling.splitting import (
     split_plan,
     table_plan,
 )
-from blr.compressor.modeling.table import make_layer
 
 register_attention()
 
@@ -66,7 +62,7 @@ class KernelModel(StructuredModel):
 
     def initialize_weights(self: Any) -> None:
         """As of transformers, and what the structured layers hold."""
-        initialize_layers(self)  # first: then transformers marks all layers
+        initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -111,10 +107,15 @@ class KernelModel(StructuredModel):
         share_siblings(self)
 
 
+def replace_layers(model: Any, entries: dict[str, dict[str, Any]]) -> None:
+    """Put layers with kernels in the place of the modules of any model that `entries` names."""
+    put_layers(model, entries, make_layer)
+    share_rows(model)
+
+
 def model_class(name: str) -> type[Any]:
     """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
-    generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
-    return structured_class(name, (FusedGeneration if generates else CapturedForward, KernelModel))
+    return exported_class(name, KernelModel)
 
 
 KernelModel.make_model = StructuredConfig.make_model = staticmethod(model_class)

@@ -1,5 +1,4 @@
-"""What a module computes: asked of itself on a few numbers, and not of its name. Shipped inside every
-checkpoint."""
+"""What a module computes: asked of itself on a few numbers, and not of its name."""
 
 from __future__ import annotations
 

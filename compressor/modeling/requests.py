@@ -1,4 +1,4 @@
-"""Which calls of `generate` are plain decoding, and what exactly they ask for. Shipped in every export.
+"""Which calls of `generate` are plain decoding, and what exactly they ask for.
 
 Plain is: greedy, or sampling by temperature, top-k and top-p; prompts as token ids, padded on the
 left; tokens as the result. Every setting of transformers that is none of these makes a call unusual.

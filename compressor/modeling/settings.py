@@ -1,4 +1,4 @@
-"""What an export was made for and what caches hold, as config.json says. In every checkpoint."""
+"""What an export was made for and what caches hold, as config.json says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExportSettings:
     keeps of keys and values, "whole" or "int8"; `quantize` is "int8",
     "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed;
     `plain` are structured modules that are left as they are, since packing makes them no smaller.
-    `head` maps the output head, if it is packed by itself, to the entry of `modeling/quantized.py`
+    `head` maps the output head, if it is packed by itself, to the entry of the table of layers
     that its layer is made from.
     """
 

@@ -1,4 +1,4 @@
-"""Low-rank layers that read the same input, computed together. Shipped inside every checkpoint.
+"""Low-rank layers that read the same input, computed together.
 
 q, k and v of an attention, gate and up of an MLP: their V factors are stored as one tensor [Σ r, i],
 so that one product takes the input through all ranks. The first of the layers that is called with
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from blr.compressor.modeling.layers import LowRankLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.siblings import siblings
 from blr.kernels.common.registration import is_unwatched
 from blr.kernels.layers.lowrank.op import packed
@@ -41,7 +41,7 @@ class SharedInput:
         ValueError: as `pack_shared_input`.
     """
 
-    def __init__(self, layers: Sequence[LowRankLinear]) -> None:
+    def __init__(self, layers: Sequence[StructuredLinear]) -> None:
         self.layers = tuple(layers)
         self.stored: Tensor | None = pack_shared_input(layers)
         self.places = [layer.V.data_ptr() for layer in layers]
@@ -52,7 +52,7 @@ class SharedInput:
     def __deepcopy__(self, memo: Any) -> None:
         """None: the V of copied layers lie apart."""
 
-    def take(self, layer: LowRankLinear, x: Tensor) -> Tensor | None:
+    def take(self, layer: StructuredLinear, x: Tensor) -> Tensor | None:
         """The output of `layer` for `x` [..., i]; None where it is to compute it by itself.
 
         That is wherever somebody looks on (`is_unwatched`), in inference mode, where nothing tells
@@ -77,7 +77,7 @@ class SharedInput:
                 layer.shared = None
         self.stored = None
 
-    def _serves(self, layer: LowRankLinear, x: Tensor) -> bool:
+    def _serves(self, layer: StructuredLinear, x: Tensor) -> bool:
         """Whether it can compute x: all V are where they were put, and `layer` is no replica of one."""
         if [_tensor(p, "V").data_ptr() for p in self.layers] != self.places:
             self.part()
@@ -92,7 +92,7 @@ class SharedInput:
         return {id(p): linear(z, _tensor(p, "U"), _tensor(p, "bias")) for p, z in terms}
 
 
-def _tensor(layer: LowRankLinear, name: str) -> Any:
+def _tensor(layer: StructuredLinear, name: str) -> Any:
     """One of its tensors, past the look-up of modules, which takes half a microsecond."""
     found = layer._parameters.get(name)
     return getattr(layer, name) if found is None else found
@@ -111,7 +111,7 @@ def share_siblings(model: nn.Module) -> int:
     return found
 
 
-def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
+def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
     """Store the V of low-rank layers that read the same input in one tensor, if they are not yet.
 
     Their parameters become views of it, so that one product takes an input through all ranks. Moving
@@ -133,13 +133,14 @@ def pack_shared_input(layers: Sequence[LowRankLinear]) -> Tensor:
         return stored
     stored = torch.cat([V.mT for V in held])
     for layer, part in zip(layers, stored.split([V.shape[1] for V in held]), strict=True):
-        layer.keep_v(part)
+        layer.keep("V", part.mT)
     return stored
 
 
 def _plain(layer: Any) -> bool:
     """Whether its V is a matrix that can be kept elsewhere: not in groups, not quantized."""
-    return isinstance(layer, LowRankLinear) and not hasattr(layer, "bits") and layer.V.dim() == 2
+    whole = isinstance(layer, StructuredLinear) and layer.packing is None
+    return whole and layer.spec.structure == "svd" and layer.V.dim() == 2
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

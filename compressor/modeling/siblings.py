@@ -1,4 +1,4 @@
-"""Which layers of a model read the same input. Shipped inside every checkpoint."""
+"""Which layers of a model read the same input."""
 
 from __future__ import annotations
 

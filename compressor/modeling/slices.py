@@ -166,10 +166,11 @@ def bound_blocks(model: nn.Module) -> None:
     for block in _blocks(model):
         for module in block.modules():
             bound_mlp(module)
-        extend(block, RowSlices)
         held: Any = block
         held.feed_forward_features = _widened(getattr(block, "intermediate", block))
-        held.block_features = BESIDE * _width(block) + max(_projected(block), _whole_middle(block))
+        width, made = _attention(block)
+        held.block_features = BESIDE * width + max(made, _whole_middle(block))
+        extend(block, RowSlices)
 
 
 def bound_mlp(module: nn.Module) -> None:
@@ -216,21 +217,16 @@ def _widened(module: nn.Module) -> int:
     return sum(made) + max(made, default=0)
 
 
-def _projected(block: nn.Module) -> int:
-    """Numbers of a token that the attention of a block makes: queries, keys, values, and one rotated."""
-    named = {name.rpartition(".")[2]: sizes(layer)[1] for name, layer in block.named_modules()}
-    made = [named[name] for name in named if name in PROJECTIONS]
-    return sum(made) + max(made, default=0)
+def _attention(block: nn.Module) -> tuple[int, int]:
+    """Numbers of a token that the attention of a block is given, and that it makes: queries, keys,
+    values and one of them rotated."""
+    named = {name.rpartition(".")[2]: sizes(layer) for name, layer in block.named_modules()}
+    made = [named[name] for name in named if name in PROJECTIONS] or [(0, 0)]
+    return made[0][0], sum(outputs for _, outputs in made) + max(outputs for _, outputs in made)
 
 
 def _whole_middle(block: nn.Module) -> int:
-    """Numbers of a token in the widest MLP that is not computed in slices of its own."""
+    """Numbers of a token in the widest MLP of a block that is not computed in slices of its own."""
     if hasattr(block, "feed_forward_chunk"):
         return 0
     return max(_widened(each) for each in block.modules() if not isinstance(each, TokenSlices))
-
-
-def _width(block: nn.Module) -> int:
-    """Features of a block's input: those of its attention's."""
-    named = {name.rpartition(".")[2]: sizes(layer)[0] for name, layer in block.named_modules()}
-    return next((named[name] for name in named if name in PROJECTIONS), 0)

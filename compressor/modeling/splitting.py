@@ -13,10 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.layers import BlastLinear, LowRankLinear, MonarchLinear, StructuredLinear
+from blr.compressor.modeling.layers import CorrectedLinear, KernelLinear, StructuredLinear
 from blr.compressor.modeling.modeling_blr import Pair
-from blr.compressor.modeling.quantized import QuantizedLinear
 
 # structure, then the side that is cut, to factor and axis; factors that are not named stay whole
 AXES: dict[str, dict[str, dict[str, int]]] = {
@@ -31,7 +29,6 @@ AXES: dict[str, dict[str, dict[str, int]]] = {
 SIDES = {"colwise": "out", "rowwise": "in"}
 STYLES = {0: "embedding_rowwise", 1: "embedding_colwise", 2: "rowwise"}  # that cut a factor's axis
 WHOLE = "replicate"
-SPLIT = (LowRankLinear, MonarchLinear, BlastLinear)
 EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 
@@ -48,15 +45,11 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
         return pair_plan(model)
     for name, layer, style in planned(model):
         side = SIDES.get(style)
-        if isinstance(layer, QuantizedLinear | CorrectedLinear):
-            return {}
-        if not isinstance(layer, StructuredLinear):
+        if not isinstance(layer, KernelLinear | CorrectedLinear):
             plan |= {name: style}
             continue
-        if side is None or type(layer) not in SPLIT or layer.spec.structure not in AXES:
+        if side is None or not _can_split(layer):
             return {}
-        if isinstance(layer, LowRankLinear) and layer.U.dim() == 3:
-            return {}  # groups of heads
         axes = AXES[layer.spec.structure][side]
         for factor, shape in layer.spec.shapes().items():
             cut = shape[axes[factor]] if factor in axes else size
@@ -67,17 +60,23 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
     return plan
 
 
+def _can_split(layer: Any) -> bool:
+    """Whether it is a layer of ours that can be: neither packed, nor in groups of heads."""
+    own = isinstance(layer, StructuredLinear) and layer.has_own_layout
+    return own and layer.spec.structure in AXES and getattr(layer.spec, "groups", 1) == 1
+
+
 def split_layers(model: Any) -> None:
     """Let the layers of a model that is about to be split compute with their parts."""
     for module in model.modules():
-        if isinstance(module, SPLIT):
+        if _can_split(module):
             module._hf_quantized_needs_local_tp = True
 
 
 def freeze_parts(model: Any) -> None:
     """Let the factors of layers that were split not be trained."""
     for module in model.modules():
-        if isinstance(module, SPLIT) and module._hf_quantized_needs_local_tp:
+        if isinstance(module, StructuredLinear) and module._hf_quantized_needs_local_tp:
             for factor in module.spec.shapes():
                 getattr(module, factor).requires_grad_(False)
 

@@ -1,16 +1,28 @@
-"""What the decoding kernels take of a linear layer. Shipped in every checkpoint."""
+"""What the decoding kernels take of a structured layer: one entry a structure.
+
+Of layers with kernels and of those of `modeling_blr.py` alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from blr.compressor.modeling.modeling_blr import (
+    CorrectedLinear,
+    StructuredLinear,
+    stored_axes,
+)
+from blr.compressor.modeling.packed import blocked, narrow_factor, packed_factor
+from blr.kernels.decode.quantized.segments import Narrow
 
 
 class Stage(NamedTuple):
     """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
 
-    w: [B, R, K], a view of the layer's own factor, or a `modeling.quantized.Packed` of that shape.
+    w: [B, R, K], a view of the layer's own factor, or a `packed.Packed` of that shape.
     bias: [B·R]. mix: [B, B, R]. part: see there. correction: of packed w, what else is added.
     places: [o], of a last stage whose outputs stand behind those of the stage before: output k is number
     ``places[k]`` of both, to which the bias [o] is then added.
@@ -41,3 +53,79 @@ class Corrections(NamedTuple):
 
     first: Stage
     u: Any
+
+
+Stages = tuple[Stage, ...]
+
+
+def _low_rank(layer: StructuredLinear) -> Stages:
+    if layer.entry.get("side") == "in" and not layer.entry.get("bits"):
+        U = layer.factor("U")  # outputs sum over the groups: one product, a copy
+        return Stage(matrix(layer, "V")), Stage(U.movedim(0, 1).flatten(1)[None], layer.bias)
+    return Stage(matrix(layer, "V")), Stage(matrix(layer, "U"), layer.bias)
+
+
+def _pivoted(layer: StructuredLinear) -> Stages:
+    last = Stage(matrix(layer, "U"), layer.bias, places=layer.factor("places"))
+    return Stage(matrix(layer, "V")), last
+
+
+def _monarch(layer: StructuredLinear) -> Stages:
+    first = Stage(matrix(layer, "V"), part=layer.entry["block_rank"])
+    return first, Stage(matrix(layer, "U"), layer.bias)
+
+
+def _blast(layer: StructuredLinear) -> Stages:
+    first = Stage(matrix(layer, "V"), mix=layer.factor("S"))
+    return first, Stage(matrix(layer, "U"), layer.bias)
+
+
+def _dense(layer: StructuredLinear) -> Stages:
+    return (Stage(matrix(layer, "weight"), layer.bias),)
+
+
+# Structure -> its products in order; Kronecker-sparse layers decode through their own operator
+STAGES: dict[str, Callable[[StructuredLinear], Stages]] = {
+    **{"svd": _low_rank, "pivoted": _pivoted, "monarch": _monarch, "blast": _blast},
+    "dense": _dense,
+}
+ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others half is the first stage's
+
+
+def stages_of(module: nn.Module) -> Stages | None:
+    """The products that decoding kernels compute a dense or structured layer by, in order; None if only
+    its own forward does."""
+    if isinstance(module, CorrectedLinear):
+        stages, correction = stages_of(module.base), correction_of(module.correction)
+        if stages is None or correction is None:
+            return None
+        return (stages[0]._replace(bias=module.bias, correction=correction),)
+    if isinstance(module, StructuredLinear):
+        kept = module.entry.get("tiled") or module.entry.get("fp8")
+        found = None if kept else STAGES.get(module.entry["structure"])
+        return None if found is None else found(module)
+    return (Stage(module.weight[None], module.bias),) if type(module) is nn.Linear else None
+
+
+def correction_of(layer: StructuredLinear) -> Corrections | None:
+    """What decoding kernels add by a layer to a stage of the same input; None if only `forward` does."""
+    if layer.entry.get("fp8") or layer.entry["structure"] not in ADDED:
+        return None
+    first, last = STAGES[layer.entry["structure"]](layer)
+    packed = layer.entry.get("bits")
+    return Corrections(first, narrow_factor(layer, "U") if packed else Narrow(last.w.contiguous()))
+
+
+def kind_of(w: Any) -> tuple[int, int]:
+    """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
+    return getattr(w, "bits", 0), getattr(w, "group", 0)
+
+
+def matrix(layer: StructuredLinear, name: str) -> Any:
+    """A factor [B, R, K] as a stage takes it: in place."""
+    factor = layer.held[name]
+    if factor.bits:
+        return packed_factor(layer, name).blocks()
+    (stored,) = layer.stored(factor)
+    order = () if factor.axes else sum(stored_axes(name, stored.dim(), False, "out"), ())
+    return blocked(stored.permute(order) if order else stored)

@@ -90,10 +90,10 @@ def _said(data: Mapping[str, Any]) -> str:
 def _tiles(data: Mapping[str, Any]) -> str:
     """The figures that a reader looks for first."""
     totals, loss = data["totals"], data.get("loss") or {}
-    before, after = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
-    smaller = f"{before / after:.3g} times smaller, {len(data['layers'])} layers" if after else ""
+    dense, size = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
+    smaller = f"{dense / size:.3g} times smaller, {len(data['layers'])} layers" if size else ""
     tiles = [
-        ("Replaced weights", f"{_short(before)} → {_short(after)}", smaller),
+        ("Replaced weights", f"{_short(dense)} → {_short(size)}", smaller),
         ("Stored bits a weight", _number(totals.get("bits"), ".4g"), "scales and corrections counted"),
     ]
     if measured := loss.get("perplexity"):

@@ -181,8 +181,7 @@ def _sensed(work: Compression) -> float:
 def _training(work: Compression, parts: int = 1) -> float:
     """Of training one of so many parts of the blocks, one batch at once, without its logits."""
     trained = sum(masters(spec) for spec in work.specs) / parts
-    widths = sum(spec.in_features + spec.out_features for spec in work.specs) / parts
-    return TRAINED * trained + 2 * SINGLE * work.batch_tokens * widths
+    return TRAINED * trained + 2 * SINGLE * work.batch_tokens * work.widths / parts
 
 
 def masters(spec: Spec) -> int:

@@ -23,6 +23,7 @@ from blr.compressor.planning.dimensions import Dimensions, dimensions_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.planning.training_sizes import CHUNK, HALF, HOST_BYTES, SINGLE
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -51,9 +52,6 @@ SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metri
 OWN = 4  # bytes of a token of own text
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
-
-
-Settings = Any  # `HealOptions`, of a room above this one
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def sizes_of(
     return Sizes(**vars(found), parameters=max(stored, dense + found.tables), trained=trained)
 
 
-def disk_bytes(source: Source, specs: Mapping[str, Spec], options: Settings, own: int) -> int:
+def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
     """Upper estimate of the bytes on disk of a run on the compressed checkpoint `source`: its output,
     `own` tokens of own text, and the state of the training."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
@@ -118,7 +116,9 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: Settings, own
     return files + OWN * own + kept_bytes(specs, source.entries, options)
 
 
-def kept_bytes(specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: Settings) -> int:
+def kept_bytes(
+    specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
+) -> int:
     """Most bytes on disk of a training's state and of the tensors that it gives.
 
     Args:
@@ -162,7 +162,7 @@ ALONE = Crew()
 
 
 def forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], options: Settings, gpu: Gpu, crew: Crew = ALONE
+    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
     """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
     where it is asked for, or where otherwise fewer than `FEW` would fit."""
@@ -270,7 +270,7 @@ def is_told(source: Source) -> bool:
     return bool(reads) and named.endswith(("ForCausalLM", "LMHeadModel", "Model"))
 
 
-def planned(source: Source, plan: Plan, options: Settings, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
+def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
     """What healing the output of `plan` by `options` would take, JSON-ready; `said` is one line. `least`
     are bytes of a GPU that it cannot do without, `host` and `disk` those of the host and on disk."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
@@ -292,7 +292,7 @@ def _beside(sizes: Mapping[str, float]) -> str:
 
 
 def predicted(
-    source: Source, specs: Mapping[str, Spec], options: Settings, gpu: Gpu, crew: Crew = ALONE
+    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
     """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
     GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""

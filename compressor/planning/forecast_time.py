@@ -111,6 +111,11 @@ class Compression:
         return sum(spec.dense_parameters for spec in self.specs)
 
     @cached_property
+    def widths(self) -> int:
+        """Their inputs and outputs."""
+        return sum(spec.in_features + spec.out_features for spec in self.specs)
+
+    @cached_property
     def bytes(self) -> int:
         """Of their weights in the checkpoint."""
         return sum(layer.layer.entry.nbytes for layer in self.plan.layers)
@@ -145,8 +150,7 @@ class Compression:
     @cached_property
     def last_bytes(self) -> float:
         """Of a GPU, for the last pass at the most."""
-        widths = sum(spec.in_features + spec.out_features for spec in self.specs)
-        return last_pass_bytes(self.dense, widths, self.batch_tokens, 4 * self.sizes.vocabulary)
+        return last_pass_bytes(self.dense, self.widths, self.batch_tokens, 4 * self.sizes.vocabulary)
 
     @cached_property
     def steps(self) -> int:
@@ -161,7 +165,7 @@ class Compression:
         least = float(EACH)
         if self.calibrated:
             o, i = spec.out_features, spec.in_features
-            least = CALIBRATED + 20.0 * o * i * min(o, i) / (DOUBLE * self.rate)
+            least = CALIBRATED + DECOMPOSED * o * i * min(o, i) / (DOUBLE * self.rate)
         rounded = COLUMN * spec.in_features if spec.quantized and self.calibrated else 0.0
         if BlastSpec.structure not in families(spec) or isinstance(spec, CorrectedSpec):
             return products / (DECOMPOSITION * self.rate) + least + rounded

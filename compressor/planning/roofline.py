@@ -128,9 +128,7 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
     Monarch: two batched products around n·b·r numbers. BLAST: two batched products and between them the
     mix with S, which reads and writes n·b·r numbers; for one token it is the prologue of the second
     product. Kronecker-sparse: one fused kernel a factor. Packed weights are unpacked as they are read; a
-    correction is a layer of its own.
-
-    Raises TypeError for a spec of no structure known here.
+    correction is a layer of its own. Any other structure: one kernel that uses every number once.
     """
     if isinstance(spec, CorrectedSpec):
         for _, part in spec.parts():
@@ -164,7 +162,7 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
         for a, b, c, d in reversed(spec.patterns):
             yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
     else:
-        raise TypeError(f"no roofline for {type(spec).__name__}")
+        yield Kernel(n * i + spec.parameters + n * o, n * spec.parameters)
 
 
 def _packed(found: list[Kernel], spec: QuantizedSpec) -> Iterator[Kernel]:

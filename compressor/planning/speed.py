@@ -13,6 +13,7 @@ from typing import Any
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.dimensions import dimensions_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
@@ -27,7 +28,6 @@ CORRECTED = 0.75  # microseconds that a correction adds to its layer
 # Launches of a block and the microseconds of one, whatever it reads: less a token never takes (LOG,
 # 2026-11-26: 4 to 5 each, nine a block)
 LAUNCHES, LAUNCH = 9, 4.5
-BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")  # what configurations call their number
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
 WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
@@ -47,14 +47,9 @@ def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> fl
     plan = make_plan(source, recipe, calibrated=calibrated)
     times = [_decoded(planned.spec, gpu) for planned in plan.layers]
     times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
-    return 1e6 / max(sum(times) + _head(source, gpu), _launches(source))
-
-
-def _launches(source: Source) -> float:
-    """Microseconds that a token takes where weights take none."""
-    named = (of_text(source.config).get(name) for name in BLOCKS)
-    blocks = next((n for n in named if isinstance(n, int)), 1)
-    return blocks * LAUNCHES * LAUNCH
+    return 1e6 / max(
+        sum(times) + _head(source, gpu), dimensions_of(source.config).blocks * LAUNCHES * LAUNCH
+    )
 
 
 def _decoded(spec: Spec, gpu: Gpu) -> float:

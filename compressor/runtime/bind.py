@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.quantized import Packed
+from blr.compressor.modeling.modeling_blr import is_number
+from blr.compressor.modeling.packed import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
-from blr.kernels.decode.attention.reference import decode_attention as reference_attention
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
-from blr.kernels.decode.skinny.bound import PACKED_FROM, PLAIN_FROM
-from blr.kernels.fp8.reference import is_number
+from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
+from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -93,6 +91,8 @@ class Binder:
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
+        from blr.kernels.decode.quantized.segments import grouped
+
         return partial(grouped, segments, **norm)
 
     def _dual(self, phase: Phase) -> Run:
@@ -105,6 +105,8 @@ class Binder:
                 return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
+        from blr.kernels.decode.quantized.segments import dual
+
         return partial(dual, gate, up, **options)
 
     def _skinny(
@@ -116,10 +118,14 @@ class Binder:
         **options: Any,
     ) -> Run | None:
         """What runs segments, or with an activation a pair, by skinny products if those take them."""
+        targets = {part.target for part in phase.parts}
+        if self.rows < PLAIN_FROM:
+            self.ordered.difference_update(targets)
+            return None
         from blr.kernels.decode.skinny.bound import pair, stages
 
         made, dtype = self.state.workspace, self.state.kv.dtype
-        order, targets = self._order(phase.parts[0]), {part.target for part in phase.parts}
+        order = self._order(phase.parts[0])
         order = order if segments[0].y.dtype == dtype else None
         options |= {"pdl": self.pdl, "order": order}
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)
@@ -203,7 +209,9 @@ class Binder:
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
-        return lambda: target.copy_(reference_attention(*inputs, **options))
+        from blr.kernels.decode.attention.reference import decode_attention as reference
+
+        return lambda: target.copy_(reference(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
         tokens, table = self.state.tokens[: self.rows], phase.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from blr.compressor.runtime.plan import Columns, TokenPlan
 from blr.kernels.decode.attention.launch import attention_workspace
 from blr.kernels.decode.attention.reference import pack, unpack
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.decode.skinny.launch import Workspace
 
 WHOLE, INT8 = CACHES
 # Logits that one program of the choice compares.
@@ -161,7 +161,6 @@ class DecoderState:
             for name, width in plan.buffers.items()
             if name in ("heads", "inner") or (name[:1] == "z" and name[1:].isdigit())
         }
-        self.workspace = Workspace()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.start = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -176,6 +175,13 @@ class DecoderState:
             "indices": torch.zeros(batch, parts, dtype=torch.int32, device=device),
             "counter": torch.zeros(batch, dtype=torch.int32, device=device),
         }
+
+    @cached_property
+    def workspace(self) -> Any:
+        """Of products of several rows."""
+        from blr.kernels.decode.skinny.launch import Workspace
+
+        return Workspace()
 
     def view(self, slot: Columns, rows: int, half: bool = False) -> Tensor:
         """[rows, width] of a buffer. half: of its twin in the model's dtype, if it has one."""

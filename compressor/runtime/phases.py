@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.quantized import QuantizedLinear
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import Stage, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
@@ -284,15 +281,3 @@ def _modules(
         source = normed
     for key, (module, slot) in targets.items():
         plan.add(Phase(prefix + key, "module", source=source, target=slot, module=module, add=add))
-
-
-def kind_of(w: Any) -> tuple[int, int]:
-    """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
-    return getattr(w, "bits", 0), getattr(w, "group", 0)
-
-
-def stages_of(module: nn.Module) -> tuple[Stage, ...] | None:
-    """The stages of a dense or structured layer; None for one that only its own forward computes."""
-    if isinstance(module, StructuredLinear | QuantizedLinear | CorrectedLinear):
-        return module.stages()
-    return (Stage(module.weight[None], module.bias),) if type(module) is nn.Linear else None

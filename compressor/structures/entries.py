@@ -1,4 +1,4 @@
-"""What an export packs, as entries of a table of layers. Shipped inside every checkpoint; no torch."""
+"""What an export packs, as entries of a table of layers, without torch."""
 
 from __future__ import annotations
 

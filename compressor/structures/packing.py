@@ -1,4 +1,4 @@
-"""Factors as the matrices that are packed, and packed. Shipped in every checkpoint."""
+"""Factors as the matrices that are packed, and packed."""
 
 from __future__ import annotations
 

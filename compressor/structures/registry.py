@@ -1,8 +1,8 @@
 """The registry of structured families: one entry each, asked by whatever must know them all.
 
-A new structure is its two folders' worth of code (`structures/<folder>.py` with ``fit`` and
-``reconstruct``, `kernels/<folder>/` with ``reference.py``, ``op.py`` and ``variants.py``), its spec, its
-layer in `modeling/layers.py` and an entry here. Importing this loads no torch.
+A new structure is its spec, its module here (``fit`` and ``reconstruct``) and an entry below, and its
+formula in `modeling/modeling_blr.py`; kernels of its own are in `kernels/layers/<folder>`
+(``reference.py``, ``op.py``, ``variants.py``). Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Structure:
     @property
     def folder(self) -> str:
         """The folder of its kernels, the module of its factorizers, its name in kernel tables."""
-        return FOLDERS[self.name]
+        return FOLDERS.get(self.name, self.name)
 
     def factorizer(self) -> ModuleType:
         """The module with ``fit`` and ``reconstruct`` (imports torch)."""

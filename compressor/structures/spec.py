@@ -1,4 +1,4 @@
-"""What the specs of all structures share, without torch. Shipped in every checkpoint."""
+"""What the specs of all structures share, without torch."""
 
 from __future__ import annotations
 

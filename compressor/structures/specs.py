@@ -2,8 +2,7 @@
 
 A spec says what one structured linear layer is: its tensors, their shapes and how many
 parameters they hold. The planner uses specs before a single weight is read, the factorizers
-fill them, and the modeling files build modules from them (this file travels inside every
-checkpoint, so it imports the standard library and what travels with it).
+fill them, and `modeling` builds modules from them; the file that travels has the same shapes.
 
 Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
@@ -260,7 +259,7 @@ class QuantizedSpec(Spec):
             return (1,), (0, 2)
         if name == "S":
             return (0,), (1,), (2,)  # a row is as long as the rank
-        order = order_of(self.structure, name, len(self.shapes()[name]))
+        order = order_of(name, len(self.shapes()[name]))
         if isinstance(self.of, KroneckerSpec):
             return order[:1], order[1:2], order[2:]
         return tuple((axis,) for axis in order)
@@ -280,10 +279,10 @@ class QuantizedSpec(Spec):
 
     def packed_shape(self, name: str) -> Shape:
         """[..., R, K] of what is packed: `matrix_shape`, or its tiles [..., ⌈R/rows⌉, rows·width]."""
-        *outer, R, K = self.matrix_shape(name)
-        if tile := self.tile(name):
-            return (*outer, -(-R // tile[0]), tile[0] * tile[1])
-        return (*outer, R, K)
+        if (tile := self.tile(name)) is None:
+            return self.matrix_shape(name)
+        *outer, R, _ = self.matrix_shape(name)
+        return (*outer, -(-R // tile[0]), tile[0] * tile[1])
 
     def stored(self) -> dict[str, Stored]:
         found: dict[str, Stored] = {}

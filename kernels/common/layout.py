@@ -1,4 +1,4 @@
-"""Physical order of the axes of stored factors: what kernels read fastest. Shipped in checkpoints.
+"""Physical order of the axes of stored factors: what kernels read fastest.
 
 Shapes never change, neither in files nor in modules: a layout is a matter of strides. A factor in
 kernel layout is a canonical *view* of a tensor whose axes lie in another order in memory, or of a part

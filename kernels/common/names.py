@@ -1,4 +1,4 @@
-"""Structures by name, and the folders that hold their kernels. No torch. Shipped in checkpoints."""
+"""Structures by name, and the folders that hold their kernels. No torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
 from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
 from blr.compressor.bench.options import DecodeOptions
 from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
-from blr.compressor.cli.bench import COMMANDS, command
+from blr.compressor.cli import bench as commands
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
@@ -260,7 +260,7 @@ def test_seconds_end_a_run_between_cases() -> None:
 
 def test_the_command_prints_json_last_and_writes_files(tmp_path: Path) -> None:
     app = Typer()
-    app.command()(command(DecodeOptions, COMMANDS[DecodeOptions]))
+    app.command()(commands.decode)
     arguments = ["--models", "pico", "--arms", "hf-dense,ours-dense", "--contexts", "6", "--steps", "2"]
     arguments += ["--device", "cpu", "--dtype", "float32", "--quiet", "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(app, arguments)
@@ -279,6 +279,6 @@ def test_a_large_random_model_is_not_built_on_a_cpu() -> None:
 @pytest.mark.parametrize("arguments", [["--batches", "17"], ["--contexts", "0"], ["--cf", "1"]])
 def test_the_command_refuses_bad_numbers(arguments: list[str]) -> None:
     app = Typer()
-    app.command()(command(DecodeOptions, COMMANDS[DecodeOptions]))
+    app.command()(commands.decode)
     done = CliRunner().invoke(app, ["--models", "pico", *arguments])
     assert isinstance(done.exception, UsageError)

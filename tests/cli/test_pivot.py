@@ -22,7 +22,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.integrations.vllm_packed import make_part
 from blr.compressor.integrations.vllm_split import Share
-from blr.compressor.modeling.layers import structured_linear
+from blr.compressor.modeling.layers import make_layer
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.structures.restore import restored
@@ -205,7 +205,7 @@ def test_places_that_are_no_order_are_refused(
 
 
 def test_a_server_holds_them_in_one_process() -> None:
-    layer = structured_linear(PivotedSpec(10, 16, 4).to_dict(), False)
+    layer = make_layer(PivotedSpec(10, 16, 4).to_dict(), False)
     layer.places.copy_(torch.randperm(16))
     part = make_part("up", layer.spec, (16, 10), Share(), torch.float32)
     for name, tensor in layer.state_dict().items():

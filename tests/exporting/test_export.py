@@ -23,7 +23,7 @@ from blr.compressor.base.errors import NumericsError
 from blr.compressor.exporting import origin as checkpoint
 from blr.compressor.loading.vendor import Contents, code_files, runtime_files
 from blr.compressor.modeling import modeling_blr
-from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
+from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files
@@ -55,8 +55,11 @@ def test_copied_elsewhere_and_without_blr_the_tokens_are_those_of_the_source(
     sources: dict[str, Path], exports: dict[str, Path], tmp_path: Path
 ) -> None:
     packed = export_to(sources["blast"], tmp_path / "packed", quantize="int4")
-    expected = {**{name: greedy(source) for name, source in sources.items()}, "packed": greedy(packed)}
-    folders = {**exports, "packed": packed}
+    own = export_to(sources["svd"], tmp_path / "own", self_contained=True)
+    assert {path.name for path in own.glob("*.py")} > {"modeling_blr.py", "runtime_blr.py"}
+    expected = {name: greedy(source) for name, source in sources.items()}
+    expected |= {"packed": greedy(packed), "own": expected["svd"]}
+    folders = {**exports, "packed": packed, "own": own}
     assert tokens_without_blr(folders, PROMPT, tmp_path / "elsewhere") == expected
 
 
@@ -236,7 +239,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = runtime_files(Contents(frozenset(SPECS), "h200", True, True))
+    files = runtime_files(Contents(frozenset(SPECS), True, True, 16))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names
@@ -282,7 +285,7 @@ def test_other_families_give_the_same_logits(name: str, method: str, tmp_path: P
     output = export_to(source, tmp_path / "out")
     auto = getattr(transformers, AUTO[name])
     found, expected = (auto.from_pretrained(f, dtype=torch.float32).eval() for f in (output, source))
-    layers = [module for module in found.modules() if isinstance(module, KernelLayout)]
+    layers = [module for module in found.modules() if getattr(module, "exported", False)]
     assert len(layers) == (0 if method == "dense" else {"gpt2": 8, "bert": 12, "vit": 12}[name])
     with torch.inference_mode():
         torch.testing.assert_close(found(**inputs_for(found))[0], expected(**inputs_for(expected))[0])

@@ -19,8 +19,7 @@ from blr.compressor import register
 from blr.compressor.exporting.pack import quantize_head, quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused
-from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.quantized import QuantizedLinear, QuantizedLowRankLinear
+from blr.compressor.modeling.layers import QuantizedLinear, StructuredLinear
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.workspace.manifest import read_manifest
 
@@ -155,7 +154,7 @@ def test_a_structured_head_is_packed_as_the_structure_it_is(untied: Path, tmp_pa
     source = compress_to(untied, tmp_path / "source", method="svd", cf=1.25, include=["*"])
     made = export_to(source, tmp_path / "out", quantize_head="int4")
     model = load(made)
-    assert isinstance(model.lm_head, QuantizedLowRankLinear) and model.lm_head.bits == 4
+    assert model.lm_head.spec.structure == "svd" and model.lm_head.bits == 4
     assert getattr(model.model.layers[0].mlp.up_proj, "bits", None) is None
     ours = Decoder(model, context=64, ops="torch").generate(IDS, max_new_tokens=24)
     assert IDS[0].tolist() + ours[0] == greedy(model)

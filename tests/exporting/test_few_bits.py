@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
-from blr.compressor.modeling.corrected import CorrectedLinear
-from blr.compressor.modeling.quantized import QuantizedLinear
+from blr.compressor.modeling.layers import CorrectedLinear, QuantizedLinear
 from blr.compressor.runtime.decoder import Decoder
 
 register()
@@ -106,15 +105,11 @@ def test_a_mixture_by_rules(tiny: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(output)
     block = model.model.layers[0]
     kinds = {
-        name: type(block.get_submodule(name)).__name__
+        name: getattr(block.get_submodule(name), "described", None)
         for name in ("self_attn.v_proj", "mlp.down_proj", "self_attn.o_proj", "self_attn.q_proj")
     }
-    assert list(kinds.values()) == [
-        "Linear",
-        "QuantizedLinear",
-        "LowRankLinear",
-        "QuantizedLowRankLinear",
-    ]
+    found = [kind and (kind.structure, kind.quantized) for kind in kinds.values()]
+    assert found == [None, ("dense", True), ("svd", False), ("svd", True)]
     assert isinstance(block.mlp.up_proj, CorrectedLinear) and isinstance(
         block.mlp.up_proj.base, QuantizedLinear
     )

@@ -24,13 +24,12 @@ from blr.compressor.exporting.pack import (
     quantized_spec,
 )
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
-from blr.compressor.modeling.layers import structured_linear
-from blr.compressor.modeling.modeling_blr import replace_layers
-from blr.compressor.modeling.quantized import (
+from blr.compressor.modeling.layers import (
     QuantizedLinear,
-    QuantizedStructured,
+    StructuredLinear,
+    make_layer,
 )
-from blr.compressor.modeling.table import make_layer
+from blr.compressor.modeling.modeling_blr import replace_layers
 from blr.compressor.structures.packing import to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
@@ -62,7 +61,7 @@ BITS = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
 
 def _layer(spec: Spec, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    layer = structured_linear(spec.to_dict(), bias)
+    layer = make_layer(spec.to_dict(), bias)
     if bias:
         nn.init.normal_(layer.bias)
     return layer
@@ -73,7 +72,7 @@ def _layer(spec: Spec, bias: bool = True) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_forward_is_that_of_the_dequantized_factors(spec: Spec, bits: int, dtype: torch.dtype) -> None:
     new, _ = quantize_layer(_layer(spec).to(dtype), bits)
-    factors = {name: new.dequantized(name) for name in spec.shapes() if name != "S"}
+    factors = {name: new.factor(name) for name in spec.shapes() if name != "S"}
     if spec.structure == "blast":
         factors["S"] = new.S
     assert {name: f.shape for name, f in factors.items()} == dict(spec.shapes())
@@ -284,7 +283,7 @@ def test_large_weights_in_turns_are_the_same(bits: int, monkeypatch: pytest.Monk
     layer, x = nn.Linear(150, 41), torch.randn(2, 3, 150)
     whole, errors = quantize_layer(layer, bits)
     expected = whole(x)
-    monkeypatch.setattr("blr.compressor.modeling.quantized.WHOLE", 150 * 7)
+    monkeypatch.setattr("blr.compressor.modeling.layers.WHOLE", 150 * 7)
     parts = quantize_dense(layer.weight.detach(), QuantizedSpec(DenseSpec(150, 41), bits))
     assert parts.tensors["weight_q"].equal(whole.weight_q)
     assert parts.tensors["weight_scale"].equal(whole.weight_scale)
@@ -305,7 +304,7 @@ def test_weights_beyond_their_scales_dtype_are_named() -> None:
 def test_quantized_layers_are_not_quantized_again() -> None:
     model = nn.Sequential(_layer(SPECS[0]))
     quantize_model(model, 8)
-    assert isinstance(model[0], QuantizedStructured)
+    assert isinstance(model[0], StructuredLinear) and model[0].packing
     assert quantize_model(model, 4) == {}
 
 

@@ -7,7 +7,7 @@ import torch
 from kernel_layers import SPECS, pair
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.kernel_layout import KernelLayout, orders, stored_name
+from blr.compressor.modeling.kernel_layout import orders, stored_name
 
 pytestmark = pytest.mark.fast
 
@@ -34,14 +34,13 @@ def test_same_outputs_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_stored_tensors_are_contiguous_and_canonical_names_are_views(name: str) -> None:
     layer, kernel = pair(name)
-    assert isinstance(kernel, KernelLayout) and isinstance(kernel, type(layer))
+    assert kernel.exported and isinstance(kernel, type(layer))
     stored = kernel.state_dict()
     factors = {stored_name(factor) for factor in layer.spec.shapes()}
     assert set(stored) == {*factors, *layer.spec.indices(), "bias"}
     assert all(tensor.is_contiguous() for tensor in stored.values())
     for factor, shape in layer.spec.shapes().items():
-        stem, _, index = factor.partition(".")
-        view = getattr(kernel, stem)[int(index)] if index else getattr(kernel, stem)
+        view = kernel.factor(factor)
         assert view.shape == shape and view.equal(layer.get_parameter(factor))
         assert view.data_ptr() == kernel.get_parameter(stored_name(factor)).data_ptr()
 

@@ -18,7 +18,7 @@ from blr.compressor.fitting.rounding import (
     quantize_factors,
     round_layer,
 )
-from blr.compressor.modeling.table import layer_of
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures import pivoted
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.packing import pack_factor

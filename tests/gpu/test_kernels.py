@@ -22,7 +22,7 @@ from torch import Tensor
 from blr.compressor.bench.checks import PRECISIONS, computing_in
 from blr.compressor.bench.layer_problem import reference_of
 from blr.compressor.bench.tuning import variants_of
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.shared_input import pack_shared_input
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -100,7 +100,7 @@ def poisoned() -> Iterator[None]:
 
 def layer_of(spec: Spec, dtype: torch.dtype, device: str, bias: bool) -> StructuredLinear:
     torch.manual_seed(0)
-    layer = structured_linear(spec.to_dict(), bias)
+    layer = make_layer(spec.to_dict(), bias)
     if bias:
         torch.nn.init.normal_(layer.bias)
     return layer.to(device, dtype).requires_grad_(False)
@@ -281,7 +281,7 @@ def test_layouts(structure: str, index: int, on_cuda: str, judge: Judge) -> None
         for name in spec.shapes():
             factor, state = layer.get_parameter(name), layer.state_dict()[name]
             whole = with_zeros(factor, layer.wide[0]) if layer.wide else factor
-            laid = in_order(whole, order_of(spec.structure, name, factor.dim()))
+            laid = in_order(whole, order_of(name, factor.dim()))
             case, strides = f"{spec.describe()} {name}", f"strides {factor.stride()}, {state.stride()}"
             yield row(laid and state.is_contiguous(), f"{structure} layout", case, strides)
             error = relative(state.cpu(), before.get_parameter(name).detach())

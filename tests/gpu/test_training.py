@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from blr.compressor.healing.objective import Objective
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.student_and_teacher import Pair, load_pair, load_teacher
 from blr.compressor.healing.trainer import Passes
+from blr.compressor.recipe.heal_settings import HealOptions
 
 pytestmark = pytest.mark.gpu
 WINDOWS, WINDOW = 8, 32

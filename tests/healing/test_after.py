@@ -14,7 +14,7 @@ from blr.compressor.commands import compress_then_heal as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
 from blr.compressor.healing import data, trainer
-from blr.compressor.healing.settings import HealOptions, check_options
+from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text import own
 from blr.compressor.workspace.manifest import read_manifest, verify_files

@@ -15,7 +15,6 @@ from heal_models import QUIET
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.commands.heal import HealRun, heal
 from blr.compressor.exporting.origin import open_checkpoint
-from blr.compressor.healing.settings import MINUTES, HealOptions
 from blr.compressor.planning.forecast_healing import (
     HOST,
     SLICED,
@@ -32,6 +31,7 @@ from blr.compressor.planning.forecast_healing import (
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
+from blr.compressor.recipe.heal_settings import MINUTES, HealOptions
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.workspace import Workspace
 from configs import BILLION, LARGE, SMOL

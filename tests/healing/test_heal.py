@@ -24,11 +24,11 @@ from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading import compute_dtype as computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import library_adapters as doors
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.state import State
 from blr.compressor.healing.summary import HealSummary
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
 
 SHORT = {"window": 16, "batch": 128, "steps": 20, "rate": 0.02, "device": "cpu", "check": False}

@@ -19,10 +19,10 @@ from blr.compressor.healing import trainer
 from blr.compressor.healing.embedding import PADDING
 from blr.compressor.healing.objective import Objective
 from blr.compressor.healing.reading import metric_of, read_inputs
-from blr.compressor.healing.settings import HealOptions
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
+from blr.compressor.recipe.heal_settings import HealOptions
 
 CPU = torch.device("cpu")
 

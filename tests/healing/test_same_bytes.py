@@ -15,7 +15,7 @@ from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
-from blr.compressor.healing.settings import HealOptions
+from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.manifest import MANIFEST
 

@@ -14,8 +14,7 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.integrations.vllm_packed import PackedPart, make_part
 from blr.compressor.integrations.vllm_parts import Part, pack, product, shares_input
 from blr.compressor.integrations.vllm_split import Share, Side
-from blr.compressor.modeling.layers import structured_linear
-from blr.compressor.modeling.table import layer_of
+from blr.compressor.modeling.layers import layer_of, make_layer
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -68,7 +67,7 @@ class Together:
 
 def whole_layer(spec: Spec) -> Any:
     torch.manual_seed(0)
-    return structured_linear(spec.to_dict(), bias=False).double().requires_grad_(False)
+    return make_layer(spec.to_dict(), bias=False).double().requires_grad_(False)
 
 
 def part_of(layer: Any, share: Share) -> Part:

@@ -16,7 +16,7 @@ from compiling import compile_for
 from torch import Tensor, nn
 
 from blr.compressor.modeling import float8
-from blr.compressor.modeling.table import replace_layers
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.specs import (
     BlastSpec,

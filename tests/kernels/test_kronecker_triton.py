@@ -20,7 +20,7 @@ from blr.kernels.layers.kronecker.variants import VARIANTS, densify, kronecker_c
 
 pytest.importorskip("triton")
 
-STORED = order_of("ks", "factors", 4)
+STORED = order_of("factors", 4)
 PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (2, 20, 36, 4), (1, 18, 12, 16), (2, 33, 17, 2)]
 SMALL_PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (1, 20, 12, 8)]
 SMALL = {"BN": 16, "BB": 16, "BC": 16}

@@ -11,7 +11,7 @@ import torch
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,
@@ -35,7 +35,7 @@ each_structure = pytest.mark.parametrize("spec", SPECS, ids=IDS)
 
 def layer_of(spec: Spec, dtype: torch.dtype = torch.float64, bias: bool = True) -> StructuredLinear:
     torch.manual_seed(0)
-    layer = structured_linear(spec.to_dict(), bias).to(dtype)
+    layer = make_layer(spec.to_dict(), bias).to(dtype)
     if bias:
         torch.nn.init.normal_(layer.bias)
     return layer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, PivotedSpec, Spec
 
@@ -36,7 +36,7 @@ def shuffled(layer: StructuredLinear) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_equals_the_dense_layer(spec: Spec, dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
-    layer = structured_linear(spec.to_dict(), bias).to(dtype).requires_grad_(False)
+    layer = make_layer(spec.to_dict(), bias).to(dtype).requires_grad_(False)
     if bias:
         layer.bias.normal_()
     shuffled(layer)

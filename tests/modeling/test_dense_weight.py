@@ -10,9 +10,8 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.modeling_blr import DenseWeight
-from blr.compressor.modeling.table import make_layer
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -38,7 +37,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 def layer_of(spec: Spec) -> Any:
     torch.manual_seed(0)
-    return structured_linear(spec.to_dict(), True)
+    return make_layer(spec.to_dict(), True)
 
 
 def reconstructed(layer: StructuredLinear) -> Tensor:

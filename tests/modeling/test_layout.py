@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_layers import to_kernel_layout
 from pico import save_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -19,11 +20,11 @@ from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import models
-from blr.compressor.modeling.kernel_layout import to_kernel_layout
+from blr.compressor.modeling.kernel_layout import orders
 from blr.compressor.modeling.layers import (
     StructuredLinear,
+    make_layer,
     prepare_layers,
-    structured_linear,
 )
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import (
@@ -35,7 +36,7 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
-from blr.kernels.common.orders import LAYOUTS, order_of
+from blr.kernels.common.orders import order_of
 
 register()
 
@@ -55,7 +56,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 def layer_of(spec: Spec) -> StructuredLinear:
     torch.manual_seed(0)
-    return structured_linear(spec.to_dict(), True)
+    return make_layer(spec.to_dict(), True)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
@@ -77,8 +78,8 @@ def test_views_undo_the_physical_order(case: tuple[list[int], list[int]]) -> Non
 
 
 def test_layouts_are_orders_of_axes() -> None:
-    for factors in LAYOUTS.values():
-        for order in factors.values():
+    for spec in SPECS.values():
+        for order in orders(spec).values():
             assert order in permutations(range(len(order)))
 
 
@@ -90,7 +91,7 @@ def test_relayout_changes_strides_only(spec: Spec) -> None:
     pointers = {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()}
     for name in spec.shapes():
         factor = layer.get_parameter(name)
-        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+        assert in_order(factor, order_of(name, factor.dim()))
         assert torch.equal(factor, before[name])
     torch.testing.assert_close(layer(x), expected)
     assert {name: p.data_ptr() for name, p in layer.relayout_().named_parameters()} == pointers
@@ -100,7 +101,7 @@ def test_input_factors_end_on_the_features() -> None:
     """What the layouts are for: the axis that products over x read has stride 1."""
     for name in ("svd", "monarch", "blast"):
         assert layer_of(SPECS[name]).relayout_().V.stride(-2) == 1
-    assert all(f.stride(2) == 1 for f in layer_of(SPECS["ks"]).relayout_().factors)
+    assert all(f.stride(2) == 1 for f in layer_of(SPECS["ks"]).relayout_().ordered())
 
 
 @each_spec
@@ -114,7 +115,7 @@ def test_saved_tensors_are_canonical_and_contiguous(spec: Spec, tmp_path: Path) 
     for name, tensor in found.items():
         assert state[name].is_contiguous()
         assert torch.equal(tensor, expected[name])
-    other = structured_linear(spec.to_dict(), True).relayout_()
+    other = make_layer(spec.to_dict(), True).relayout_()
     other.load_state_dict(found)
     assert all(torch.equal(p, expected[n]) for n, p in other.named_parameters())
 
@@ -150,7 +151,7 @@ def test_a_cast_keeps_the_layout(spec: Spec) -> None:
     layer = layer_of(spec).relayout_().to(torch.bfloat16)
     for name in spec.shapes():
         factor = layer.get_parameter(name)
-        assert in_order(factor, order_of(spec.structure, name, factor.dim()))
+        assert in_order(factor, order_of(name, factor.dim()))
 
 
 def test_only_layers_on_a_gpu_are_relaid(monkeypatch: pytest.MonkeyPatch) -> None:

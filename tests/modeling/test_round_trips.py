@@ -24,8 +24,8 @@ from blr.compressor import register
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.streamed import load_written
+from blr.compressor.modeling.layers import Replaced
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.modeling.table import Replaced
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.restore import restored

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_layers import to_kernel_layout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.exporting.pack import quantize_layer
 from blr.compressor.modeling import shared_input as shared
-from blr.compressor.modeling.kernel_layout import to_kernel_layout
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.modeling_blr import config_class
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.shared_input import SharedInput, pack_shared_input, share_siblings
@@ -31,7 +31,7 @@ OUTPUTS_AND_RANKS = ((10, 3), (4, 1), (4, 2))
 
 def layer_of(spec: Spec) -> StructuredLinear:
     torch.manual_seed(0)
-    return structured_linear(spec.to_dict(), True).eval()
+    return make_layer(spec.to_dict(), True).eval()
 
 
 def group() -> list[StructuredLinear]:
@@ -164,7 +164,7 @@ def test_moved_and_copied_layers_stay_right(calls: list[Tensor]) -> None:
     torch.testing.assert_close([y.float() for y in outputs(list(moved), x.double())], expected)
     SharedInput(list(moved))
     copied = copy.deepcopy(moved).float()
-    assert isinstance(copied[0], LowRankLinear)
+    assert isinstance(copied[0], StructuredLinear)
     assert copied[0].shared is None
     torch.testing.assert_close(outputs(list(copied), x), expected)
     assert calls == []

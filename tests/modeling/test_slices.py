@@ -191,6 +191,19 @@ def test_memory_is_bounded(bound: Bound) -> None:
     assert peaks["0.5"] <= 0.45 * peaks["off"]
 
 
+def test_layers_of_a_block_are_counted(bound: Bound) -> None:
+    """OPT has those of its MLP in the block itself: sequences are as few as these leave room for."""
+    model = structured_model("opt", ffn_dim=1024, max_position_embeddings=256)
+    inputs = {"input_ids": torch.randint(2, 128, (16, 128)), "use_cache": False}
+    peaks = {}
+    with torch.no_grad():
+        for mib in ("off", "2"):
+            bound(mib)
+            model.model(**inputs)
+            peaks[mib] = transient_bytes(lambda: model.model(**inputs), torch.device("cpu"))
+    assert peaks["2"] <= 0.3 * peaks["off"]
+
+
 def test_heads_are_reconstructed_few_at_a_time(bound: Bound) -> None:
     """One long sequence: neither q, k, v nor a copy of them is ever whole."""
     settings = {

@@ -33,7 +33,6 @@ from blr.compressor.loading.vendor import (
 )
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.recipe.tuned_table import read_table, shipped_gpus, shipped_table
 from blr.compressor.structures.specs import SPECS
 
 register()
@@ -70,7 +69,7 @@ for name in sys.argv[2:]:
 """
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
-EVERYTHING = Contents(frozenset(SPECS), "h200", quantized=True, generates=True)
+EVERYTHING = Contents(frozenset(SPECS), quantized=True, corrected=True, rows=16)
 Made = Callable[[], dict[str, bytes]]
 FILES: dict[str, Made] = {
     "checkpoint": code_files,
@@ -193,23 +192,25 @@ def test_a_linter_leaves_the_files_of_an_export_alone(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-# Contents of an export -> its files, and modules that are and are not in them.
+# Contents of an export -> its files, kernels that are and are not in them.
 EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     "everything": (
-        *(EVERYTHING, 5, {"kronecker.variants", "blast.variants", "quantized.launch"}),
-        {"cholesky.triton"},
+        EVERYTHING,
+        4,
+        {"decode.skinny.triton", "decode.integer.rows"},
+        {"training.cholesky.triton"},
     ),
-    "one structure": (
-        Contents(frozenset({"blast"}), "h200", quantized=False, generates=True),
-        *(5, {"blast.variants", "attention.triton"}),
-        {"kronecker.triton", "monarch.variants", "quantized.triton"},
+    "blast": (
+        *(Contents(frozenset({"blast"})), 4, {"decode.gemv.triton", "decode.attention.triton"}),
+        {"decode.quantized.triton", "decode.skinny.triton", "layers.pivoted.gather"},
     ),
-    "encoder": (
-        Contents(frozenset({"svd"}), "unheard-of", quantized=False, generates=False),
-        *(4, {"lowrank.variants", "gemv.triton"}),
-        {"blast.triton", "attention.triton", "gemv.grouped"},
+    "int4": (
+        *(Contents(frozenset({"dense"}), True), 4, {"decode.quantized.triton", "decode.integer.rows"}),
+        {"decode.quantized.corrected", "decode.skinny.triton"},
     ),
+    "encoder": (Contents(frozenset({"svd"}), rows=0), 2, set(), {"decode.gemv.triton"}),
 }
+USUAL = {"svd": Contents(frozenset({"svd"})), "blast": EXPORTS["blast"][0], "int4": EXPORTS["int4"][0]}
 
 
 @pytest.mark.parametrize(("contents", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)
@@ -218,12 +219,14 @@ def test_a_self_contained_export_carries_only_the_kernels_it_runs(
 ) -> None:
     files = runtime_files(contents)
     assert len(files) == count
-    held = set(
-        re.findall(
-            r"^    blr\.kernels\.(?:\w+\.)?(\w+\.\w+)$", files["kernels_blr.py"].decode(), re.MULTILINE
-        )
-    )
+    text = files.get("kernels_blr.py", b"").decode()
+    held = set(re.findall(r"^# =+ blr\.kernels\.(\S+)$", text, re.MULTILINE))
     assert there <= held and not absent & held
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_usual_self_contained_export_has_at_most_8000_lines(name: str) -> None:
+    assert sum(data.count(b"\n") for data in runtime_files(USUAL[name]).values()) <= 8000
 
 
 def test_a_checkpoint_has_one_file_that_a_person_can_read() -> None:
@@ -234,20 +237,10 @@ def test_a_checkpoint_has_one_file_that_a_person_can_read() -> None:
     assert runtime_files(EVERYTHING)["modeling_blr.py"] == data
 
 
-@pytest.mark.parametrize("left_out", ["blr.kernels.layers.blast.op", "blr.kernels"])
+@pytest.mark.parametrize("left_out", ["blr.compressor.modeling.settings", "blr.compressor.modeling"])
 def test_what_is_needed_at_the_top_cannot_be_left_out(left_out: str) -> None:
     with pytest.raises(BundleError, match="at its top, which is to be left out"):
         read_modules(ROOTS.values(), frozenset({left_out}))
-
-
-def test_tuned_tables_travel_with_the_code() -> None:
-    """The copy beside a checkpoint chooses as the installed package does."""
-    copied: dict[str, Any] = {}
-    exec(read_modules(ROOTS.values())["blr.kernels.common.tuned"].text, copied)
-    assert shipped_gpus()
-    for gpu in shipped_gpus():
-        assert copied["tuned_rules"](gpu) == read_table(shipped_table(gpu))
-    assert copied["tuned_rules"]("unheard-of") == []
 
 
 def test_files_are_the_same_bytes_for_every_model(tmp_path: Path) -> None:

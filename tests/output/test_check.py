@@ -19,7 +19,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.loading import streamed
 from blr.compressor.loading.smoke_run import first_trial
-from blr.compressor.modeling.layers import LowRankLinear, StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.output import check
 from blr.compressor.recipe.schema import make_recipe
 
@@ -58,7 +58,7 @@ def test_nothing_is_committed_of_what_does_not_run(
 ) -> None:
     source, output = save_pico("llama", tmp_path / "dense"), tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(LowRankLinear, "product", product)
+        patched.setattr(StructuredLinear, "product", product)
         with pytest.raises(error, match=rf"{said}.*--no-check"):
             compressed(source, output)
         assert not output.exists()
@@ -74,7 +74,7 @@ def test_an_export_that_does_not_run_is_not_committed(
 
     def then_break(model: Any, where: object) -> Any:
         made = first_trial(model, where)
-        monkeypatch.setattr(LowRankLinear, "product", fails)
+        monkeypatch.setattr(StructuredLinear, "product", fails)
         return made
 
     monkeypatch.setattr(check, "door_of", lambda _: replace(door, trial=then_break))

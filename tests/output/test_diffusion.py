@@ -23,7 +23,7 @@ from blr.compressor.commands.inspect import inspect_output
 from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.loading.resolve import resolve_model
-from blr.compressor.modeling.table import layer_of
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.specs import spec_from_dict

@@ -199,7 +199,7 @@ def test_healing_is_judged_by_its_end(
     code, _, err = invoke(*given)
     assert code == 7 and not (tmp_path / "healed").exists(), err
     assert "nats a token lost" in err and "--minutes" in err
-    monkeypatch.setattr("blr.compressor.healing.trainer.Trainer._step", None)
+    monkeypatch.setattr("blr.compressor.healing.trainer.Trainer.backward", None)
     code, out, err = invoke(*given, "--force")
     assert code == 0 and "blr: warning: " in err, err
     found = json.loads(out)["check"]

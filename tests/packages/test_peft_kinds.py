@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.integrations.peft import StructuredLora
-from blr.compressor.modeling.table import Replaced
+from blr.compressor.modeling.layers import Replaced
 
 register()
 

@@ -149,12 +149,12 @@ def test_a_run_takes_the_disk_that_is_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used, asked = list[int](), list[int]()
-    commit, estimate = Workspace.commit, compress.Job._estimate
+    commit, estimate = Workspace.commit, compress.CompressRun.estimate
     monkeypatch.setattr(
         Workspace, "commit", lambda self: (used.append(folder_bytes(self.partial)), commit(self))[1]
     )
     monkeypatch.setattr(
-        compress.Job, "_estimate", lambda self: asked.append(estimate(self)) or asked[-1]
+        compress.CompressRun, "estimate", lambda self: asked.append(estimate(self)) or asked[-1]
     )
     text = (
         "--calibration",

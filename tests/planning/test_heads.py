@@ -16,7 +16,7 @@ from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.modeling.layers import LowRankLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.planning.heads import (
     groups_for_budget,
     groups_for_rank,
@@ -118,7 +118,7 @@ def test_impossible_groups_are_refused(wrong: tuple[int, int, int, int, str]) ->
 @repeatable
 @given(grouped, st.booleans())
 def test_layer_computes_what_reconstruction_says(spec: LowRankSpec, bias: bool) -> None:
-    layer = LowRankLinear(spec, bias).double()
+    layer = StructuredLinear(spec, bias).double()
     if bias:
         torch.nn.init.normal_(layer.bias)
     x = drawn(3, 2, spec.in_features)
@@ -188,7 +188,7 @@ def test_same_logits_as_dense_rebuilt_from_grouped_factors(name: str, tmp_path: 
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     modules, structured = dict(dense.named_modules()), 0
     for module, layer in model.named_modules():
-        if isinstance(layer, LowRankLinear):
+        if isinstance(layer, StructuredLinear):
             weight = lowrank.reconstruct({"U": layer.U.data, "V": layer.V.data}, layer.spec)
             target = modules[module].weight
             target.data = (

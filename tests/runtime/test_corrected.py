@@ -13,7 +13,8 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
-from blr.compressor.modeling.quantized import QuantizedStructured
+from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.packed import narrow_factor
 from blr.compressor.runtime.decoder import Decoder
 from blr.kernels.common.available import has_triton
 
@@ -64,10 +65,10 @@ def test_steps_are_those_of_transformers(
 def test_narrow_factors_are_those_that_are_dequantized(bits: str, tmp_path: Path) -> None:
     """Rows that share a group, and levels that are no whole multiples of their scale."""
     model = _model(tmp_path, {"base": "int2", "quantize": bits, "rank": 4, "group": 32})
-    found = [m for m in model.modules() if isinstance(m, QuantizedStructured)]
+    found = [m for m in model.modules() if isinstance(m, StructuredLinear) and m.packing]
     assert found and any(layer.packing.tiled for layer in found)
     for layer in found:
-        assert torch.equal(layer.narrow("U").dense(torch.float32)[0], layer.U)
+        assert torch.equal(narrow_factor(layer, "U").dense(torch.float32)[0], layer.U)
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")

@@ -16,8 +16,8 @@ from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling import shared_input
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.table import replace_layers
 from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports

@@ -7,7 +7,7 @@ import torch
 
 from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layer
 from blr.compressor.fitting.trainable_layers import make_twin
-from blr.compressor.modeling.table import layer_of
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from blr.compressor.modeling.kernel_layout import to_kernel_layout
-from blr.compressor.modeling.layers import StructuredLinear, structured_linear
+from blr.compressor.modeling.layers import StructuredLinear, make_layer
 
 SPECS: dict[str, dict[str, Any]] = {
     "svd": {"structure": "svd", "in_features": 20, "out_features": 12, "rank": 3},
@@ -33,10 +32,24 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+@torch.no_grad()
+def to_kernel_layout(layer: StructuredLinear) -> None:
+    """Turn a canonical layer in place into the one of the same values that an export holds."""
+    made = StructuredLinear(layer.spec, layer.bias is not None, exported=True).to(layer.like())
+    for name, factor in made.held.items():
+        canonical, (stored,) = layer.factor(name), made.stored(factor)
+        order = sum(factor.axes, ()) or (0,)
+        stored.data = canonical.permute(order).contiguous()
+        stored.requires_grad_(canonical.requires_grad)
+    made.bias = layer.bias
+    layer.__dict__.clear()
+    layer.__dict__.update(made.__dict__)
+
+
 def pair(name: str) -> tuple[StructuredLinear, StructuredLinear]:
     """A canonical layer with a bias and its copy in kernel layout."""
     torch.manual_seed(0)
-    layer = structured_linear(SPECS[name], bias=True)
+    layer = make_layer(SPECS[name], bias=True)
     torch.nn.init.normal_(layer.bias)
     kernel = copy.deepcopy(layer)
     to_kernel_layout(kernel)

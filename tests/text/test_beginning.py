@@ -31,10 +31,10 @@ from blr.compressor.fitting.sensitivity import _loss
 from blr.compressor.healing.data import Author, Reading, make_data
 from blr.compressor.healing.embedding import sentence_stream
 from blr.compressor.healing.objective import Objective
-from blr.compressor.healing.settings import HealOptions, check_options
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.output.loss import computing, file_text, own_text
+from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.text.reading import Calibration, beginning_of, read_calibration

@@ -1,4 +1,4 @@
-"""Which packed weights there are, without torch: bits, groups, grids and sizes. Shipped in checkpoints.
+"""Which packed weights there are, without torch: bits, groups, grids and sizes.
 
 What the bytes mean is said in `reference.py`.
 """

@@ -12,7 +12,6 @@ from torch import Tensor
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
 from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.decode.quantized.reference import dequantize
 
 
 class Narrow(NamedTuple):
@@ -84,6 +83,8 @@ class QuantizedSegment:
 
     def dense(self) -> Segment:
         """The same with its weights dequantized to the dtype of `x`, without the correction."""
+        from blr.kernels.decode.quantized.reference import dequantize
+
         w = dequantize(self.packed, self.scale, self.bits, self.K, self.x.dtype, self.group)
         return Segment(self.x, w, self.y, self.bias, self.mix, self.part)
 

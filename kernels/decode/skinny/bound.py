@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
 from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.decode.skinny.launch import (
     AnySegment,
@@ -25,10 +25,6 @@ from blr.kernels.decode.skinny.launch import (
 )
 
 Run = Callable[[], Any]
-# Rows from which plain weights are multiplied here, and inputs prepared by a launch of their own; and
-# packed weights, of which CUDA cores multiply few rows faster.
-PLAIN_FROM = 2
-PACKED_FROM = 3
 WIDE = 1 << 25  # weights of a launch in four bits from which two rows are faster here, too
 
 

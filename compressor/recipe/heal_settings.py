@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
-from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.recipe.option import Limits, check_limits
 from blr.compressor.recipe.run_settings import RunSettings
 
@@ -183,18 +182,3 @@ def _own_share(options: HealOptions) -> float:
     if not options.files:
         return 1.0
     return MIX if options.mix is None else options.mix
-
-
-def check_takes_additions(student: Checkpoint, rank: int) -> None:
-    """Raise CapabilityError for layers in few bits, which hold no sum with an addition, and UsageError
-    for a `rank` that no layer has."""
-    sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
-    if rank > max(sizes, default=rank):
-        raise UsageError(
-            f"--lora {rank}: expected at most {max(sizes)}, the largest rank of a layer; lower it"
-        )
-    if packed := sum(spec.quantized for spec in student.specs.values()):
-        raise CapabilityError(
-            f"{student.source.folder}: {packed} layers are stored in few bits, expected factors as they "
-            "are for --lora; heal without it, which trains what is packed"
-        )

@@ -1,0 +1,32 @@
+"""Models of a self-contained export: those of `modeling_blr.py`, decoding in the runtime beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from blr.compressor.modeling.cuda_graphs import CapturedForward
+from blr.compressor.modeling.generation import FusedGeneration
+from blr.compressor.modeling.modeling_blr import PREFIX, StructuredModel, native_name
+from blr.compressor.modeling.modeling_blr import model_class as structured_class
+
+
+class ExportedModel(StructuredModel):
+    """Mixin of the models."""
+
+
+def model_class(name: str, mixin: type = ExportedModel) -> type[Any]:
+    """The class ``Blr<Native>`` that decodes in the runtime or, where it does not generate, replays its
+    passes as CUDA graphs."""
+    generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
+    return structured_class(name, (FusedGeneration if generates else CapturedForward, mixin))
+
+
+ExportedModel.make_model = staticmethod(model_class)
+
+
+def __getattr__(name: str) -> type[Any]:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return model_class(name)
