@@ -34,7 +34,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
-    from blr.compressor.fitting.work import Work
+    from blr.compressor.fitting.factorize import Work
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.library_adapters import Door
     from blr.compressor.output.produce import FolderContents
@@ -145,7 +145,7 @@ class CompressRun(FolderRun):
     @cached_property
     def fits(self) -> Work:
         """What fits are done with; the processes of a run wait here for each other."""
-        from blr.compressor.fitting.work import Work
+        from blr.compressor.fitting.factorize import Work
 
         source, recipe, settings = self.source, self.recipe, self.settings
         journal, place = self.workspace.journal, (settings.device, settings.offline)
@@ -157,8 +157,13 @@ class CompressRun(FolderRun):
     def processes(self) -> Processes:  # type: ignore[override]
         return self.fits.processes
 
-    def prepare(self) -> None:
+    def prepare(self, first: bool) -> None:
         """Say what is there already, and check that the output will load and can be healed."""
+        if first:
+            self._check_output()
+        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
+
+    def _check_output(self) -> None:
         from blr.compressor.base.device import pick_device
         from blr.compressor.loading.sidecar_files import check_carried
 
@@ -168,7 +173,6 @@ class CompressRun(FolderRun):
         self.progress.expect(*steps_of(self.settings, self.recipe, device))
         self.door.check_fits(self.source, self.plan)
         check_carried(self.source, self.door.config(self.source.config, self.plan))
-        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""

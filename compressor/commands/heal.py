@@ -108,7 +108,7 @@ class HealRun(FolderRun):
             check_has_kinds(self.checkpoint, self.options.train)
         self.progress.notes(told)
 
-    def prepare(self) -> None:
+    def prepare(self, first: bool) -> None:
         """Find out how the teacher reads."""
         self._read()
         self.progress.expect(READING, *healing_steps(self.options))

@@ -146,7 +146,7 @@ class ExportRun(FolderRun):
         """What quantization added to the relative error of the weights, by layer type."""
         return read_manifest(self.workspace.output).get("quantization_errors", {})
 
-    def prepare(self) -> None:
+    def prepare(self, first: bool) -> None:
         """Check what is carried along."""
         from blr.compressor.loading.sidecar_files import check_carried
 

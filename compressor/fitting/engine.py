@@ -20,13 +20,12 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.factorize import Result, factorize_layers
+from blr.compressor.fitting.factorize import Result, Work, factorize_layers
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.weighted import is_whole
-from blr.compressor.fitting.work import Work
 from blr.compressor.loading.compute_dtype import load_computing
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import Plan

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from blr.compressor import __version__
 from blr.compressor.base.device import moved, working_dtype
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.base.exhaustion import exhausted
-from blr.compressor.base.processes import Processes
+from blr.compressor.base.processes import Processes, share_out
+from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.rounding import plain_fit, round_layer
-from blr.compressor.fitting.work import Work
 from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
@@ -28,16 +30,56 @@ from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import DenseSpec
-from blr.compressor.workspace.journal import layer_key
+from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
 ALGORITHM = 13  # raise it when a factorizer's results change: journals of older runs are then void
-
 # Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
 # of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
 # 4 bits and fewer it is what is left behind compensation (LOG, 2026-11-23).
 NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The weights, the recipe, and where finished layers are kept.
+
+    device: torch's name of one, or "auto". offline: texts come from no hub.
+    """
+
+    source: Source
+    recipe: Recipe
+    journal: Journal
+    progress: Progress
+    device: str = "auto"
+    offline: bool = False
+
+    @cached_property
+    def processes(self) -> Processes:
+        """Those of this run. Raises as `Processes`."""
+        return Processes(self.device)
+
+    @property
+    def target(self) -> torch.device:
+        """The device to compute on."""
+        return self.processes.device
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Those of `keys` that the journal has nothing under; the same in all processes."""
+        lacking = self.processes.first and [key for key in keys if self.journal.load(key) is None]
+        return self.processes.told(lacking)
+
+    def share(self, costs: Mapping[str, float], compute: Callable[[str], None]) -> None:
+        """Have every key in the journal: `compute` stores what is under one; each process computes some,
+        by their predicted costs."""
+        owners = share_out(list(costs.values()), self.processes.count)
+        for key, owner in zip(costs, owners, strict=True):
+            if owner == self.processes.rank:
+                compute(key)
+        self.processes.wait()
+        self.journal.await_all(list(costs))
+
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
 

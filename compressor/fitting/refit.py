@@ -51,6 +51,8 @@ PACKED_RATE = 0.005  # where some of them are rounded
 WARM_UP = 0.05  # of all steps
 Errors = tuple[float, float]  # before and after
 RIDGE = 0.01  # of the mean diagonal of the output metric
+FINISH = 5  # raise it when the last pass's results change
+FINISH_RATE = 0.003  # the same of the last pass
 
 
 class Refitting(TrainingLoop):
@@ -215,10 +217,6 @@ def _root(metric: Tensor) -> Tensor:
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
     identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
     return cholesky(metric + RIDGE * identity).float()
-
-
-FINISH = 5  # raise it when the results change
-FINISH_RATE = 0.003  # of a tensor's root mean square, a step
 
 
 def finish_blocks(run: FitRun, starts: list[Batch]) -> None:

@@ -26,8 +26,7 @@ from blr.compressor.base.processes import share_out, sum_in_order
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.factorize import layer_seed
-from blr.compressor.fitting.work import Work
+from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 

@@ -13,16 +13,24 @@ from blr.compressor.base.processes import sum_in_order
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.factorize import LayerJob, Result, check_range, keep_factors, layer_errors
-from blr.compressor.fitting.moments import Moments, products
+from blr.compressor.fitting.factorize import (
+    LayerJob,
+    Result,
+    Work,
+    check_range,
+    keep_factors,
+    layer_errors,
+)
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
-from blr.compressor.fitting.work import Work
+from blr.compressor.fitting.weighted import Moments, products
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
+
+NORM = "norm"  # prefix of norms in the journal
 
 
 @dataclass
@@ -56,9 +64,6 @@ class FitRun:
     def mine(self) -> dict[int, Batch]:
         """The batches of this process, by number."""
         return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
-
-
-NORM = "norm"  # prefix of theirs in the journal
 
 
 class Student:

@@ -25,6 +25,8 @@ from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
+PLAIN = ("svd", "pivoted")  # whose two products are as large as they are few
+
 
 class Sum(nn.Module):
     """``y = x Qᵀ + x Sᵀ + bias`` of two layers without bias."""
@@ -125,9 +127,6 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
     return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
-
-
-PLAIN = ("svd", "pivoted")  # whose two products are as large as they are few
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One layer's fit from calibration: target, input metric, output metric."""
+"""One layer's fit from calibration: moments of its inputs, target, input metric, output metric."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch import Tensor
 
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
-from blr.compressor.fitting.moments import Moments
-from blr.compressor.fitting.rounding import is_latent, round_layer, start_of
+from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
-from blr.compressor.structures.linalg import balance, cholesky, recorded_fallbacks, solve_upper
+from blr.compressor.structures.linalg import (
+    balance,
+    cholesky,
+    recorded_fallbacks,
+    solve_factored,
+    solve_upper,
+)
 from blr.compressor.structures.pivoted import from_low_rank
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
@@ -29,8 +34,55 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 
+RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
 CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
-RIDGE = 1e-3  # of the mean diagonal of the output metric
+OUTPUT_RIDGE = 1e-3  # of the mean diagonal of the output metric
+
+
+@dataclass
+class Moments:
+    """Sums over tokens, in float64: gram H = Σ x̂ x̂ᵀ [i, i] of the inputs that the compressed
+    prefix gives, cross = Σ (x − x̂) x̂ᵀ [i, i] with the dense prefix's inputs x, and drift
+    = Σ (h − ĥ) x̂ᵀ [d, i] with the residual streams that the layers' outputs are added to."""
+
+    gram: Tensor
+    cross: Tensor | None = None
+    drift: Tensor | None = None
+
+    @cached_property
+    def metric(self) -> Metric:
+        """H with a mean diagonal of 1, which all layers of the group share."""
+        return Metric(self.gram / self.gram.diagonal().mean().clamp_min(1e-300))
+
+    def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
+        """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² + λ‖T − W‖² for W [o, i] in float64:
+        W + (W cross + drift) (H + λ)⁻¹.
+
+        Directions that tokens hardly show keep W. Source: AA-SVD (arXiv 2604.02119), with the drift
+        of the residual stream and the ridge added.
+        """
+        if self.cross is None:
+            return weight
+        right = weight @ self.cross
+        if correct_drift and self.drift is not None:
+            right = right + self.drift
+        return weight + solve_factored(self._ridged, right.mT).mT
+
+    @cached_property
+    def _ridged(self) -> Tensor:
+        """Lower Cholesky factor of H + λ, the same for all layers of the group."""
+        ridge = RIDGE * self.gram.diagonal().mean()
+        identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
+        return cholesky(self.gram + ridge * identity)
+
+
+def products(
+    student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What one batch adds to the moments, by their names: of its inputs `student` x̂ [n, i] and `dense`
+    x [n, i], and its `drift` h − ĥ [n, d], in float32."""
+    left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
+    return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
 
 @dataclass(frozen=True)
@@ -45,12 +97,12 @@ class Outputs:
         parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
         own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
         identity = torch.eye(len(own)).to(own)
-        return cholesky(own + RIDGE * identity).mT
+        return cholesky(own + OUTPUT_RIDGE * identity).mT
 
     @cached_property
     def rows(self) -> Tensor:
         """Roots of the diagonal."""
-        return self.information.sqrt() + RIDGE
+        return self.information.sqrt() + OUTPUT_RIDGE
 
 
 def fit_weighted(

@@ -26,6 +26,7 @@ from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+HELD_BATCH = 8  # windows at once
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
@@ -211,9 +212,6 @@ def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tenso
     """Σ over tokens of `relative_errors`, mean over the blocks' outputs; states [m, w, d]."""
     pairs = zip(ours, theirs, strict=True)
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
-
-
-HELD_BATCH = 8  # windows at once
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.latent import Plain
 
+ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
+
 
 def blocks_of(model: Any) -> list[Any]:
     """The model's blocks: its longest list of modules."""
@@ -47,9 +49,6 @@ def compile_blocks(model: Any) -> None:
     torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
     for block in blocks_of(model):
         block.compile(dynamic=False)
-
-
-ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
 
 
 class Slice(Plain):

@@ -16,6 +16,7 @@ from blr.compressor.workspace.journal import Journal
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
 Moments = dict[str, Tensor]
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 class _OfText(TypedDict):
@@ -31,7 +32,6 @@ class _OfSentences(TypedDict):
 
 Merits = dict[str, _OfText | _OfSentences]
 Natural = Annotated[int, Field(ge=0)]
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 class _Line(TypedDict):

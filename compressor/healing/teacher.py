@@ -26,6 +26,11 @@ from blr.compressor.loading.resolve import REPOSITORY, Found, resolve_model
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.workspace.manifest import read_manifest
 
+NUMBERS = 1 << 20  # of a tensor that are read
+FAR = 0.5
+LOST = 0.5  # of the nats of a guess among all tokens
+EXPECTED = "expected the dense model that the compressed one came from; check --teacher"
+
 
 def named_teacher(student: Path, offline: bool = False) -> Found:
     """The dense model that the output in `student` was made of: a folder of the recorded name here or
@@ -75,12 +80,6 @@ def _manifest(student: Path) -> dict[str, Any]:
         return read_manifest(student)
     except OutputError:
         return {}
-
-
-NUMBERS = 1 << 20  # of a tensor that are read
-FAR = 0.5
-LOST = 0.5  # of the nats of a guess among all tokens
-EXPECTED = "expected the dense model that the compressed one came from; check --teacher"
 
 
 def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list[str]:

@@ -123,14 +123,10 @@ def _placed(source: Source, keys: Keys) -> Source:
             left.append(entry)
     if not left:
         return source
-    name = source.config["architectures"][0]
-    said = f"left out, as transformers does: {_listed(left)}, for which {name} has no place"
+    name, more = source.config["architectures"][0], f" and {len(left) - 1} more" * (len(left) > 1)
+    listed = f"{quote(left[0].name)[1:-1]}{more}"
+    said = f"left out, as transformers does: {listed}, for which {name} has no place"
     return replace(source, entries=entries, left=tuple(left), said=(*source.said, said))
-
-
-def _listed(entries: list[TensorEntry]) -> str:
-    first = quote(entries[0].name)[1:-1]
-    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
 
 
 # --- Which are one --------------------------------------------------------------------------------

@@ -124,13 +124,8 @@ def source_front(folder: Path) -> dict[str, Any]:
         found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     except BlrError:
         return {}
-    return {key: found[key] for key in KEPT if key in found and _is_plain(found[key])}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(item, str) for item in value)
-    )
+    listed = {key: found[key] for key in KEPT if isinstance(found.get(key), str | list)}
+    return {key: v for key, v in listed.items() if all(isinstance(item, str) for item in v)}
 
 
 def _texts(value: Any) -> list[str]:

@@ -72,8 +72,8 @@ class FolderRun(ABC):
         """What a run that goes on with another's work must agree on."""
 
     @abstractmethod
-    def prepare(self) -> None:
-        """All checks that need no weights, and the steps that are expected."""
+    def prepare(self, first: bool) -> None:
+        """All checks that need no weights, in the first process, and the steps that are expected."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -100,7 +100,7 @@ class FolderRun(ABC):
             from blr.compressor.modeling import register
 
             register()
-            self.prepare()
+            self.prepare(first)
             with self.progress.timed("reading"):
                 read = self.digest() if first else ""
             done = first and self.workspace.finished(read)

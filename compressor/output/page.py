@@ -100,11 +100,7 @@ def _tiles(data: Mapping[str, Any]) -> str:
         before, after = (number(measured[name]) for name in ("before", "after"))
         tiles[1:1] = [
             ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
-            (
-                "Same most likely token",
-                f"{loss['agreement']:.1%}",
-                "in this share of places",
-            ),
+            ("Same most likely token", f"{loss['agreement']:.1%}", "in this share of places"),
         ]
     items = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><i>{escape(more)}</i></div>'

@@ -52,6 +52,7 @@ SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metri
 OWN = 4  # bytes of a token of own text
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
+REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,3 @@ def words(found: Forecast, gpu: str, speed: bool = True) -> str:
 def _pace(speed: float) -> str:
     """Tokens a second, where a model is not so small that nobody has measured it."""
     return f"about {speed:,.0f}" if speed <= FASTEST else f"over {FASTEST:,.0f}"
-
-
-REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"

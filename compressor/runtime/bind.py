@@ -14,9 +14,10 @@ from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.packed import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
+from blr.kernels.decode.attention.reference import decode_attention as reference_attention
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
 from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
-from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment
+from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
 Run = Callable[[], Any]
 # Kinds of phases that are kernels of ours, as the others are torch's.
@@ -91,8 +92,6 @@ class Binder:
             return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-        from blr.kernels.decode.quantized.segments import grouped
-
         return partial(grouped, segments, **norm)
 
     def _dual(self, phase: Phase) -> Run:
@@ -105,8 +104,6 @@ class Binder:
                 return run
             (gate, up), options, before = self._ready([gate, up], options)
             return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
-        from blr.kernels.decode.quantized.segments import dual
-
         return partial(dual, gate, up, **options)
 
     def _skinny(
@@ -209,9 +206,7 @@ class Binder:
             options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
-        from blr.kernels.decode.attention.reference import decode_attention as reference
-
-        return lambda: target.copy_(reference(*inputs, **options))
+        return lambda: target.copy_(reference_attention(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
         tokens, table = self.state.tokens[: self.rows], phase.weight

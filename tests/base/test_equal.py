@@ -38,7 +38,7 @@ def dying(self, *arguments):
     stored.append(1)
     store(self, *arguments)
 Journal.store = dying
-from blr.compressor.fitting.work import Work
+from blr.compressor.fitting.factorize import Work
 missing, asked = Work.missing, []
 def dying_between(self, keys):
     if os.environ.get("RANK") == "1" and len(asked) == 4:

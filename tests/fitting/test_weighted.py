@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blr.compressor.fitting.sensitivity import curve
-from blr.compressor.fitting.weighted import RIDGE, Outputs, _fit
+from blr.compressor.fitting.weighted import OUTPUT_RIDGE, Outputs, _fit
 from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.lowrank import reconstruct
 from blr.compressor.structures.specs import LowRankSpec
@@ -27,7 +27,7 @@ def test_low_rank_is_optimal_in_the_metric_of_its_outputs(groups: int) -> None:
     fit = _fit(CPU, spec, weight, gram, Outputs(output))
     missed = weight - reconstruct(fit.tensors, spec)
     for rows in torch.arange(8).view(groups, -1):
-        own = output[rows][:, rows] + RIDGE * torch.eye(len(rows))
+        own = output[rows][:, rows] + OUTPUT_RIDGE * torch.eye(len(rows))
         lost = (own @ missed[rows] @ gram @ missed[rows].mT).trace()
         expected = curve(weight[rows], gram, own)[1:].sum()
         assert float(lost) == pytest.approx(float(expected), rel=1e-4)

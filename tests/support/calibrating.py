@@ -14,10 +14,10 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.block_passes import Batch, Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.factorize import Work
 from blr.compressor.fitting.refit import finish_blocks
 from blr.compressor.fitting.sensitivity import measure
 from blr.compressor.fitting.student import FitRun
-from blr.compressor.fitting.work import Work
 from blr.compressor.loading.discover import family_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe

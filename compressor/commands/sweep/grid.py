@@ -88,7 +88,8 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
             "--methods are structures; dense weights in few bits are the line of --plain: give that"
         )
     _refuse_halves(grid)
-    bare = [*_plain(grid), *_structured(grid), *_corrected(grid)]
+    plain = (Point(k, "plain", (("method", DENSE), ("quantize", k))) for k in grid.plain)
+    bare = [*plain, *_structured(grid), *_corrected(grid)]
     healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
     found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
     names = [point.name for point in found]
@@ -136,11 +137,6 @@ def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
     own = dict(point.settings)
     unused = idle(make_recipe(**common | own), common, calibrated=True)
     return {name: value for name, value in common.items() if name not in unused} | own
-
-
-def _plain(grid: Grid) -> Iterator[Point]:
-    for kind in grid.plain:
-        yield Point(kind, "plain", (("method", DENSE), ("quantize", kind)))
 
 
 def _structured(grid: Grid) -> Iterator[Point]:
