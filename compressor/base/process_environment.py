@@ -4,9 +4,8 @@ it. Nothing here imports torch."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-
-from blr.compressor.base import process_environment as environment
 
 MEETING = "BLR_MEETING"  # the file where the processes that --gpus started find each other
 PARENT = "BLR_PARENT"  # in those, a descriptor that is at its end when the first process is
@@ -61,5 +60,18 @@ def follow() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    descriptor = int(os.environ[environment.PARENT])
+    descriptor = int(os.environ[PARENT])
     threading.Thread(target=end_with, daemon=True).start()
+
+
+def share_out(costs: Sequence[float], count: int) -> list[int]:
+    """Which of `count` processes does each item: the costliest first, each to whom has least so far.
+
+    The same for the same costs. Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
+    """
+    owners, loads = [0] * len(costs), [0.0] * count
+    for item in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        owner = min(range(count), key=lambda process: (loads[process], process))
+        owners[item] = owner
+        loads[owner] += costs[item]
+    return owners

@@ -234,19 +234,6 @@ def _lost() -> Iterator[None]:
         ) from error
 
 
-def share_out(costs: Sequence[float], count: int) -> list[int]:
-    """Which of `count` processes does each item: the costliest first, each to whom has least so far.
-
-    The same for the same costs. Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
-    """
-    owners, loads = [0] * len(costs), [0.0] * count
-    for item in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owner = min(range(count), key=lambda process: (loads[process], process))
-        owners[item] = owner
-        loads[owner] += costs[item]
-    return owners
-
-
 class OrderedSum:
     """Σ part_n over n = 0, 1, …, added one after the other in this order, as one process adds them.
 

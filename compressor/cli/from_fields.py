@@ -88,9 +88,11 @@ def _parameter(
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-    if isinstance(default, tuple):  # a list by commas, which its own reader checks
+    repeats = default == () and kind in (list[str], list[Path])
+    if isinstance(default, tuple) and not repeats:  # a list by commas, which its own reader checks
         kind, default = str, ",".join(map(str, default)) or None
         check = (name, option.kind) in NAMED_CHECKS
+    default = None if repeats else default
     if isinstance(default, str):
         kind = str
     info: Any = _info(name, option, names, check, hidden)

@@ -16,7 +16,8 @@ from blr.compressor import __version__
 from blr.compressor.base.device import moved, working_dtype
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.base.exhaustion import exhausted
-from blr.compressor.base.processes import Processes, share_out
+from blr.compressor.base.process_environment import share_out
+from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.header import TensorEntry

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.base.processes import share_out, sum_in_order
+from blr.compressor.base.process_environment import share_out
+from blr.compressor.base.processes import sum_in_order
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel

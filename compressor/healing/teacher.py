@@ -11,10 +11,7 @@ import os
 from collections.abc import Mapping
 from math import log
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import InputError, OutputError, UsageError
 from blr.compressor.base.quoting import quote
@@ -23,8 +20,10 @@ from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.loading.resolve import REPOSITORY, Found, resolve_model
-from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.workspace.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUMBERS = 1 << 20  # of a tensor that are read
 FAR = 0.5
@@ -113,6 +112,8 @@ def _check_kinds(student: Checkpoint, teacher: Checkpoint) -> None:
 
 
 def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
+    from blr.compressor.loading.sidecar_files import token_ids
+
     ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
     if ids[0] is None or ids[1] is None or ids[0][1] == ids[1][1]:
         return None
@@ -184,6 +185,8 @@ def _distance(student: Source, ours: TensorEntry, teacher: Source, other: Tensor
 
 def _start(source: Source, entry: TensorEntry) -> Tensor:
     """The first `NUMBERS` of a tensor, float64 [n]."""
+    import torch  # not at start-up: a named teacher is looked for before
+
     dtype = getattr(torch, TORCH_NAMES[entry.dtype])
     piece = next(source.read_bytes(entry, NUMBERS * dtype.itemsize))
     return torch.frombuffer(piece, dtype=dtype).double()

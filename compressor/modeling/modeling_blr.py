@@ -461,9 +461,8 @@ class Pair(nn.Sequential):
         self.V = nn.Linear(entry["in_features"], entry["rank"], bias=False)
         self.U = nn.Linear(entry["rank"], entry["out_features"], bias=bias)
 
-    @property
-    def weight(self) -> Tensor:
-        return self.U.weight @ self.V.weight  # computed at each reading
+    weight = property(lambda self: self.U.weight @ self.V.weight)  # computed at each reading
+    bias = property(lambda self: self.U.bias)
 
 
 def linear_of(entry: Entry, bias: bool, exported: bool = False) -> ComposedLinear:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blr.compressor.base.processes import share_out
+from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.progress import duration
 from blr.compressor.base.tables import amount
 from blr.compressor.checkpoint.source import Source

@@ -22,12 +22,12 @@ after.options_of = lambda settings: replace(asked(settings), **short)
 DIE = """
 import os, signal
 from blr.compressor.healing.trainer import Trainer
-step = Trainer._step
+backward = Trainer.backward
 def dying(self):
     if os.environ.get("RANK") == "1" and self.state.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    step(self)
-Trainer._step = dying
+    backward(self)
+Trainer.backward = dying
 """
 CALIBRATED = ("--method", "svd", "--calibration", "TEXT", "--samples", "24", "--seq-len", "16")
 

@@ -328,7 +328,7 @@ def test_hints_of_code_do_not_travel(limited: Limited, model: Path) -> None:
         config = json.loads((model.parent / folder / "config.json").read_bytes())
         assert "evil" not in json.dumps({**config, "auto_map": None})
         assert not (HINTS.keys() - {"auto_map", "rope_parameters"}) & config.keys()
-        assert config["auto_map"]["AutoConfig"].startswith("configuration_blr.")
+        assert config["auto_map"]["AutoConfig"].startswith("modeling_blr.")
         assert config.items() >= INERT.items()
         assert b"evil" not in (model.parent / folder / "tokenizer_config.json").read_bytes()
 

@@ -302,11 +302,11 @@ class Jitted(Kernel):
 
 
 STAGES = {
-    "monarch": (monarch.permuted_store, "gemm.triton.bmm_kernel", ((3, 5, 24), (3, 4, 24))),
-    "blast": (blast.bmm_mix, "blast.triton.mix_fma_kernel", ((4, 5, 8), (4, 4, 8), (4, 3, 8))),
+    "monarch": (monarch.permuted_store, "decode.gemm.triton.bmm_kernel", ((3, 5, 24), (3, 4, 24))),
+    "blast": (blast.bmm_mix, "layers.blast.triton.mix_fma_kernel", ((4, 5, 8), (4, 4, 8), (4, 3, 8))),
     "blast, many blocks": (
         blast.bmm_mix,
-        "blast.triton.mix_dot_kernel",
+        "layers.blast.triton.mix_dot_kernel",
         ((3, 5, 8), (3, 3, 8), (3, 4, 8)),
     ),
 }
@@ -339,8 +339,8 @@ def test_a_stage_is_done_again_with_what_it_was_given(
 def test_variants_that_are_replayed_launch_in_one_way() -> None:
     """By `launching`, which recordings see, and by no operator that would record itself."""
     kernels = Path(launching.__file__).parents[1]
-    files = [f for folder in ("gemv", "narrow", "gemm") for f in kernels.glob(f"{folder}/*.py")]
-    files.append(kernels / "blast" / "launch.py")
+    files = [f for folder in ("gemv", "narrow", "gemm") for f in kernels.glob(f"decode/{folder}/*.py")]
+    files.append(kernels / "layers" / "blast" / "launch.py")
     assert tables.MOST.keys() == {"gemv", "narrow"} and len(files) > 6
     for path in files:
         tree = ast.parse(path.read_text("utf-8"))
