@@ -114,5 +114,5 @@ def test_every_folder_of_modules_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = {name for name in settings["tool"]["setuptools"]["packages"] if name != "blr"}
     tops = ("compressor", "kernels", "configs", "recipes")
-    folders = {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
+    folders = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
     assert {f"blr.{'.'.join(f.relative_to(ROOT).parts)}" for f in folders} <= listed
