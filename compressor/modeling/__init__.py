@@ -1,4 +1,7 @@
-"""The structured layers and models, and the file that travels. Importing it changes nothing."""
+"""The structured layers and models, and the file that travels.
+
+Importing it calls `register`, as scripts for version 0.1 expect. New ones call it themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,6 @@ def _register_lora() -> None:
     from blr.compressor.integrations.peft import register as register_lora
 
     register_lora()
+
+
+register()

@@ -83,13 +83,13 @@ assert all(map(callable, ({NAMES})))
     assert (done := bare.run(code)).returncode == 0, done.stderr
 
 
-def test_importing_the_models_changes_nothing_until_they_are_registered(tmp_path: Path) -> None:
-    """A script of an earlier version, which only imports, is told what to pass."""
+def test_nothing_is_registered_before_it_is_asked_for(tmp_path: Path) -> None:
+    """A script of an earlier version, which imports the models alone, goes on loading outputs."""
     compress(save_pico("llama", tmp_path / "dense"), tmp_path / "out", method="svd", cf=1.5, force=True)
     code = """
 import sys
 before = list(sys.meta_path)
-import blr.compressor.modeling
+import blr.compressor
 assert sys.meta_path == before and "transformers" not in sys.modules
 from transformers import AutoModelForCausalLM
 try:
@@ -99,9 +99,8 @@ except ValueError as error:
 else:
     raise AssertionError
 kinds = [type(AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True))]
-from blr.compressor import register
-register()
-register()
+import blr.compressor.modeling
+blr.compressor.register()
 kinds.append(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])))
 print(*(kind.__module__.partition(".")[0] for kind in kinds))
 """
