@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,14 +32,12 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(
     help="Time layers and models against dense and other implementations.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        *("--output", "-o"), callback=values.place, help="Folder for results.json and results.csv."
+        *("--output", "-o"), callback=values.place, help="Write results.json and results.csv here."
     ),
 ]
 
@@ -78,66 +77,28 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
         raise typer.Exit(code)
 
 
-@bench_app.command("layers")
-@taking(setting_options(LayerOptions))
-def layers(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Layers of published models: dense, plain torch, torch.compile and ours, interleaved."""
-    asked = of_text(LayerOptions, options)
-    layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
-    progress = begun(output, quiet)
-    from blr.compressor.bench.layers import run_layers
+def add_command(name: str, settings: type, said: str) -> None:
+    """Add the command `name`, which calls `run_NAME` of the module bench/NAME; `said` is its help."""
 
-    finish(*run_layers(asked, progress), output, format)
+    def command(
+        output: OutputOption = None,
+        quiet: Quiet = False,
+        format: FormatOption = Format.text,
+        **options: Any,
+    ) -> None:
+        asked = of_text(settings, options)
+        if isinstance(asked, LayerOptions):
+            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
+        progress = begun(output, quiet)
+        run = getattr(import_module(f"blr.compressor.bench.{name}"), f"run_{name}")
+        report, code = run(asked, progress)
+        finish(report, code, output, format)
 
-
-@bench_app.command("decode")
-@taking(setting_options(DecodeOptions))
-def decode(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Decoding of whole models: transformers compiled, ours dense, structured and quantized."""
-    asked = of_text(DecodeOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.decode import run_decode
-
-    finish(*run_decode(asked, progress), output, format)
+    command.__doc__ = said
+    bench_app.command(name)(taking(setting_options(settings))(command))
 
 
-@bench_app.command("prefill")
-@taking(setting_options(PrefillOptions))
-def prefill(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Prompts through whole models in transformers: dense and structured, bf16 and float8."""
-    asked = of_text(PrefillOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.prefill import run_prefill
-
-    finish(*run_prefill(asked, progress), output, format)
-
-
-@bench_app.command("memory")
-@taking(setting_options(MemoryOptions))
-def memory(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Memory and time of a forward pass: dense, low rank as it is, and ours within a bound."""
-    asked = of_text(MemoryOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.memory import run_memory
-
-    finish(*run_memory(asked, progress), output, format)
+add_command("layers", LayerOptions, "Time layers: dense, plain torch, torch.compile and ours.")
+add_command("decode", DecodeOptions, "Time decoding: transformers compiled, and our runtime.")
+add_command("prefill", PrefillOptions, "Time prompts in transformers, in bf16 and fp8.")
+add_command("memory", MemoryOptions, "Measure memory of a forward pass: dense, low-rank and ours.")

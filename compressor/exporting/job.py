@@ -58,6 +58,7 @@ class ExportSummary:
     quantize_head: str | None
     untied_bytes: int
     plain: int
+    self_contained: bool
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
@@ -99,6 +100,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         quantize_head=options.quantize_head,
         untied_bytes=plan.untied_bytes,
         plain=plan.plain,
+        self_contained=options.self_contained,
         seconds=monotonic() - started,
         errors=run.errors(),
         check=run.checked,

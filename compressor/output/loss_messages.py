@@ -24,9 +24,10 @@ def told(facts: Mapping[str, Any]) -> str:
         return f"not measured: {facts['unmeasured']}"
     before, after = (number(facts["perplexity"][name]) for name in ("before", "after"))
     windows = "" if facts.get("first") is None else f", in windows of {facts['window']}"
+    kl = f", mean KL {facts['kl']['mean']:.3f}" if "kl" in facts else ""  # not of earlier versions
     return (
-        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost, the "
-        f"most likely token the same in {facts['agreement']:.1%} of places"
+        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost{kl}, "
+        f"the same top-1 token in {facts['agreement']:.1%} of places"
     )
 
 
