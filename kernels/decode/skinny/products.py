@@ -10,8 +10,8 @@ except ImportError as error:
 @triton.jit
 def unpacked(codes, middle, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr,
              DTYPE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Masked bits of units, moved right by SHIFT and joined with the exponent of MAGIC, minus `middle`,
-    as DTYPE."""
+    """The bits of a number of DTYPE: masked bits of units, moved right by SHIFT and joined with the
+    exponent of MAGIC, minus `middle`."""
     if ASM:
         NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
         ONES: tl.constexpr = MASK * 65537
@@ -28,29 +28,30 @@ def unpacked(codes, middle, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.c
                 f"lop3.b32 $0, $1, {ONES}, {HEAD}, 0xEA; sub.{NAME} $0, $0, $2;",
                 *("=&r,r,r", [codes, middle], tl.int16, True, 2),
             )
-        return number.to(DTYPE, bitcast=True)
+        return number
     else:
         moved = codes >> SHIFT if SHIFT >= 0 else codes << -SHIFT
         number = ((moved & MASK) | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
-        return number - middle.to(DTYPE, bitcast=True)
+        number = number - middle.to(DTYPE, bitcast=True)
+        return number.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def curved(number, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """100 times what halves y of three bits stand for: y (200 + 16 y²), of which only the last product
-    is rounded."""
+def curved(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Of the bits of y, half of x: 100 times what x of three bits stands for, y (200 + 16 y²), of which
+    only the last product is rounded."""
     if ASM:
-        NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
-        words = number.to(tl.int16, bitcast=True)
-        steep = tl.full(words.shape, 16.0, DTYPE).to(tl.int16, bitcast=True)
-        flat = tl.full(words.shape, 200.0, DTYPE).to(tl.int16, bitcast=True)
-        bent = tl.inline_asm_elementwise(
+        BF: tl.constexpr = tl.bfloat16 == DTYPE
+        NAME: tl.constexpr = "bf16x2" if BF else "f16x2"
+        steep = tl.full(words.shape, 0x4180 if BF else 0x4C00, tl.int16)  # 16 and 200, as DTYPE
+        flat = tl.full(words.shape, 0x4348 if BF else 0x5A40, tl.int16)
+        return tl.inline_asm_elementwise(
             f"mul.{NAME} $0, $1, $1; fma.rn.{NAME} $0, $0, $2, $3; mul.{NAME} $0, $0, $1;",
             *("=&r,r,r,r", [words, steep, flat], tl.int16, True, 2),
         )
-        return bent.to(DTYPE, bitcast=True)
     else:
-        return (number * (number * number * 16.0 + 200.0)).to(DTYPE)
+        y = words.to(DTYPE, bitcast=True)
+        return (y * (y * y * 16.0 + 200.0)).to(DTYPE).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def byte_levels(codes, FIELD: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constex
         )
     else:
         sign = (((codes >> SHIFT) & 0x80) | MAGIC).to(tl.int16)
-    return unpacked(codes, sign, SHIFT, 0x7F, MAGIC, DTYPE, ASM)
+    return unpacked(codes, sign, SHIFT, 0x7F, MAGIC, DTYPE, ASM).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
         number = unpacked(words, middle, SHIFT, MASK, MAGIC, DTYPE, ASM)
         if BITS == 3:
             number = curved(number, DTYPE, ASM)
-        return number
+        return number.to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -127,55 +128,53 @@ def low_units(T: tl.constexpr):
 
 
 @triton.jit
-def load_units(at, there, T: tl.constexpr):
-    if T.FULL:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=there, other=0)
-
-
-@triton.jit
 def step_codes(s, w, step, T: tl.constexpr):
     """[BR, halves] units of 16 bits of the groups of a step; of three bits two: nibbles of the even
     fields and of the odd ones."""
     HALVES: tl.constexpr = low_units(T)
     half = tl.arange(0, T.STEP * HALVES)
     if T.BITS == 3:
+        # Unit i of the high plane has bits of units i and i + HIGH of the low one. Two masked loads in
+        # place of one that is shifted by place: what is made of loads alone stays in registers.
         HIGH: tl.constexpr = HALVES // 2
         group = step * T.STEP + half // HALVES
-        there = (group < s.K)[None, :]
-        first = group * (HALVES + HIGH)
-        low = load_units(w[:, None] + (first + half % HALVES)[None, :], there, T)
-        high = load_units(w[:, None] + (first + HALVES + half % HIGH)[None, :], there, T)
-        by = tl.broadcast_to((half % HALVES // HIGH).to(tl.int16)[None, :], low.shape)
-        return nibbles(low, high, by, T.ASM)
+        first = w[:, None] + (group * (HALVES + HIGH))[None, :]
+        there, place = group < s.K, half % HALVES
+        low = tl.load(first + place[None, :], mask=there[None, :], other=0)
+        at = first + (HALVES + half % HIGH)[None, :]
+        left = tl.load(at, mask=(there & (place < HIGH))[None, :], other=0)
+        right = tl.load(at, mask=(there & (place >= HIGH))[None, :], other=0)
+        return nibbles(low, left, right, T.ASM)
     else:
         at = step * (T.STEP * HALVES) + half
-        return (load_units(w[:, None] + at[None, :], (at < s.K * HALVES)[None, :], T),)
+        if T.FULL:
+            return (tl.load(w[:, None] + at[None, :]),)
+        else:
+            return (tl.load(w[:, None] + at[None, :], mask=(at < s.K * HALVES)[None, :], other=0),)
 
 
 @triton.jit
-def nibbles(low, high, by, ASM: tl.constexpr):
-    """The even and the odd fields of units of two bits, with bit 2 f + `by` of `high` above field f; the
-    highest bit of a nibble may be anything."""
+def nibbles(low, left, right, ASM: tl.constexpr):
+    """The even and the odd fields of units of two bits, above field f bit 2 f of `left` or 2 f + 1 of
+    `right`; the highest bit of a nibble may be anything."""
     if ASM:
-        moved = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $2, 1; shr.b32 $0, $1, t; }",
-            *("=&r,r,r", [high, by], tl.int16, True, 2),
+        high = tl.inline_asm_elementwise(
+            "shr.b32 $0, $2, 1; or.b32 $0, $0, $1;",
+            *("=&r,r,r", [left, right], tl.int16, True, 2),
         )
         even = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 2; lop3.b32 $0, $1, $0, 0x33333333, 0xE4;",
-            *("=&r,r,r", [low, moved], tl.int16, True, 2),
+            *("=&r,r,r", [low, high], tl.int16, True, 2),
         )
         odd = tl.inline_asm_elementwise(
             "shr.b32 $0, $1, 2; lop3.b32 $0, $0, $2, 0x33333333, 0xE4;",
-            *("=&r,r,r", [low, moved], tl.int16, True, 2),
+            *("=&r,r,r", [low, high], tl.int16, True, 2),
         )
         return even, odd
     else:
-        moved = high >> by
-        even = (low & 0x3333) | ((moved << 2) & 0x4444)
-        odd = ((low >> 2) & 0x3333) | (moved & 0x4444)
+        high = left | ((right >> 1) & 0x7FFF)
+        even = (low & 0x3333) | ((high << 2) & 0x4444)
+        odd = ((low >> 2) & 0x3333) | (high & 0x4444)
         return even.to(tl.int16), odd.to(tl.int16)
 
 
