@@ -73,7 +73,8 @@ def byte_levels(codes, FIELD: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constex
 
 @triton.jit
 def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """What field FIELD of units of 16 bits stands for over `unit_of`, as DTYPE.
+    """What field FIELD of units of 16 bits stands for, as DTYPE: half of it, or 100 times that of three
+    bits, or all of bytes.
 
     The field gets an exponent that gives its last bit the value ½, where it is if that is inside the
     mantissa, and the difference to the middle of the grid is taken: both are exact.
@@ -102,16 +103,10 @@ def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
 
 
 @triton.jit
-def unit_of(BITS: tl.constexpr):
-    """What the numbers of `operand_of` are multiplied with."""
-    return 1.0 if BITS == 8 else 0.01 if BITS == 3 else 2.0
-
-
-@triton.jit
 def field_inputs(s, x, step, member, field, tokens, NP: tl.constexpr, T: tl.constexpr):
     """[halves, NP] inputs that field number `field` of the groups of a step meets; of one `member` of
     several groups, zero for the others."""
-    HALVES: tl.constexpr = low_units(T)
+    HALVES: tl.constexpr = T.GROUP * (2 if T.BITS == 3 else T.BITS) // 16  # of the lowest plane
     half = tl.arange(0, T.STEP * HALVES)
     token = tl.arange(0, NP)
     place = (step * T.STEP + half // HALVES) * T.GROUP + field * HALVES + half % HALVES
@@ -122,16 +117,10 @@ def field_inputs(s, x, step, member, field, tokens, NP: tl.constexpr, T: tl.cons
 
 
 @triton.jit
-def low_units(T: tl.constexpr):
-    """Units of 16 bits of a group's lowest plane."""
-    return T.GROUP * (2 if T.BITS == 3 else T.BITS) // 16
-
-
-@triton.jit
 def step_codes(s, w, step, T: tl.constexpr):
     """[BR, halves] units of 16 bits of the groups of a step; of three bits two: nibbles of the even
     fields and of the odd ones."""
-    HALVES: tl.constexpr = low_units(T)
+    HALVES: tl.constexpr = T.GROUP * (2 if T.BITS == 3 else T.BITS) // 16  # of the lowest plane
     half = tl.arange(0, T.STEP * HALVES)
     if T.BITS == 3:
         # Unit i of the high plane has bits of units i and i + HIGH of the low one. Two masked loads in
@@ -187,7 +176,8 @@ def field_products(codes, v, sums, field, T: tl.constexpr):
 @triton.jit
 def scaled_sums(sums, part, factor, T: tl.constexpr):
     """`sums` plus those of a group, times its scale."""
-    return sums + part * (factor.to(tl.float32) * unit_of(T.BITS))[:, None]
+    UNIT: tl.constexpr = 1.0 if T.BITS == 8 else 0.01 if T.BITS == 3 else 2.0  # of `operand_of`
+    return sums + part * (factor.to(tl.float32) * UNIT)[:, None]
 
 
 @triton.jit
@@ -197,7 +187,7 @@ def packed_products(s, w, scale, x, begin, end, tokens, sums, NP: tl.constexpr, 
     A step is a group, or as many as have 16 units; then each is multiplied with inputs of its own, zero
     for the others. Scales are loaded a group ahead, and multiply the sums of a group.
     """
-    FIELDS: tl.constexpr = T.GROUP // low_units(T)
+    FIELDS: tl.constexpr = 16 // (2 if T.BITS == 3 else T.BITS)
     MEMBERS: tl.constexpr = T.STEP
     BR: tl.constexpr = T.BR
     last = tl.minimum(end * MEMBERS, s.K) - 1
@@ -241,7 +231,7 @@ def packed_pair(
     NP: tl.constexpr, T: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """`packed_products` of two stages with as many columns. SHARED: of one input, loaded once."""
-    FIELDS: tl.constexpr = T.GROUP // low_units(T)
+    FIELDS: tl.constexpr = 16 // (2 if T.BITS == 3 else T.BITS)
     MEMBERS: tl.constexpr = T.STEP
     BR: tl.constexpr = T.BR
     last = tl.minimum(end * MEMBERS, s.K) - 1
