@@ -93,7 +93,7 @@ def _compress_text(summary: dict[str, Any], teacher: str) -> str:
     then = next_line("heal", output, teacher, "-o", quote(f"{output}-healed"))
     return laid_out(
         (
-            ("output", f"{output} (report: {output}/report.html)"),
+            ("output", output),
             ("layers", f"{summary['became']}{kept}{fewer}"),
             size_line(summary),
             (
@@ -104,6 +104,7 @@ def _compress_text(summary: dict[str, Any], teacher: str) -> str:
             ("error", f"{what}, by layer type: {errors}"),
             *healed_lines(summary["healed"] or {}),
             time_line(summary),
+            ("report", f"{output}/report.html"),
             ("note", summary["advice"] or ""),
             next_line("export", output, "-o", quote(f"{output}-fast")) if summary["healed"] else then,
         )

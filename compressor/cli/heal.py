@@ -64,10 +64,11 @@ def _heal_text(summary: dict[str, Any]) -> str:
     output = summary["output"]
     return laid_out(
         (
-            ("output", f"{output} (report: {output}/report.html)"),
+            ("output", output),
             *healed_lines(summary),
             *(check_lines(summary["check"]) if summary["steps"] else ()),
             time_line(summary),
+            ("report", f"{output}/report.html"),
             next_line("export", output, "-o", quote(f"{output}-fast")),
         )
     )
