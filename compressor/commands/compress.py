@@ -44,17 +44,14 @@ UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that i
 
 @dataclass
 class Summary:
-    """What a compression achieved. Sizes in bytes.
+    """Result of a compression. Sizes are in bytes, times in seconds of this run.
 
-    `became` says how many layers were made what; `kept` counts layers that were left dense on purpose;
-    `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
-    `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
-    maps layer type to the mean relative error of its weights, `output_errors` to that of its outputs on
-    the calibration's text, where there was one; `seconds` is the wall time of this run and `spent` what
-    of it went into what, in the first process, the loading of libraries last;
-    `check` says what was run of the output, how far its results are from the dense model's and what it
-    loses (`output/check.py`), `healed` what training it brought (`commands/heal.py`), `advice` what
-    would lose less.
+    `layers` counts replaced layers and `became` names their structures; `kept` counts those left dense.
+    `cf` is the compression factor of both, `bits` their stored bits a weight, `share` the replaced part
+    of the model's parameters, `factor` the compression of the whole model. `errors` and `output_errors`
+    (on the calibration text) are mean relative errors of weights and outputs by layer type. `spent` are
+    seconds by stage. `check` holds the measured loss (`output/check.py`), `healed` the result of
+    training (`commands/heal.py`), `advice` a way to lose less.
     """
 
     output: str

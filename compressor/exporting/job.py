@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExportSummary:
-    """What an export holds. Sizes in bytes; `gpu_chosen` says why it is for this `gpu`; `densified`
-    counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
-    quantized output head that was the embedding, which is stored as well; `plain` counts structured
-    layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
-    quantization adds; `seconds` is the wall time; `check` says what was run, how far its results are
-    from the checkpoint's and what is lost beside it (`output/check.py`)."""
+    """Result of an export. Sizes are in bytes, `seconds` is the wall time.
+
+    `gpu_chosen` says why `gpu` is the target; `densified` counts layers that are faster dense there;
+    `untied_bytes` is the size of a quantized output head beside the embedding it was tied to; `plain`
+    counts layers that quantization would not make smaller; `errors` are mean relative errors of
+    quantization by layer type; `check` holds the measured loss (`output/check.py`)."""
 
     output: str
     kind: str
