@@ -133,7 +133,7 @@ def _where(data: Mapping[str, Any]) -> str:
     """Errors and sizes of all layers as pictures: a row for each type, a column for each block."""
     text = ""
     for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
-        if found := [x for x in data["layers"] if _known(x.get(key))]:
+        if found := [x for x in data["layers"] if known(x.get(key))]:
             text += f"<h3>Relative error of the {what}</h3>"
             text += heatmap([_cell(layer, key, f"error {layer[key]:.4f}") for layer in found], colour=1)
     shares = [_share(layer) for layer in data["layers"]]
@@ -203,14 +203,14 @@ def _spectra(data: Mapping[str, Any]) -> str:
 
 def _line(layer: Mapping[str, Any], colour: int) -> Series:
     curve, most = layer["curve"], min(layer["shape"])
-    first = next((value for value in curve if _known(value) and value > 0), None)
+    first = next((value for value in curve if known(value) and value > 0), None)
     if first is None:
         return Series(layer["module"], [])
     span = (most - 1) / max(len(curve) - 1, 1)
     points = [
         (1 + n * span, value / first)
         for n, value in enumerate(curve)
-        if _known(value) and value > first * 1e-8
+        if known(value) and value > first * 1e-8
     ]
     rank = layer["equal_rank"]
     x, y = min(points, key=lambda point: abs(point[0] - rank))
@@ -219,7 +219,7 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 
 
 def _plan(data: Mapping[str, Any]) -> str:
-    key = next((k for k in ERRORS if any(_known(x.get(k)) for x in data["layers"])), "error")
+    key = next((k for k in ERRORS if any(known(x.get(k)) for x in data["layers"])), "error")
     head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
     rows = [
         (
@@ -273,13 +273,14 @@ def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
     return f'<div class="bars">{items}</div>' if items else ""
 
 
-def _known(value: Any) -> bool:
+def known(value: Any) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
 def _number(value: Any, form: str) -> str:
     """As `form` says; a dash for what earlier versions did not record."""
-    return format(value, form) if _known(value) else "–"
+    return format(value, form) if known(value) else "–"
 
 
 def _words(value: Any) -> str:

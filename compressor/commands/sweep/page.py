@@ -119,7 +119,8 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
             for place, p in zip(places, points, strict=True)
             if p["name"] in result["frontier"]
         ]
-        found.append(Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles))
+        drawn = Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles, named=True)
+        found.append(drawn)
     return found
 
 
