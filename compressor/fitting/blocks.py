@@ -55,14 +55,10 @@ NORMS = (  # what the last one is called
 
 
 class BlockModel:
-    """A checkpoint whose blocks are loaded one at a time in float32 on `device`.
-
-    `handing` makes of hidden states what a block gives; `plain` says that a norm and a head follow the
-    last one; by `sample`, a batch at the first, is found what the family's table does not say (groups,
-    residual streams); it takes `width` tokens at once.
-
-    Raises CapabilityError for a family without blocks.
-    """
+    """A checkpoint whose blocks are loaded one at a time in float32 on `device`. `handing` makes of
+    hidden states what a block gives; `plain`: a norm and a head follow the last one; `sample` is a batch
+    by which groups and residual streams are found, `width` the tokens it takes at once. Raises
+    CapabilityError for a family without blocks."""
 
     def __init__(self, source: Source, family: Family, device: torch.device) -> None:
         if family.blocks is None:
@@ -106,8 +102,8 @@ class BlockModel:
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The family's groups that are in `block`, by what of them it has, or those found in it; with
-        residual streams once `sample` is there."""
+        """The family's groups that are in `block`, or those found in it; with residual streams once
+        `sample` is there."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
         if self.sample is None:
@@ -155,8 +151,8 @@ class BlockModel:
         self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
-        """What enters the first block where the model is given `arguments`, of which `mask` [m, w] are
-        real tokens."""
+        """What enters the first block for `arguments` of the model, of which `mask` [m, w] are real
+        tokens."""
         hidden, given = self._entering(arguments)
         found, kinds = distinct(given)
         least = int(mask.sum(1).argmin())  # whose mask is no shortcut if any is none
@@ -239,8 +235,7 @@ class BlockModel:
         return move_buffers(module, self.device).requires_grad_(False)
 
     def _weight(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
-        """A parameter of a block, of those `made` or as stored. Raises InputError if the checkpoint has
-        it not."""
+        """A parameter of a block, of those `made` or as stored. Raises InputError if there is none."""
         if name in made:
             return self._placed(made[name])
         if name in self.names or name in self.model.all_tied_weights_keys:
