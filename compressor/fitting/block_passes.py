@@ -40,7 +40,7 @@ class Batch:
         return found
 
     def rows(self, values: Tensor) -> Tensor:
-        """Those [n, d] of real tokens of `values` [m, w, d], [m w, d] or [m, 1, w, d]; waits for no GPU."""
+        """Those [n, d] of real tokens of [m, w, d], [m w, d] or [m, 1, w, d]; waits for no GPU."""
         flat = values.flatten(0, -2)
         return flat if self._real is None else flat[self._real.to(flat.device)]
 

@@ -210,7 +210,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def layer_errors(job: LayerJob) -> Iterator[None]:
-    """Name the layer in the errors of its fit: NumericsError, and CapabilityError where memory ran out."""
+    """Name the layer in the errors of its fit: NumericsError, or CapabilityError without memory."""
     try:
         yield
     except NumericsError as error:

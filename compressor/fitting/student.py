@@ -115,7 +115,7 @@ class Student:
         self, name: str, entries: Mapping[str, TensorEntry], record: Any, found: Mapping[str, Tensor],
         start: str,
     ) -> None:  # fmt: skip
-        """Put one layer, whose tensors' names begin with `start`, in its place, and among the results."""
+        """Put one layer, whose tensors' names start with `start`, in place and among the results."""
         self._place(name, {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)})
         module = self.module(name)
         factors = {n: entries[start + n] for n in self.run.planned[module].spec.stored()}

@@ -97,9 +97,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` of the
-    `context` tokens that it has, each with the `beginning` of a text, or, where there are `sentences`,
-    one of these a line, which the tokenizer begins and ends."""
+    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` tokens, each
+    with the `beginning` of a text, or one of `sentences` a line."""
 
     tokenizer: Any
     window: int
@@ -110,12 +109,8 @@ class Reading:
     kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # read whole
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
-        """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
-        of these no more than shows that they will do.
-
-        Raises InputError, HubError for one that is missing, malformed, too short, or of tokens that
-        the model does not have.
-        """
+        """The user's texts by their labels; `briefly` of data sets no more than shows that they will
+        do. Raises InputError or HubError for one that will not do."""
         found: dict[str, Stream] = {}
         for name in options.files:
             found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
@@ -128,7 +123,7 @@ class Reading:
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
         """The last windows of the user's texts, which no training reads, to judge a decoder by; None
-        without a text. `source` has the dense model."""
+        without a text."""
         from blr.compressor.output.loss import held_text, most_tokens
 
         texts = self.texts(options)
@@ -158,10 +153,8 @@ class Reading:
 
 
 def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
-    """How the model in `checkpoint` reads texts.
-
-    Raises CapabilityError for a model that is not healed, UsageError for what encoders do not do.
-    """
+    """How the model in `checkpoint` reads texts. Raises CapabilityError for a model that is not
+    healed, UsageError for what encoders do not do."""
     source = checkpoint.source
     encodes = task_of(checkpoint) == EMBEDS
     if encodes:
@@ -205,12 +198,8 @@ class Author:
 
 
 def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, have the own text written, and mix them.
-
-    Raises:
-        InputError, HubError: a text that is missing, malformed or too short.
-        UsageError: as `batch_windows`.
-    """
+    """Read the user's texts, have the own text written, and mix them. Raises InputError, HubError or
+    UsageError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
     batch = batch_windows(options, reading, author.gpu)
@@ -237,7 +226,6 @@ def own_tokens(options: HealOptions, reading: Reading, parameters: int, gpu: boo
 
 
 def _own_length(options: HealOptions, reading: Reading) -> int:
-    """Tokens of a row of own text."""
     return min(options.window + ROOM, reading.context)
 
 

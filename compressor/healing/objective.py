@@ -59,8 +59,8 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
 
 @dataclass
 class Readout:
-    """The output head: `weight` [v, d] and `bias` [v] or None; no weight where hidden states are the
-    logits already. It computes in the weight's dtype: Mamba's last norm gives float32."""
+    """The output head: `weight` [v, d], in whose dtype it computes, and `bias` [v]; no weight where
+    hidden states are the logits already."""
 
     weight: Tensor | None
     bias: Tensor | None = None
@@ -73,11 +73,8 @@ class Readout:
 
 
 class Replies:
-    """A causal language model as hidden states and a head, so that logits can be made in parts.
-
-    A model that does more than multiply (scaled or capped logits) is run whole, and its logits stand
-    for the hidden states.
-    """
+    """A causal language model as hidden states and a head. One that scales or caps logits is run
+    whole: they stand for states."""
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self.model, self.body = model, model.base_model
@@ -108,8 +105,8 @@ class Replies:
         return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one
-        that is what enters the head, normed."""
+        """What enters the head [m, w, d]; with `states` what leaves every block, too, of the last one
+        normed."""
         model, outputs = self.body if self.plain else self.model, list[Tensor]()
         self._outputs = outputs if states else None
         try:
@@ -186,12 +183,8 @@ def summed(
     targets: Tensor,
     measure: Measure,
 ) -> Tensor:
-    """Σ measure(student's logits, teacher's, targets) over rows, differentiable.
-
-    Args:
-        hidden: [n, d] of the student. teacher: its hidden states [n, d'] and head, None if unused.
-        targets: [n] token ids.
-    """
+    """Σ measure(student's logits, teacher's, targets) over rows [n, d], differentiable; `teacher`:
+    its states and head."""
 
     def theirs(at: slice) -> Tensor | None:
         if teacher is None:
@@ -229,10 +222,8 @@ class Merit:
 
 
 class Objective:
-    """Σ over the tokens of windows [m, w] of what `options` minimize.
-
-    idle: positions at the start of every window that predict no token of the text.
-    """
+    """Σ over the tokens of windows [m, w] of what `options` minimize; `idle` positions at a window's
+    start do not count."""
 
     def __init__(self, pair: Pair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
@@ -249,10 +240,8 @@ class Objective:
 
     @torch.no_grad()
     def _weight(self, probe: Tensor) -> float:
-        """Of the distance between the blocks' outputs, where those of both models are alike.
-
-        Raises CapabilityError where it is asked for and they are not.
-        """
+        """Of the distance between the blocks' outputs. Raises CapabilityError where it is asked for
+        and they are not alike."""
         if not self.options.matches_states:
             return 0.0
         asked = HIDDEN if self.options.hidden is None else self.options.hidden
@@ -268,8 +257,6 @@ class Objective:
         )
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Differentiable; every token of a window is predicted but the first, and others of a text's
-        beginning."""
         windows = windows.to(self.device, non_blocking=True)
         states = self.weight > 0
         hidden, ours = self.student.run(windows, states)

@@ -57,12 +57,8 @@ UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, Inde
 
 @torch.no_grad()
 def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
-    """Inputs [n, i], on the CPU, of the layers of the student that are stored in float8, by name; of
-    those that a token reaches.
-
-    Args:
-        rows: [m, w] of token ids and padding, of which the first are read.
-    """
+    """Inputs [n, i], on the CPU, of the student's layers in float8 that a token reaches, by name; the
+    first of `rows` [m, w] of token ids and padding are read."""
     layers = {name: t.module for name, t in pair.twins.items() if getattr(t.spec, "fp8", False)}
     parts: dict[str, list[Tensor]] = {name: [] for name in layers}
     if not layers:
@@ -94,8 +90,8 @@ def metric_of(inputs: Tensor, device: torch.device) -> Metric:
 
 
 def _real(x: Tensor, mask: Tensor) -> Tensor:
-    """Of [..., d] the rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one
-    a token, as of what some tokens are routed to."""
+    """Rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one a token, as
+    of what is routed."""
     rows = x.flatten(0, -2)
     return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
 
@@ -108,7 +104,6 @@ def make_check(
     output: Path,
     warn: Callable[[str], None],
 ) -> OutputCheck:
-    """Compares what becomes of `checkpoint` with the teacher, which runs now."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
     held = partial(reading.held, options, teacher.source)
@@ -119,12 +114,8 @@ Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, b
 
 
 def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
-    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8, which
-    are rounded only now, compute with it from here on, as which `judge` judges them.
-
-    Args:
-        rows: of `read_inputs`.
-    """
+    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8 are
+    rounded only now, by what they make of `rows`, and compute with that as `judge` judges them."""
     inputs, packed, late = read_inputs(pair, rows), Packed(), False
     for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
         twin, x = pair.twins.get(name), inputs.get(name)
@@ -145,14 +136,9 @@ def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], N
 def store_trained(
     pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
 ) -> dict[str, TensorEntry]:
-    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has; weights
-    and factors with what was added to them.
-
-    Args:
-        packed: of `round_layers`.
-
-    Raises NumericsError for values that such a dtype does not hold.
-    """
+    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has, with
+    what was added to them and what is `packed`. Raises NumericsError for values that such a dtype
+    does not hold."""
     source = checkpoint.source
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     merged = pair.places.parted(pair.masters, source)
@@ -205,8 +191,8 @@ def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
 
 @torch.no_grad()
 def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
-    """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
-    the teacher has a weight of that name to compare with."""
+    """`records` of the layers, by name on disk, with the errors of the healed weights where the
+    teacher has such a weight."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, name in module_names(pair.student, records).items():
@@ -234,10 +220,8 @@ def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor |
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Make card, records and report as they will be made after the training, of what is there.
-
-    Raises InputError where they are not as `blr` writes them.
-    """
+    """Make records and report as after the training. Raises InputError where they are not as `blr`
+    writes them."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)
@@ -260,12 +244,8 @@ def small_files(
     facts: dict[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes | Path]:
-    """Everything but weights and manifest: name to contents, or file to carry over.
-
-    Args:
-        pair: None where all tensors stay as they are. packed: of `round_layers`.
-        facts: what the card says of the training (`card.py`).
-    """
+    """Everything but weights and manifest: name to contents, or file to carry over. `pair` is None
+    where all tensors stay as they are; `facts` are for the card."""
     folder = checkpoint.source.folder
     specs = {} if pair is None else new_specs(pair, checkpoint)
     records = _json(folder / LAYERS)
@@ -287,8 +267,8 @@ def small_files(
 
 
 def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
-    """config.json of a compressed checkpoint, whatever code it names replaced by ours, and its layers by
-    `specs` where these have changed."""
+    """config.json of a compressed checkpoint, with our code alone and its layers by `specs` where
+    these have changed."""
     config = read_config(folder)
     layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
     config = {**config, "blr": {**config["blr"], "layers": layers}}

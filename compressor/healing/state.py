@@ -46,8 +46,8 @@ class _Line(TypedDict):
 
 @dataclass
 class State(Best):
-    """Where a run is: `seconds` of training are done, too; `worse` counts evaluations since the best
-    one. `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in order."""
+    """Where a run is; `worse` counts evaluations since the best one, `log` is what metrics.jsonl will
+    say, `texts` what the texts are called, in order."""
 
     __pydantic_config__ = STRICT
     step: Natural = 0
@@ -87,10 +87,8 @@ RECORD = TypeAdapter(State)
 def save_state(
     journal: Journal, key: str, state: State, pair: Pair, optimizer: Adam, write: bool
 ) -> None:
-    """Keep all that a resumed run needs to go on as if it had never stopped.
-
-    All processes call it where masters are shared out; `write`: whether this one writes.
-    """
+    """Keep all that a resumed run needs. All processes call it where masters are shared out; `write`:
+    whether this one writes."""
     tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
     for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value

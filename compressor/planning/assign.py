@@ -34,8 +34,8 @@ def nearest_blocks(o: int, i: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """A layer, its settings and what is already decided; `why` explains it, `width` is that of a number
-    that is stored as it is, in bits."""
+    """A layer, its settings and what is already decided; `width` is that of an unpacked number, in
+    bits."""
 
     layer: Layer
     settings: LayerSettings
@@ -52,8 +52,8 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Parameters of one unit of rank, before what pivots spare; of a chain's share, which is counted
-        as if it had one."""
+        """Parameters of one unit of rank, before what pivots spare; of a chain's share, as if it had
+        one."""
         if not self.ranked or self.structure.pivots:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
@@ -83,7 +83,6 @@ class Task:
 
     @property
     def bpw(self) -> float | None:
-        """Bits a weight that a base and its correction may take, where these size it."""
         return self.settings.stored.bpw
 
     @property
@@ -123,10 +122,8 @@ class Assigner:
     notes: list[str]
 
     def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
-        """Specs of all tasks (none of them dense) with `budget` parameters for all of them.
-
-        Raises UsageError when rank or chain do not fit, or the budget is below the smallest ranks.
-        """
+        """Specs of all tasks (none dense) with `budget` parameters for all of them. Raises UsageError
+        where that cannot be."""
         tasks = [self._shaped(task) for task in tasks]
         self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
@@ -210,8 +207,8 @@ class Assigner:
         return task.spec(ranks[found - 1]), task.decided(f"at most {bpw:g} bits a weight")
 
     def _check_bits(self, tasks: Sequence[Task]) -> None:
-        """Raise UsageError for fewer bits a weight than the smallest correction takes, with the layer of
-        which it takes most."""
+        """Raise UsageError for fewer bits a weight than the smallest correction takes, naming the
+        worst layer."""
         least = {n: task.bits(task.corrections[0]) for n, task in enumerate(tasks) if task.bpw}
         short = [n for n, bits in least.items() if bits > (tasks[n].bpw or 0)]
         if short:

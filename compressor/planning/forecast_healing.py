@@ -65,9 +65,7 @@ class Sizes(Dimensions):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass; `fits` says
-    whether they do in `room`, `sharded` whether the models are shared out. `tokens_per_second` of all
-    is what products at `EFFICIENCY`, bytes that are moved and the host allow."""
+    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass."""
 
     teacher: float
     trained: float
@@ -94,11 +92,8 @@ class Forecast:
 def sizes_of(
     config: Mapping[str, Any], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
 ) -> Sizes:
-    """Of the dense model with `config`, whose layers `specs` replace.
-
-    Args:
-        stored: dense parameters in the files, 0 or less than there are where they are not known.
-    """
+    """Of the dense model with `config`, whose layers `specs` replace; `stored` parameters are in its
+    files."""
 
     found = dimensions_of(config)
     table = found.vocabulary * found.width
@@ -109,8 +104,7 @@ def sizes_of(
 
 
 def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
-    """Upper estimate of the bytes on disk of a run on the compressed checkpoint `source`: its output,
-    `own` tokens of own text, and the state of the training."""
+    """Upper estimate of the bytes on disk of a run on `source` with `own` tokens of own text."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
     stored = sum(entry.nbytes for entry in source.entries.values())
     files = stored + max(found - stored, 0) + SMALL
@@ -120,11 +114,8 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, 
 def kept_bytes(
     specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
 ) -> int:
-    """Most bytes on disk of a training's state and of the tensors that it gives.
-
-    Args:
-        specs: structured layers. entries: the checkpoint's tensors, for what else is trained.
-    """
+    """Most bytes on disk of a training's state and of the tensors that it gives; `entries` are all of
+    the checkpoint's."""
     floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
@@ -140,7 +131,7 @@ def kept_bytes(
 
 def masters(spec: Spec) -> int:
     """Numbers that are trained of a layer: of those in few bits all, and the groups' scales, which
-    those in float8 have not."""
+    float8 has not."""
     scales = 0
     for _, leaf in leaves(spec):
         if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
@@ -165,8 +156,8 @@ ALONE = Crew()
 def forecast(
     sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
-    """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
-    where it is asked for, or where otherwise fewer than `FEW` would fit."""
+    """What fits best: as many windows a pass as do, checkpointing where that is asked for, or fewer
+    than `FEW` would fit."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
     windows = -(-windows // crew.count)
@@ -186,8 +177,8 @@ def forecast(
 
 @dataclass(frozen=True)
 class Step:
-    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs alone
-    are kept, and whether their outputs are compared with the teacher's, which then are there, too."""
+    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs
+    alone are `kept`, and whether the outputs of both models' blocks are there (`states`)."""
 
     window: int
     windows: int
@@ -256,8 +247,8 @@ def _composed(spec: Spec) -> int:
 
 
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
-    """Multiplications and additions a token: the teacher forward, the student forward and twice that
-    backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
+    """Operations a token: the teacher forward, the student forward, back, and once more where only
+    inputs are kept."""
     plain = (spec.plain for spec in specs.values())
     low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
@@ -272,8 +263,8 @@ def is_told(source: Source) -> bool:
 
 
 def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing the output of `plan` by `options` would take, JSON-ready; `said` is one line. `least`
-    are bytes of a GPU that it cannot do without, `host` and `disk` those of the host and on disk."""
+    """What healing the output of `plan` would take, JSON-ready; `least` are bytes of a GPU that it
+    cannot do without."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
     found = predicted(source, specs, options, gpu, Crew(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)
@@ -295,8 +286,8 @@ def _beside(sizes: Mapping[str, float]) -> str:
 def predicted(
     source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
 ) -> Forecast:
-    """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
-    GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""
+    """As `forecast`, for the dense model in `source`; where it does not fit several GPUs, shared out
+    over them, unless `options` forbid it or some layer is packed."""
     options = replace(options, window=min(options.window, context_of(source.config)))
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)

@@ -77,7 +77,6 @@ class Compression:
 
     @cached_property
     def sizes(self) -> Dimensions:
-        """Of the model."""
         return dimensions_of(self.source.config)
 
     @cached_property
@@ -87,12 +86,10 @@ class Compression:
 
     @cached_property
     def specs(self) -> list[Spec]:
-        """Of all layers that are replaced."""
         return [layer.spec for layer in self.plan.layers]
 
     @cached_property
     def tokens(self) -> int:
-        """Of the calibration."""
         return self.recipe.samples * self.recipe.seq_len
 
     @cached_property
@@ -112,12 +109,12 @@ class Compression:
 
     @cached_property
     def widths(self) -> int:
-        """Their inputs and outputs."""
+        """Inputs and outputs of all layers."""
         return sum(spec.in_features + spec.out_features for spec in self.specs)
 
     @cached_property
     def bytes(self) -> int:
-        """Of their weights in the checkpoint."""
+        """Of the layers' weights in the checkpoint."""
         return sum(layer.layer.entry.nbytes for layer in self.plan.layers)
 
     @cached_property
@@ -260,11 +257,8 @@ def _step(work: Compression, parts: int) -> float:
 
 
 def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
-    """Floating-point operations of one layer's fit, up to a factor that all layers share.
-
-    Args:
-        calibrated: in the norm of activations, which BLAST multiplies V with.
-    """
+    """Operations of one layer's fit, up to a factor that all share; `calibrated`: in the norm of
+    activations."""
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):

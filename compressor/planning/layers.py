@@ -24,10 +24,8 @@ Shape = tuple[int, int]  # (out_features, in_features)
 
 @dataclass(frozen=True)
 class Layer:
-    """A compressible linear layer: its name on disk, reported type and stored weight.
-
-    `head_side` says whether its outputs or inputs are `heads` attention heads side by side.
-    """
+    """A compressible linear layer by its name on disk; its outputs or inputs (`head_side`) are
+    `heads` heads side by side."""
 
     module: str
     type: str
@@ -38,7 +36,6 @@ class Layer:
 
     @property
     def shape(self) -> Shape:
-        """(out_features, in_features)."""
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -55,10 +52,8 @@ def _ties(source: Source) -> bool:
 
 
 def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]:
-    """Every compressible layer of `source`, in the order of its tensors.
-
-    Raises InputError when there are none, or all are stored as integers or in 8 bits.
-    """
+    """Every compressible layer of `source`, in the order of its tensors. Raises InputError when there
+    are none, or all are stored as integers or in 8 bits."""
     family = _family(source, notes)
     found = (_layer(source, entry, family, bool(recipe.include)) for entry in source.entries.values())
     layers = [layer for layer in found if layer is not None]
@@ -139,11 +134,8 @@ def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> L
 
 
 def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Layer]:
-    """The layers that `include` matches (all if empty) and `exclude` does not.
-
-    Raises UsageError when that leaves none, or when a glob of the recipe or one of its rules
-    matches nothing.
-    """
+    """The layers that `include` matches (all if empty) and `exclude` does not. Raises UsageError when
+    that leaves none, or when a glob matches nothing."""
     names = [layer.module for layer in layers]
     for glob in (*recipe.include, *recipe.exclude, *(rule.match for rule in recipe.rules)):
         if not any(matches(name, glob) for name in names):
@@ -182,11 +174,8 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
 
 
 def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """`spec` as it is stored; itself where packed it would be no smaller: rows far shorter than a group.
-
-    Args:
-        width: bits of a number that is not packed.
-    """
+    """`spec` as it is stored, numbers that are not packed in `width` bits; itself where packed it
+    would be no smaller."""
     if stored.base is not None:
         base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
         return CorrectedSpec(base, _correction(spec, stored, width))
