@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 
 
 class Healing:
-    """The training after a compression of `source`.
-
-    Its text is that of the calibration, mixed with the model's own, or the latter alone.
-
-    Raises:
-        BlrError: a model that cannot be healed, or a text that is too short; before any work.
-    """
+    """The training after a compression of `source`. Raises BlrError, before any work, for a model
+    that cannot be healed or a text that is too short."""
 
     def __init__(self, source: Source, settings: Any) -> None:
         from blr.compressor.healing.data import reading_of
@@ -53,12 +48,8 @@ class Healing:
         progress: Progress,
         processes: Processes,
     ) -> HealSummary:
-        """Train the compressed checkpoint in `folder` and make the output of it.
-
-        Args:
-            check: what the output must pass, in the first process.
-            read: digest of all that the compression read.
-        """
+        """Train the compressed checkpoint in `folder` and make the output, which must pass `check` in
+        the first process; `read` is the digest of all that the compression read."""
         started = monotonic()
         student = open_checkpoint(folder)
         place = processes, workspace, progress
@@ -86,8 +77,7 @@ def options_of(settings: Any) -> HealOptions:
 
 
 def steps_of(settings: Any, recipe: Recipe, device: str) -> list[str]:
-    """The steps of a compression (`compress.Settings`) on a kind of device, with those of the healing
-    behind it; a last pass may turn out to have no room."""
+    """The steps of a compression on a kind of device, with those of the healing behind it."""
     from blr.compressor.fitting.engine import expected
 
     steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]

@@ -45,14 +45,8 @@ def heal(
     folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
 ) -> HealSummary | None:
     """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
-
-    Everything that headers tell is checked first; `output` is absent until it is complete, and an
-    interrupted run goes on from the state it saved last. Under `accelerate launch` every process
-    calls this; the first one writes, and it alone gets a summary.
-
-    Raises:
-        BlrError: any of its kinds.
-    """
+    What headers tell is checked first; an interrupted run goes on from the state it saved last. Of
+    several processes all call this, and the first writes and alone gets a summary. Raises BlrError."""
     started = monotonic()
     options = check_options(options)
     from blr.compressor.base.processes import Processes
@@ -75,8 +69,7 @@ def heal(
 
 @dataclass
 class HealRun(FolderRun):
-    """One healing. `reading` is made here where there is none; `state` and `told`, what is told of the
-    training, are there once it is done."""
+    """One healing. `state` and `told`, what is told of the training, are there once it is done."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -120,7 +113,6 @@ class HealRun(FolderRun):
         return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
 
     def work(self, read: str) -> FolderContents | None:
-        """Train."""
         if self.processes.first:
             self.workspace.claim({METRICS})
         self.teacher_digest, self.doubted = self.processes.told((self.teacher_digest, self.doubted))
@@ -249,7 +241,6 @@ class HealRun(FolderRun):
         return make_data(reading, self.options, author)
 
     def _parameters(self) -> int:
-        """Of the teacher."""
         return sum(entry.parameters for entry in self.teacher.source.entries.values())
 
     def _tell(self, line: dict[str, Any]) -> None:

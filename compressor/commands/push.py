@@ -39,8 +39,8 @@ WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.i
 
 @dataclass(frozen=True)
 class Push:
-    """What is put where. `files` are names in the repository to contents, or to the file that has them;
-    `front` is the head of the card."""
+    """What is put where. `files` are names in the repository to contents, or to the file that has
+    them."""
 
     folder: Path
     repository: str
@@ -56,14 +56,10 @@ class Push:
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
-    """Verify `folder` and make its card and manifest; nothing of it is changed, no socket is opened.
-
-    Args:
-        repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
-
-    Raises UsageError: no name of a repository; OutputError, VerifyError: no output of blr, or one that
-    has changed; InputError: metrics that cannot be read.
-    """
+    """Verify `folder` and make its card and manifest, with what `blr eval --format json` gave as
+    `metrics`; nothing is changed, no socket opened. Raises UsageError: no name of a repository;
+    OutputError, VerifyError: no output of blr, or a changed one; InputError: metrics that cannot be
+    read."""
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
     check_is_folder(folder, "one that blr wrote")
@@ -90,12 +86,8 @@ def _is_repository(name: str) -> bool:
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
-    """Make the repository if there is none and commit all files at once, without what an earlier output
-    of blr has there beside them; the commit's address.
-
-    Raises HubError: offline, no token, refused, or not reached; public where `private` is asked for, or
-    with weights of something else.
-    """
+    """Make the repository if there is none and commit all files at once, without what an earlier
+    output of blr left there; the commit's address. Raises HubError."""
     if is_offline():
         remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
         raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
@@ -133,8 +125,8 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
 
 def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
-    """Files of the repository that an earlier output left and this one has not: transformers would load
-    its weights, if they lie in other files, before these. Raises HubError for weights of others."""
+    """Files of the repository that an earlier output left and this one has not: transformers would
+    load its weights. Raises HubError for weights of others."""
     listed: set[str] = set()
     if MANIFEST in there:
         with _hub_errors(push.repository):
@@ -186,10 +178,8 @@ class Account(Told):
 
 
 def _made(manifest: dict[str, Any], path: Path) -> str:
-    """The command that makes the folder again, and with what; of exports and healed ones the latter.
-
-    Raises InputError for an account that no `blr` has written.
-    """
+    """The command that makes the folder again, and with what. Raises InputError for an account that
+    no `blr` has written."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source

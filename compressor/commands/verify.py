@@ -14,11 +14,8 @@ from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, ver
 
 
 def verify_output(folder: Path) -> dict[str, Any]:
-    """How many files were checked, and against what.
-
-    Raises VerifyError: something differs; OutputError: a folder that neither `blr` nor a model of ours
-    wrote; InputError: no folder, or malformed files in one that transformers saved.
-    """
+    """How many files were checked, and against what. Raises VerifyError: something differs;
+    OutputError: no output of ours; InputError: malformed files."""
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:

@@ -16,8 +16,8 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, those in `path` too, a folder of task files (YAML); `shots` examples
-    in a prompt (None as the task says); `limit` documents of each task at most."""
+    """`names` of tasks or groups, those in the folder `path` too; `shots` in a prompt; `limit`
+    documents of each."""
 
     names: list[str]
     path: Path | None = None
@@ -27,8 +27,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scores:
-    """`tasks` maps a task to its metrics, `samples` to how many documents it was asked and `shots` to
-    the examples in its prompts; `harness` is the version of lm_eval."""
+    """Metrics by task, how many documents each was asked, the examples in its prompts, and lm_eval's
+    version."""
 
     tasks: dict[str, dict[str, float]]
     samples: dict[str, int]
@@ -42,11 +42,8 @@ def check_installed() -> None:
 
 
 def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
-    """Score a causal model of transformers, `batch` requests at once.
-
-    Raises:
-        CapabilityError: no lm_eval. InputError: unknown or broken tasks. HubError: no data.
-    """
+    """Score a causal model, `batch` requests at once. Raises CapabilityError: no lm_eval; InputError:
+    unknown or broken tasks; HubError: no data."""
     check_installed()
     _be_quiet()
     import lm_eval
@@ -73,7 +70,7 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
 
 
 def _manager(names: list[str], path: Path | None) -> Any:
-    """What finds the tasks; those of the harness, a long list, only if `path` has not all of them."""
+    """What finds the tasks; those of the harness, a long list, only if `path` has not all."""
     from lm_eval.tasks import TaskManager
 
     if path is not None and not path.is_dir():

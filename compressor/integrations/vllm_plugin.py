@@ -36,7 +36,6 @@ INSTEAD = "serve it with --model-impl transformers"
 
 
 def register() -> None:
-    """Make vLLM know the configurations and the models. May be called any number of times."""
     from vllm import ModelRegistry
 
     from blr.compressor.modeling import register as register_configurations
@@ -75,10 +74,8 @@ class StructuredConfig(QuantizationConfig):
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Ours for a layer of which a member is structured.
-
-        Raises CapabilityError for a structured layer that is none of vLLM's linear ones.
-        """
+        """Ours for a layer of which a member is structured. Raises CapabilityError for others that
+        are structured."""
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.specs for name in members):

@@ -21,15 +21,10 @@ def asked_recipe(
     own_text: bool = False,
     apart: Collection[str] = (),
 ) -> Recipe:
-    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own.
-
-    Args:
-        recipe: resolved already, or as `load_recipe` takes it.
-        calibrated: whether there is a text to fit to; own_text: whether it is the model's own.
-        effort: one of `EFFORTS`, over which settings win. apart: settings that are of use in any case.
-
-    Raises UsageError for settings that nothing would use, RecipeError as `load_recipe`.
-    """
+    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own, over
+    those of `effort`. `calibrated`: there is a text to fit to; `own_text`: it is the model's own;
+    `apart` are settings of use in any case. Raises UsageError for settings that nothing would use,
+    RecipeError as `load_recipe`."""
     asked = {n: v for n, v in settings.items() if v is not None and v != [] and v != ()}
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)

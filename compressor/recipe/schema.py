@@ -88,16 +88,9 @@ class _Settings(BaseModel):
 
 
 class Rule(_Settings):
-    """What to do with the layers whose module names match a glob; the first match counts.
-
-    Attributes:
-        match: glob over module names (`*` spans dots).
-        method: a family, or `dense` to keep the layers; None takes the recipe's.
-        cf: compression factor of these layers together; without it and `rank` they share
-            the recipe's budget with all other layers.
-        blocks, pattern, pivot, solver, rounds: None takes the recipe's where the method is its, too.
-        base, bpw: a dense layer has neither.
-    """
+    """What to do with the layers whose module names match a glob (`*` spans dots), the first match
+    counting; without `cf` and `rank` they share the recipe's budget. None takes the recipe's, of what
+    belongs to a method where that is its, too."""
 
     match: Glob
     method: Method | None = None
@@ -287,8 +280,8 @@ class Recipe(RecipeFields):
 @dataclass(frozen=True)
 class StoredAs:
     """In how many bits a layer is stored: `bits` of its numbers, in groups of `group`, `couplings` of
-    BLAST's, `base` of the dense weight that the structure corrects, None for its dtype, or no base;
-    `bpw` of each weight in all, where that sizes the correction. `fp8`: in float8, not integers."""
+    BLAST's, `base` of the dense weight that it corrects (None: its dtype, or no base); `bpw` in all,
+    where that sizes the correction."""
 
     bits: int | None = None
     group: int = GROUP
@@ -305,8 +298,8 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings of one layer, rules resolved. `rule` names where they come from; `cf` is a
-    rule's own, None for the recipe's budget; `stored` says in what it is stored."""
+    """The settings of one layer, which the `rule` says; `cf` is a rule's own, None for the recipe's
+    budget."""
 
     method: LayerMethod
     cf: float | None = None
@@ -424,10 +417,8 @@ def _refuse_unfit(layer: LayerSettings) -> None:
 
 
 def make_recipe(**settings: Any) -> Recipe:
-    """Validate settings given one by one, as on the command line.
-
-    Raises UsageError naming the setting, what it is and what it must be.
-    """
+    """Validate settings given one by one. Raises UsageError naming the setting, what it is and must
+    be."""
     try:
         return Recipe(**settings)
     except ValidationError as error:

@@ -29,17 +29,10 @@ BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under anot
 def load_recipe(
     recipe: Recipe | str | Path | None, overrides: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The resolved recipe of a name or path, with settings given on the command line on top.
-
-    An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
-    both there), except that layers which a rule keeps dense stay dense. Another method takes
-    pattern, pivot, solver and rounds of the old one with it. A cache of ranks alone changes nothing
-    else.
-
-    Raises:
-        RecipeError: no such recipe, unreadable, unknown keys, a circle of `extends`.
-        UsageError: an override that is not valid or does not fit the recipe.
-    """
+    """The resolved recipe of a name or path, with `overrides` on top, which also replace the same
+    settings of its rules, but for layers that a rule keeps dense. Another method takes pattern,
+    pivot, solver and rounds of the old one with it; a cache of ranks alone changes nothing else.
+    Raises RecipeError for no readable recipe, UsageError for an override that does not fit."""
     overrides = dict(overrides or {})
     if {"rank", "cf"} <= overrides.keys():
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
@@ -67,10 +60,7 @@ def load_recipe(
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file of a shipped recipe's name or of a path.
-
-    Raises RecipeError, with the nearest names if any are near, when there is none.
-    """
+    """The file of a shipped recipe's name or of a path. Raises RecipeError, with the nearest names."""
     path = Path(os.path.expanduser(recipe))
     if path.suffix in (".yaml", ".yml") or os.path.isfile(path) or len(path.parts) > 1:
         return path
@@ -98,8 +88,8 @@ def describe_recipe(path: Path) -> str:
 
 
 def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """`child` over `parent`: mappings are merged, rules of the child come before its parent's (the
-    first match counts), everything else replaces, one size another."""
+    """`child` over `parent`: mappings are merged, rules of the child come first, everything else
+    replaces, one size another."""
     replaced = SIZES if SIZES & child.keys() else set()
     merged = {key: value for key, value in parent.items() if key not in replaced}
     for key, value in child.items():

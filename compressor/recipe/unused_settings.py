@@ -29,11 +29,7 @@ def refuse_idle(recipe: Recipe, given: Mapping[str, Any], calibrated: bool) -> N
 
 
 def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, str]:
-    """The `given` settings that no layer of `recipe` has a use for, with what they belong to.
-
-    Args:
-        calibrated: whether there is a calibration.
-    """
+    """The `given` settings that no layer of `recipe` has a use for, with what they belong to."""
     found = {} if calibrated else dict.fromkeys(CALIBRATION, "--calibration")
     layers = recipe.layers()
     for name, (uses, whose) in FITTED.items():

@@ -65,10 +65,7 @@ class RecipeFile:
 
 
 def validate(path: Path, model: type[Model]) -> Model:
-    """The recipe at `path` as an instance of `model`.
-
-    Raises RecipeError, one line with file, line and key: unreadable, unsafe, or not a `model`.
-    """
+    """The recipe at `path` as a `model`. Raises RecipeError, one line with file, line and key."""
     recipe = read_recipe(path)
     try:
         return model.model_validate(recipe.data)
@@ -77,11 +74,7 @@ def validate(path: Path, model: type[Model]) -> Model:
 
 
 def read_recipe(path: Path) -> RecipeFile:
-    """Reads and parses the file at `path`.
-
-    Raises RecipeError: not a regular file of at most 64 KiB of UTF-8, invalid YAML, a top level
-    that is no mapping, duplicate or non-text keys, tags, anchors, aliases, over 16 levels.
-    """
+    """Reads a file of at most 64 KiB of plain YAML, a mapping at the top. Raises RecipeError."""
     return _Reader(path, _read_text(path)).read()
 
 
@@ -208,8 +201,7 @@ class _Reader:
         return data
 
     def _refuse_directive(self) -> None:
-        """The parser's events do not show a directive: it is a % that starts the first line with
-        anything but a comment."""
+        """Parser events do not show a directive: a % at the first line with anything but a comment."""
         for number, line in enumerate(self.text.split("\n"), 1):
             if line.startswith("%"):
                 self.line = number
@@ -253,7 +245,6 @@ class _Reader:
         return data
 
     def _scalar(self, event: Any) -> Any:
-        """A scalar by the core schema of YAML 1.2; quoted ones are text."""
         text = event.value
         if any("\ud800" <= character <= "\udfff" for character in text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")

@@ -49,9 +49,8 @@ PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized t
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
-    """The ids before those of the text itself, as the tokenizer gives them by default. It is asked, for
-    neither `bos_token` nor `add_bos_token` decides that in all of them. What it puts behind a text is
-    left out."""
+    """The ids that the tokenizer puts before a text. It is asked: neither `bos_token` nor
+    `add_bos_token` decides that in all."""
     plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer(PROBE, verbose=False)["input_ids"]
     starts = range(len(whole) - len(plain) + 1)
@@ -84,13 +83,9 @@ def idle_predictions(beginning: Beginning) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token batches and their digest.
-
-    `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
-    `idle` positions at the start of every row predict what the tokenizer puts before a text. `held` are
-    the tokens [n] of a decoder's text from number `first` on, right behind those that are in the rows,
-    by which what is fitted to these is judged.
-    """
+    """Token batches `ids` [m, w] with `masks` of real tokens, and their digest. `idle` positions at a
+    row's start predict what the tokenizer puts before a text; `held` are tokens [n] of a decoder's
+    text from number `first` on, right behind the rows, by which fits are judged."""
 
     ids: list[Tensor]
     masks: list[Tensor]
@@ -108,19 +103,9 @@ class Calibration:
 def read_calibration(
     name: str, tokenizer: Any, *, samples: int, seq_len: int, packed: bool, offline: bool = False
 ) -> Calibration:
-    """Tokenize calibration text.
-
-    Args:
-        name: a .jsonl file with a `text` field, a .json file of the same or of a list of such objects
-            or of strings, any other text file, or a hub data set's name.
-        samples: windows (packed) or documents to use at most; seq_len: tokens a window.
-        packed: decoders see consecutive windows of one long text, each begun as the tokenizer begins
-            a text, the last twentieth of what it holds at most held back; encoders one line at a time,
-            with all that the tokenizer puts around it.
-
-    Raises InputError: missing, empty, not UTF-8, malformed, or shorter than one window; HubError: a data
-    set that cannot be had.
-    """
+    """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) see
+    windows of one long text, the last twentieth held back, encoders one line at a time. Raises
+    InputError or HubError."""
     documents = read_documents(name, offline)
     if not packed:
         batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
@@ -147,10 +132,7 @@ def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
 
 
 def calibration_digest(name: str) -> str:
-    """What stands for a calibration in a run's fingerprint: SHA-256 of the file, or the name.
-
-    Raises InputError for a name that is neither a readable file nor that of a data set.
-    """
+    """SHA-256 of the file, or the name. Raises InputError for neither a readable file nor a data set."""
     if name == OWN and not os.path.exists(name):
         return name
     path = _known(name)
@@ -160,12 +142,8 @@ def calibration_digest(name: str) -> str:
 
 
 def check_text(name: str, offline: bool = False) -> None:
-    """Look whether a text can be had: the name alone, for a command to ask before it loads anything.
-
-    Raises:
-        InputError: no such file, and no name of a data set. CapabilityError: a data set, and `datasets`
-            is not installed. HubError: a data set, `offline`.
-    """
+    """Look by its name whether a text can be had. Raises InputError, CapabilityError without
+    `datasets`, HubError if `offline`."""
     if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
         _check_hub(name, offline)
 
@@ -213,10 +191,8 @@ def read_documents(name: str, offline: bool = False) -> Iterator[str]:
 
 
 def read_whole_text(path: Path, limit: int) -> str:
-    """A file as one text: as it is, or all documents of its JSON. `limit`: its bytes at most.
-
-    Raises InputError: missing, larger, not UTF-8 or malformed.
-    """
+    """A file as one text, or all documents of its JSON. Raises InputError: missing, over `limit`
+    bytes, malformed."""
     return "".join(_json_documents(path, limit)) if _holds_json(path) else read_text(path, limit)
 
 
@@ -300,8 +276,8 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 def _windows(
     documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most, and tokens [m]
-    right behind them."""
+    """Consecutive pieces [n, room] of the documents, `samples` at most, and tokens [m] right behind
+    them."""
     import torch
 
     ids: list[int] = []

@@ -30,14 +30,10 @@ PLAIN_READS = 3  # epochs in which windows are read as they are
 
 
 class Stream:
-    """Rows of tokens to cut windows from: [n, l] with l ≥ text, or one text as a single row.
-
-    A window is the `beginning` that the model's tokenizer gives every text and `text` tokens of a row.
-
-    Every epoch visits the windows in a new order and, where there is room, at a new offset; from the
-    fourth on, the share `vary` of their tokens are others, from anywhere in the text, so that what is
-    read often is not learnt by heart. `held` [h, window] are windows that `take` never touches.
-    """
+    """Windows of `window` tokens, with the tokenizer's `beginning`, of rows [n, l], or of one text as
+    a single row. Every epoch visits them in a new order and, where there is room, at a new offset;
+    from the fourth on, the share `vary` of their tokens are others of the text, lest it be learnt by
+    heart. `held` [h, window] are never taken."""
 
     def __init__(
         self, rows: Tensor, window: int, seed: int, vary: float = 0.0, beginning: Beginning = ()
@@ -108,8 +104,8 @@ class Stream:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
-    """The tokens [n] (int32) of `documents` one after the other, without special tokens; the first
-    `most`, of which no more is read than they take."""
+    """The tokens [n] (int32) of `documents` one after the other; the first `most`, of which no more
+    is read than they take."""
     found: list[Tensor] = []
     piece: list[str] = []
     size = count = 0
@@ -143,8 +139,7 @@ def text_stream(
 
 
 def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> None:
-    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have: they
-    would end a run where they come up in a batch."""
+    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have."""
     largest = max((int(part.max()) for part in tokens if part.numel()), default=0)
     if vocabulary is not None and largest >= vocabulary:
         raise InputError(

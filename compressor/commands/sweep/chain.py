@@ -129,14 +129,10 @@ def _end(running: list[Started]) -> None:
 
 @dataclass
 class PointChain:
-    """The commands of a point, whose record the folder then has; `failure` says why it has none, `code`
-    is that of the command that failed, `spent` the seconds of all that ended or were stopped, by earlier
-    runs of the sweep as well.
-
-    Args:
-        compress: options of `blr compress` but for the output; None for the dense model itself.
-        evaluate: options of `blr eval`.
-    """
+    """The commands of a point, whose record the folder then has; `compress` are options of `blr
+    compress` (None: the dense model itself), `evaluate` of `blr eval`; `failure` says why there is
+    none, with the `code` of the command that failed, `spent` the seconds of all commands, by earlier
+    runs as well."""
 
     folder: Folder
     name: str
@@ -167,10 +163,7 @@ class PointChain:
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
 
     def ended(self, code: int) -> None:
-        """Note the end of the command.
-
-        Raises an error of its kind where it was the dense model's: nothing can be judged.
-        """
+        """Note the end of the command. Raises an error of its kind where it was the dense model's."""
         self.stopped()
         self.done += 1
         found = read_judgement(self._out)

@@ -42,8 +42,8 @@ OTHERS = "not made by this sweep"
 
 
 class SweepNote(Told):
-    """``sweep.json``: `common` is what all points have in common, `made` are all points whose files the
-    folder may hold, with the digests of what makes them (`point_digest`)."""
+    """``sweep.json``: what all points have in common, and all points whose files the folder may hold,
+    with the digests of what makes them."""
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
@@ -120,8 +120,8 @@ def point_digest(recipe: dict[str, Any], heal: float | None) -> str:
 
 
 def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
-    """Whether `output` is what a sweep with these settings makes of the point with this `digest`: by its
-    manifest the same recipe, weights, text, device and version."""
+    """Whether `output` is, by its manifest, what a sweep with these settings makes of the point with
+    this `digest`."""
     try:
         manifest = read_manifest(output)
     except OutputError:
@@ -139,14 +139,9 @@ def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
 
 
 class Folder:
-    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and, while
-    it is made or if outputs are kept, ``outputs/NAME``.
-
-    Args:
-        common: what all points have in common; a folder of another sweep is refused.
-        points: names of the points of this run, with their digests (`notes.point_digest`); that of the
-            dense model, which has no output, is empty.
-    """
+    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and,
+    while it is made or if kept, ``outputs/NAME``. `common` is what all points have in common,
+    `points` are those of this run with their digests; that of the dense model is empty."""
 
     def __init__(
         self, path: Path, common: dict[str, Any], points: Mapping[str, str] | None = None
@@ -158,10 +153,8 @@ class Folder:
 
     @contextmanager
     def held(self, restart: bool) -> Iterator[None]:
-        """While active the folder is this process's.
-
-        Raises OutputError: something else lies there, a sweep of other settings, or one that runs.
-        """
+        """While active the folder is this process's. Raises OutputError: something else is there,
+        another sweep, or one that runs."""
         with storage_errors(self.path):
             self._check_place(restart)
             self.path.mkdir(exist_ok=True)
@@ -224,8 +217,8 @@ class Folder:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
     def _clear(self, earlier: SweepNote) -> None:
-        """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for what
-        is not of that sweep, or was changed since."""
+        """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for
+        what is not of it."""
         listed = {file for name in earlier.made for file in files_of(name)}
         notes = [path for part in NOTES for path in (self.path / part).glob("*")]
         for path in notes:
@@ -279,10 +272,8 @@ class Folder:
         )
 
     def record(self, name: str) -> Record | None:
-        """What is known of a point that is done.
-
-        Raises OutputError for a record that this sweep has not written, or one of another point.
-        """
+        """What is known of a point that is done. Raises OutputError for a record of another point or
+        sweep."""
         path = self.path / "points" / f"{name}.json"
         if (found := read_kept(path, Record, ANEW)) is None:
             return None
@@ -293,11 +284,9 @@ class Folder:
         return found
 
     def output(self, name: str) -> Path:
-        """Where a point's checkpoint is made."""
         return self.path / OUTPUTS / name
 
     def log(self, name: str) -> Path:
-        """What a point's commands have said."""
         return self.path / "logs" / f"{name}.log"
 
     def spent(self, name: str) -> float:

@@ -35,9 +35,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """One compression. `name` is that of its files; `settings` are those of its recipe that differ from
-    other points', `heal` minutes of training, `kind` the curve that it belongs to, `setting` the name
-    that it shares with those that differ in the seed alone."""
+    """One compression by its own `settings`, with `heal` minutes of training; `kind` is the curve
+    that it belongs to."""
 
     name: str
     kind: str
@@ -74,15 +73,9 @@ def _shown(number: float) -> str:
 
 
 def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
-    """Every point with its recipe, plain quantization first.
-
-    Args:
-        common: settings of all recipes that have a use for them.
-        calibrated: whether points are.
-
-    Raises UsageError: settings that do not fit together, or that no point has a use for; a point twice,
-    or none.
-    """
+    """Every point with its recipe, plain quantization first; `common` are settings of all that have a
+    use for them. Raises UsageError: settings that do not fit or are of no use, a point twice, or
+    none."""
     if DENSE in grid.methods:
         raise UsageError(
             "--methods are structures; dense weights in few bits are the line of --plain: give that"
@@ -174,8 +167,8 @@ def _seeded(point: Point, seed: int | None) -> Point:
 
 
 def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
-    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list, or one
-    of fewer than `least`, whose points would be left out in silence."""
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for no such list, or one of
+    fewer than `least`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) < least:
         raise UsageError(f"{option} is empty: expected a list; check the variable it came from")

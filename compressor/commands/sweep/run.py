@@ -33,12 +33,9 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How a sweep runs.
-
-    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
-    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `keep` keeps the checkpoints; `gpu`
-    is what speed is predicted for; `offline` opens no socket.
-    """
+    """How a sweep of `model` runs, judged by `texts`; `common` are settings of all recipes,
+    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `gpu` is what speed is predicted
+    for."""
 
     model: str
     texts: tuple[Path, ...]
@@ -56,18 +53,9 @@ class SweepSettings:
 def sweep(
     folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Make every point that `output` does not have, and say what all of them lose.
-
-    Args:
-        folder: the model's. recipes: of every point (`points_of`).
-
-    Returns:
-        JSON-ready: `points` that were made, `failed` ones with reason and code, names of the `frontier`.
-
-    Raises:
-        UsageError, InputError, OutputError: before anything is made. What `blr eval` ends with, as soon
-        as it is known: the dense model cannot be evaluated, so that nothing can be judged.
-    """
+    """Make every point of `recipes` that `output` does not have, and say, JSON-ready, what all lose.
+    Raises UsageError, InputError, OutputError before anything is made, and what `blr eval` of the
+    dense model ends with."""
     check_apart(output, folder)
     check_outside(output)
     progress.loading()
