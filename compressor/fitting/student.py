@@ -131,7 +131,7 @@ class Student:
         setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
-    def keep(self, key: str, facts: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
+    def keep(self, key: str, facts: Mapping[str, Any], metrics: dict[str, Metric]) -> None:
         """Store what training has made of the block, with `facts` in every layer's record; `metrics` of
         `read_by` are given up as they are used."""
         tensors: dict[str, Tensor] = {}
@@ -142,7 +142,7 @@ class Student:
             dtype, old = job.stored_dtype(weight), dict(self.run.results[module][1])
             old.pop("weighted_error", None)  # of the factors that these replace
             with layer_errors(job):
-                found = twin.stored(dtype, metrics.get(name))
+                found = twin.stored(dtype, metrics.pop(name, None))
                 stored, record = keep_factors(job, weight, found, old)
             latents = twin.latents(dtype) if self.run.finish else {}
             tensors |= {f"{module}:{suffix}": t for suffix, t in (stored | latents).items()}
@@ -164,11 +164,6 @@ class Student:
             self.run.norms[name] = entries[f"{NORM}:{name}"]
 
 
-def rounds_to_float8(student: Student) -> bool:
-    """Whether the block has layers that are rounded to float8 once it is trained."""
-    return any(getattr(twin.spec, "fp8", False) for twin in student.twins.values())
-
-
 @torch.no_grad()
 def read_by(
     student: Student, states: Mapping[int, Tensor]
@@ -187,7 +182,7 @@ def read_by(
         return {name: products(batch.rows(kept[name]))["gram"] for name in heads}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
-    found = {name: Moments(gram).metric for name, gram in sums.items()}
+    found = {name: Moments(sums.pop(name)).metric for name in heads}
     return {name: found[names[0]] for names in groups for name in names}, behind
 
 
@@ -200,7 +195,8 @@ def train_and_keep(
     work = run.work
     if work.missing(keys):
         found = train()
-        float8 = any(map(rounds_to_float8, students))
+        twins = (twin for student in students for twin in student.twins.values())
+        float8 = any(getattr(twin.spec, "fp8", False) for twin in twins)  # rounded behind training
         for student, key in zip(students, keys, strict=True):
             metrics, states = read_by(student, states) if float8 else ({}, states)
             if work.processes.first:

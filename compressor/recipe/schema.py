@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -234,44 +235,36 @@ class Recipe(RecipeFields):
 
     def own(self) -> LayerSettings:
         """What it says of layers that no rule matches."""
-        chain, fit = (self.blocks, self.pattern, self.heads), (self.solver, self.rounds)
-        method = _structure(self.method, self.pivot)
-        return LayerSettings(method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
+        return self._by_rule(Rule(match="*"), "recipe")
 
     def layers(self) -> list[LayerSettings]:
         """All that it says of any layer: its own, and those of every rule."""
         return [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
 
-    def _stored(self, rule: Rule | None) -> StoredAs:
-        """How the layers of a rule, or of none, are stored."""
+    def _said(self, rule: Rule, name: str) -> Any:
+        own = getattr(rule, name)
+        return getattr(self, name) if own is None else own
 
-        def said(name: str) -> Any:
-            own = None if rule is None else getattr(rule, name)
-            return getattr(self, name) if own is None else own
-
-        dense = ((rule and rule.method) or self.method) == DENSE
-        base = None if dense else KINDS[said("base") or NONE]
+    def _stored(self, rule: Rule) -> StoredAs:
+        """How the layers of a rule are stored."""
+        said = partial(self._said, rule)
+        base = None if said("method") == DENSE else KINDS[said("base") or NONE]
         kind = said("quantize") or (CORRECTION_KIND if base else NONE)
         coupled = said("couplings") or ("int8" if base else NONE)
-        bpw = None if base is None or (rule and rule.rank) else said("bpw")
+        bpw = None if base is None or rule.rank else said("bpw")
         group = said("group") or (ROW if kind == FP8 else GROUP)
         return StoredAs(KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8)
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
-        method = rule.method or self.method
-        same = method == self.method
-        pivot = self.pivot if rule.pivot is None else rule.pivot
-        sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not _has_rank(method)
-        rank = rule.rank if sized else self.rank
+        said, method = partial(self._said, rule), rule.method or self.method
+        bound = said if method == self.method else partial(getattr, rule)
+        ranked = method == DENSE or STRUCTURES[method].ranked
+        sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not ranked
         return LayerSettings(
-            _structure(method, pivot),
+            PIVOTED if said("pivot") and method == "svd" else method,
             rule.cf,
-            rank,
-            rule.blocks or (self.blocks if same else None),
-            rule.pattern or (self.pattern if same else None),
-            rule.heads or self.heads,
-            rule.solver or (self.solver if same else None),
-            rule.rounds if rule.rounds is not None else (self.rounds if same else None),
+            rule.rank if sized else self.rank,
+            *(bound("blocks"), bound("pattern"), said("heads"), bound("solver"), bound("rounds")),
             name,
             self._stored(rule),
         )
@@ -323,16 +316,6 @@ class LayerSettings:
     def kept(self) -> bool:
         """Whether the layer stays as it is."""
         return self.method == DENSE and self.stored.bits is None
-
-
-def _has_rank(method: str) -> bool:
-    structure = STRUCTURES.get(method)
-    return method == DENSE or bool(structure and structure.ranked)
-
-
-def _structure(method: str, pivot: bool | None) -> LayerMethod:
-    """What a layer of `method` becomes."""
-    return PIVOTED if pivot and method == "svd" else method
 
 
 def _refuse_pairs(settings: _Settings, method: str | None) -> None:
@@ -390,10 +373,8 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
     if recipe.bpw is not None and all(layer.stored.base is None for layer in resolved):
         raise ValueError("bpw sizes the correction of a base; give base, as int2")
     if "cf" in recipe.model_fields_set and (recipe.method == DENSE or recipe.base not in (None, NONE)):
-        what = (
-            "method dense" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
-        )
-        raise ValueError(f"cf does not belong to {what}; leave it out")
+        base = "" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
+        raise ValueError(f"cf does not belong to {base or 'method dense'}; leave it out")
 
 
 def _refuse_unfit(layer: LayerSettings) -> None:

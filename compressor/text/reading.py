@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,7 +45,7 @@ HELD_TOKENS = 4096  # of a calibration's text that are judged by
 LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
-PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
+PIECE, PIECES = 1 << 20, 4096  # characters, and documents of a calibration, tokenized together
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
@@ -281,17 +281,10 @@ def _windows(
     import torch
 
     ids: list[int] = []
-    piece: list[str] = []
-    size = 0
-    for document in documents:
-        piece.append(document)
-        size += len(document)
-        if size > PIECE or len(piece) >= PIECES:
-            ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-            piece, size = [], 0
+    for some in tokenized(documents, tokenizer, PIECES):
+        ids += some
         if len(ids) >= samples * room + HELD_TOKENS:
             break
-    ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
     count = min(samples, _fitted(len(ids) // room, room))
     if count < 1:
         raise InputError(
@@ -300,6 +293,20 @@ def _windows(
         )
     end = count * room
     return torch.tensor(ids[:end]).view(count, room), torch.tensor(ids[end : end + HELD_TOKENS])
+
+
+def tokenized(
+    documents: Iterable[str], tokenizer: Any, count: float = float("inf")
+) -> Iterator[list[int]]:
+    """The tokens of `documents` in pieces of so many characters, and of `count` documents at most."""
+    piece, size = list[str](), 0
+    for document in documents:
+        piece.append(document)
+        size += len(document)
+        if size > PIECE or len(piece) >= count:
+            yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+            piece, size = [], 0
+    yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _fitted(windows: int, room: int) -> int:

@@ -21,10 +21,10 @@ from blr.compressor.text.reading import (
     begun,
     idle_predictions,
     room_in,
+    tokenized,
 )
 
 HELD_MOST = 64  # windows
-PIECE = 1 << 20  # characters tokenized at once
 SEEDS = 1 << 63  # of generators
 PLAIN_READS = 3  # epochs in which windows are read as they are
 
@@ -106,23 +106,12 @@ class Stream:
 def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
     """The tokens [n] (int32) of `documents` one after the other; the first `most`, of which no more
     is read than they take."""
-    found: list[Tensor] = []
-    piece: list[str] = []
-    size = count = 0
-
-    def flush() -> None:
-        ids = tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+    found, count = list[Tensor](), 0
+    for ids in tokenized(documents, tokenizer):
         found.append(torch.tensor(ids, dtype=torch.int32))
-
-    for document in documents:
-        piece.append(document)
-        size += len(document)
-        if size > PIECE:
-            flush()
-            piece, size, count = [], 0, count + len(found[-1])
+        count += len(ids)
         if most is not None and count >= most:
             break
-    flush()
     return torch.cat(found)[:most]
 
 
