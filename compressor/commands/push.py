@@ -18,6 +18,7 @@ from blr.compressor.base.errors import HubError, InputError, UsageError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.regular import check_is_folder, inside, read_json, read_text, refuse
+from blr.compressor.commands.judged import Judged
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.card import read_front, write_front
 from blr.compressor.workspace.manifest import (
@@ -197,7 +198,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    found = fitted(read_json(path, MAX_BYTES), Metrics, path, MEASURE, MEASURED)
+    found = fitted(read_json(path, MAX_BYTES), Judged, path, MEASURE, MEASURED)
     _check_judged(found, path, folder)
     rows = list(_measured(found))
     if not rows:
@@ -206,32 +207,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 
-class Figure(Told):
-    """Of one text."""
-
-    text: str
-    perplexity: float
-
-
-class JudgedOutput(Told):
-    """What was judged."""
-
-    name: str | None = None
-    digest: str | None
-
-
-class Metrics(Told):
-    """What `blr eval --format json` prints."""
-
-    checkpoint: JudgedOutput | None = None
-    text: str = "text"
-    perplexity: float | None = None
-    texts: list[Figure] = Field(default_factory=list)
-    tasks: dict[str, dict[str, float]] = Field(default_factory=dict)
-    spearman: float | None = None
-
-
-def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
+def _check_judged(found: Judged, path: Path, folder: Path) -> None:
     """Raise InputError for figures of another model, where they say of which they are."""
     judged = found.checkpoint
     if judged is not None and judged.digest != computing_digest(folder):
@@ -239,10 +215,9 @@ def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
         raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 
 
-def _measured(found: Metrics) -> Iterator[tuple[str, str, str, float]]:
+def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
     """Task, data, metric and value of everything in a result of `blr eval`."""
-    alone = [] if found.perplexity is None else [Figure(text=found.text, perplexity=found.perplexity)]
-    for row in found.texts or alone:
+    for row in found.perplexities:
         yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
     for task, metrics in found.tasks.items():
         for metric, value in metrics.items():

@@ -19,20 +19,8 @@ from pydantic import (
 from blr.compressor.base.device import Dtype
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.globs import MAX_GLOBS, matches
-from blr.compressor.recipe.field_wording import said_of
-from blr.compressor.recipe.fields import (
-    Bits,
-    CacheFactor,
-    Chain,
-    Factor,
-    Glob,
-    Globs,
-    Heads,
-    Natural,
-    Positive,
-    Share,
-)
-from blr.compressor.recipe.quantize_alone import NONE, stores_alone
+from blr.compressor.recipe import fields
+from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, said_of, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
 
@@ -65,7 +53,7 @@ class _Settings(BaseModel):
 
     rank: Positive | None = None
     blocks: Positive | None = None
-    pattern: Chain | None = None
+    pattern: fields.Chain | None = None
     pivot: bool | None = None
     solver: str | None = None
     rounds: Natural | None = None
@@ -73,7 +61,7 @@ class _Settings(BaseModel):
     group: Group | None = None
     couplings: Couplings | None = None
     base: Base | None = None
-    bpw: Bits | None = None
+    bpw: fields.Bits | None = None
     _former: str | None = PrivateAttr(default=None)  # the method as it was written
 
     @model_validator(mode="wrap")
@@ -93,10 +81,10 @@ class Rule(_Settings):
     counting; without `cf` and `rank` they share the recipe's budget. None takes the recipe's, of what
     belongs to a method where that is its, too."""
 
-    match: Glob
+    match: fields.Glob
     method: Method | None = None
-    cf: Factor | None = None
-    heads: Heads | None = None
+    cf: fields.Factor | None = None
+    heads: fields.Heads | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -114,13 +102,13 @@ class RecipeFields(_Settings):
 
     extends: Annotated[str, Field(min_length=1)] | None = None
     method: Method = "svd"
-    cf: Factor = 2.0
-    heads: Heads = "whole"
+    cf: fields.Factor = 2.0
+    heads: fields.Heads = "whole"
     rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
     include: Globs = []
     exclude: Globs = []
     kv_rank: Positive | None = None
-    kv_cf: CacheFactor | None = None
+    kv_cf: fields.CacheFactor | None = None
     kv_quantize: KvNumbers | None = None
     allocation: Allocation | None = None
     floor: Share = 0.3

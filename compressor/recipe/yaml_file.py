@@ -31,7 +31,7 @@ from ruamel.yaml.events import (
 from blr.compressor.base.errors import InputError, RecipeError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.recipe.field_wording import AGAIN, said_of
+from blr.compressor.recipe.fields import AGAIN, said_of
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16

@@ -18,7 +18,8 @@ from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
 from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.regular import read_end
-from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, OutputReport, read_judgement
+from blr.compressor.commands.judged import Judged
+from blr.compressor.commands.sweep.folder import ANEW, Folder, OutputReport, read_judgement
 from blr.compressor.output.records import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
@@ -199,7 +200,7 @@ class PointChain:
         self.began = time.monotonic()
         return Command(arguments, self._out, self.folder.log(self.name))
 
-    def _keep(self, found: Judgement) -> None:
+    def _keep(self, found: Judged) -> None:
         """Write the record of the point, or note why there can be none, which ends the dense model."""
         try:
             self.folder.write(f"points/{self.name}.json", self._record(found))
@@ -216,11 +217,11 @@ class PointChain:
         ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
         return f"{said[-1] if said else 'it said nothing'} ({ended})"
 
-    def _record(self, found: Judgement) -> dict[str, Any]:
+    def _record(self, found: Judged) -> dict[str, Any]:
         """Raises InputError for what the commands have not written so."""
         if not found.perplexities:
             raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
-        record: dict[str, Any] = {"perplexities": found.perplexities}
+        record: dict[str, Any] = {"perplexities": [text.perplexity for text in found.perplexities]}
         if self.compress is not None:
             output = self.folder.output(self.name)
             report = read_kept(output / REPORT, OutputReport, ANEW, InputError)

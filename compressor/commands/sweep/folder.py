@@ -21,6 +21,7 @@ from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import BlrError, OutputError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.checkpoint.regular import read_start
+from blr.compressor.commands.judged import Figure, Judged
 from blr.compressor.workspace import ownership
 from blr.compressor.workspace.journal import canonical_json, changes
 from blr.compressor.workspace.lock import Lock
@@ -32,7 +33,6 @@ from blr.compressor.workspace.workspace import Workspace
 ABOUT: Literal["sweep of blr"] = "sweep of blr"
 REMEDY = "move it away, or choose another --output"
 ANEW = "remove it, and the point is made again"
-Figure = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 RESULT, PAGE = "sweep.json", "sweep.html"
 LOCK = "sweep.lock"
@@ -67,26 +67,6 @@ class Spent(Kept):
     seconds: Seconds
 
 
-class JudgedText(Told):
-    """What `blr eval --format json` prints of one text."""
-
-    perplexity: Figure
-
-
-class Judgement(Told):
-    """What it prints of one or several; or why it failed."""
-
-    error: str | None = None
-    perplexity: Figure | None = None
-    texts: list[JudgedText] = Field(default_factory=list)
-
-    @property
-    def perplexities(self) -> list[float]:
-        """One a text."""
-        alone = [] if self.perplexity is None else [self.perplexity]
-        return [text.perplexity for text in self.texts] or alone
-
-
 class Totals(Told):
     """Of a report."""
 
@@ -104,12 +84,12 @@ def read_sweep(path: Path) -> SweepNote | None:
     return read_kept(path, SweepNote, REMEDY)
 
 
-def read_judgement(path: Path) -> Judgement:
+def read_judgement(path: Path) -> Judged:
     """What a command has printed to `path`, empty for what cannot be read."""
     try:
-        return read_kept(path, Judgement, "") or Judgement()
+        return read_kept(path, Judged, "") or Judged()
     except BlrError:
-        return Judgement()
+        return Judged()
 
 
 def point_digest(recipe: dict[str, Any], heal: float | None) -> str:

@@ -83,8 +83,7 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
     _refuse_halves(grid)
     plain = (Point(k, "plain", (("method", DENSE), ("quantize", k))) for k in grid.plain)
     bare = [*plain, *_structured(grid), *_corrected(grid)]
-    healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
-    found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
+    found = [_varied(*one) for one in product(bare, grid.heals, grid.seeds or (None,))]
     names = [point.name for point in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
@@ -153,17 +152,14 @@ def _corrected(grid: Grid) -> Iterator[Point]:
         yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
 
 
-def _healed(point: Point, minutes: float) -> Point:
-    if not minutes:
-        return point
-    return Point(f"{point.name}-heal{minutes:g}", f"{point.kind}, healed", point.settings, minutes)
-
-
-def _seeded(point: Point, seed: int | None) -> Point:
-    if seed is None:
-        return point
-    settings = (*point.settings, ("seed", seed))
-    return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
+def _varied(point: Point, minutes: float, seed: int | None) -> Point:
+    """With so many minutes of healing, and a seed."""
+    name, kind, settings = point.name, point.kind, point.settings
+    if minutes:
+        name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"
+    if seed is not None:
+        name, settings = f"{name}-seed{seed}", (*settings, ("seed", seed))
+    return Point(name, kind, settings, minutes, seed)
 
 
 def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
