@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from blr.compressor.healing.output import Packed
     from blr.compressor.healing.sharding import Sharding
     from blr.compressor.healing.state import State
-    from blr.compressor.healing.student_and_teacher import Pair
+    from blr.compressor.healing.student_and_teacher import TrainedPair
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.produce import FolderContents
     from blr.compressor.text.own import OwnText
@@ -119,7 +119,7 @@ class HealRun(FolderRun):
         pair, data = self._train(read)
         return self._contents(pair, data, read) if self.processes.first else None
 
-    def _train(self, read: str) -> tuple[Pair, Data]:
+    def _train(self, read: str) -> tuple[TrainedPair, Data]:
         from blr.compressor.healing.output import round_layers
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
         from blr.compressor.healing.trainer import StatePlace, Trainer
@@ -150,7 +150,7 @@ class HealRun(FolderRun):
         batch_windows(self.options, found, self.processes.device.type == "cuda", self.processes.count)
         return found
 
-    def _whole(self, pair: Pair, how: Any) -> Pair:
+    def _whole(self, pair: TrainedPair, how: Any) -> TrainedPair:
         """A pair that was shared out, whole on the CPU in the first process."""
         import torch
 
@@ -188,12 +188,12 @@ class HealRun(FolderRun):
             return
         import torch
 
-        from blr.compressor.planning.forecast_healing import Crew, predicted, words
+        from blr.compressor.planning.forecast_healing import GpuGroup, predicted, words
 
         room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
-        crew = Crew(self.processes.count, bool(self.options.fsdp), room)
-        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
+        group = GpuGroup(self.processes.count, bool(self.options.fsdp), room)
+        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, group)
         said = words(found, device_name(device), speed=False)
         if not found.fits:
             raise CapabilityError(said)
@@ -253,7 +253,7 @@ class HealRun(FolderRun):
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _contents(self, pair: Pair, data: Data, read: str) -> FolderContents:
+    def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
         from blr.compressor.output.produce import FolderContents
         from blr.compressor.workspace.shards import assign_shards
@@ -267,7 +267,7 @@ class HealRun(FolderRun):
         files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
         return FolderContents(shards, workspace.journal.reader(source), files)
 
-    def _told(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
+    def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, Any]:
         """What the card, the report and the summary tell of the training, in which the blocks' outputs
         weighed `hidden`."""
         state, options = self.state, self.options

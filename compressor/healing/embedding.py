@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blr.compressor.base.errors import InputError
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
 from blr.kernels.training.distance.op import relative_errors
@@ -39,7 +39,7 @@ class Embedding:
     """Σ over sentences of 1 − cosine of the embeddings that `head` makes and `weight` times the
     relative error of the blocks' outputs."""
 
-    def __init__(self, pair: Pair, head: Sentences, weight: float | None) -> None:
+    def __init__(self, pair: TrainedPair, head: Sentences, weight: float | None) -> None:
         self.pair, self.head = pair, head
         self.weight = WEIGHT if weight is None else weight
 

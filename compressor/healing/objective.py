@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.healing.sharding import blocks_of
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
@@ -225,7 +225,7 @@ class Objective:
     """Σ over the tokens of windows [m, w] of what `options` minimize; `idle` positions at a window's
     start do not count."""
 
-    def __init__(self, pair: Pair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
+    def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
         self.teacher = Replies(pair.teacher, probe)
         self.options, self.device, self.idle = options, pair.device, idle

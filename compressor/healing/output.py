@@ -30,7 +30,7 @@ from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading
 from blr.compressor.healing.embedding import PADDING
-from blr.compressor.healing.student_and_teacher import Pair, structured_layers
+from blr.compressor.healing.student_and_teacher import TrainedPair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
@@ -56,7 +56,7 @@ UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, Inde
 
 
 @torch.no_grad()
-def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
+def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
     """Inputs [n, i], on the CPU, of the student's layers in float8 that a token reaches, by name; the
     first of `rows` [m, w] of token ids and padding are read."""
     layers = {name: t.module for name, t in pair.twins.items() if getattr(t.spec, "fp8", False)}
@@ -113,7 +113,7 @@ def make_check(
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
 
 
-def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
+def round_layers(pair: TrainedPair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
     """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8 are
     rounded only now, by what they make of `rows`, and compute with that as `judge` judges them."""
     inputs, packed, late = read_inputs(pair, rows), Packed(), False
@@ -134,7 +134,7 @@ def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], N
 
 
 def store_trained(
-    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
+    pair: TrainedPair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
 ) -> dict[str, TensorEntry]:
     """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has, with
     what was added to them and what is `packed`. Raises NumericsError for values that such a dtype
@@ -161,7 +161,7 @@ def store_trained(
     return found[0]
 
 
-def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
+def _sum(pair: TrainedPair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
     """The stored tensor with its layer's addition; None without one."""
     owner, _, leaf = entry.name.rpartition(".")
     product = product_of(pair.masters, module_names(pair.student, [owner])[owner])
@@ -174,7 +174,7 @@ def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | Non
     return extended(stored, spec, leaf, *product)
 
 
-def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
+def new_specs(pair: TrainedPair, checkpoint: Checkpoint) -> dict[str, Spec]:
     """Specs of the structured layers, by module, whose rank additions have raised."""
     found = {}
     for module, name in module_names(pair.student, checkpoint.specs).items():
@@ -190,7 +190,7 @@ def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
 
 
 @torch.no_grad()
-def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
+def new_errors(pair: TrainedPair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
     """`records` of the layers, by name on disk, with the errors of the healed weights where the
     teacher has such a weight."""
     theirs = dict(pair.teacher.named_modules())
@@ -210,7 +210,7 @@ def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str,
     return found
 
 
-def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
+def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
     """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
     if packed is not None:
         held = {n: t.to(pair.device) for n, t in packed.items()}
@@ -239,7 +239,7 @@ def check_told(checkpoint: Checkpoint) -> None:
 
 def small_files(
     checkpoint: Checkpoint,
-    pair: Pair | None,
+    pair: TrainedPair | None,
     packed: Packed,
     facts: dict[str, Any],
     log: Sequence[Mapping[str, Any]],

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.workspace.journal import Journal
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
@@ -85,7 +85,7 @@ RECORD = TypeAdapter(State)
 
 
 def save_state(
-    journal: Journal, key: str, state: State, pair: Pair, optimizer: Adam, write: bool
+    journal: Journal, key: str, state: State, pair: TrainedPair, optimizer: Adam, write: bool
 ) -> None:
     """Keep all that a resumed run needs. All processes call it where masters are shared out; `write`:
     whether this one writes."""
@@ -102,7 +102,7 @@ def save_state(
 
 
 def load_state(
-    journal: Journal, key: str, pair: Pair
+    journal: Journal, key: str, pair: TrainedPair
 ) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
     """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
     if there is nothing."""
@@ -130,7 +130,7 @@ def _read_state(record: Any) -> State | None:
         return None
 
 
-def _fit(pair: Pair, tensors: dict[str, Tensor]) -> bool:
+def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
     """Whether kept masters and moments are those of what is trained, by name and shape."""
     whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
     for label, tensor in tensors.items():

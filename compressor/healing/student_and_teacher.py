@@ -33,7 +33,7 @@ from blr.compressor.structures.latent import Latent, Plain, Trained
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
-class Pair(TrainedSet):
+class TrainedPair(TrainedSet):
     """Both models in evaluation mode on one device and in one dtype. `trained` is what is trained of
     the student, `places` where that lies on disk, `sentences` how an encoder embeds, `twins` are the
     layers in few bits."""
@@ -152,7 +152,7 @@ def load_pair(
     sentences: Sentences | None = None,
     additions: tuple[int, int] | None = None,
     sharding: Sharding | None = None,
-) -> Pair:
+) -> TrainedPair:
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
     `additions`: rank and seed of what is trained in place of factors; `sharding` shares both models
     out."""
@@ -172,7 +172,7 @@ def load_pair(
         sharding.shard(teacher)  # the student is computed in its dtype
         sharding.shard(student, None if teacher.dtype == torch.float32 else teacher.dtype)
     trained = _trained(student, teacher, chosen, twins)
-    pair = Pair(teacher, student, trained, places, sentences, twins)
+    pair = TrainedPair(teacher, student, trained, places, sentences, twins)
     pair.publish()
     return pair
 

@@ -24,7 +24,7 @@ from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
 from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
@@ -50,8 +50,8 @@ class Trainer(TrainingLoop):
     state: State
 
     def __init__(
-        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: StatePlace,
-        progress: Progress,
+        self, pair: TrainedPair, data: Data, options: HealOptions, processes: Processes,
+        place: StatePlace, progress: Progress,
     ) -> None:  # fmt: skip
         sizes, fused = pair.sizes(processes), pair.device.type == "cuda"
         super().__init__(pair, rounded_rates(options.rate, sizes, pair.shares), "cpu", fused)
@@ -213,7 +213,7 @@ class Trainer(TrainingLoop):
         self.saved = monotonic()
 
 
-def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
+def _objective(pair: TrainedPair, data: Data, options: HealOptions) -> Objective | Embedding:
     if pair.sentences is not None:
         return Embedding(pair, pair.sentences, options.hidden)
     stream = data.parts[0].stream
@@ -278,8 +278,8 @@ class Passes:
     all)."""
 
     def __init__(
-        self, pair: Pair, objective: Objective | Embedding, scored: int, most: int, micro: int | None,
-        progress: Progress,
+        self, pair: TrainedPair, objective: Objective | Embedding, scored: int, most: int,
+        micro: int | None, progress: Progress,
     ) -> None:  # fmt: skip
         self.pair, self.objective, self.scored = pair, objective, scored
         self.most, self.micro, self.progress = most, min(micro or most, most), progress

@@ -46,7 +46,7 @@ def register() -> None:
         ModelRegistry.register_model(name, f"blr.compressor.integrations.vllm_models:{name}")
 
 
-class StructuredConfig(QuantizationConfig):
+class ServedConfig(QuantizationConfig):
     """Says how each layer computes. `layers` is ``config.blr["layers"]``, by names on disk; `merged`
     is a model's `packed_modules_mapping`."""
 
@@ -70,7 +70,7 @@ class StructuredConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> StructuredConfig:
+    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
@@ -79,7 +79,7 @@ class StructuredConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.specs for name in members):
-                return StructuredMethod({name: self.specs.get(name) for name in members})
+                return ServedMethod({name: self.specs.get(name) for name in members})
             return UnquantizedLinearMethod()
         if prefix in self.specs:
             raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
@@ -90,7 +90,7 @@ class StructuredConfig(QuantizationConfig):
         return [f"{parent}.{member}" for member in self.packed_modules_mapping.get(name, [name])]
 
 
-class StructuredMethod(LinearMethodBase):
+class ServedMethod(LinearMethodBase):
     """Computes one layer of vLLM. `members` are its layers on disk, in order; None is a dense one."""
 
     def __init__(self, members: dict[str, Spec | None]) -> None:

@@ -169,12 +169,10 @@ class Assigner:
     def _grouped(self, task: Task) -> Task:
         (o, i), layer, wanted = task.layer.shape, task.layer, task.settings.heads
         width, other = (o, i) if layer.head_side == "out" else (i, o)
-        if wanted == "auto" and task.settings.rank is not None:
-            choice = groups_for_rank(width, other, layer.heads, task.settings.rank)
-            return replace(task, groups=choice.groups, why=choice.reason)
         if wanted == "auto":
+            sides, rank = (width, other, layer.heads), task.settings.rank
             factor = task.settings.cf or self.recipe.cf
-            choice = groups_for_budget(width, other, layer.heads, factor)
+            choice = groups_for_budget(*sides, factor) if rank is None else groups_for_rank(*sides, rank)
             return replace(task, groups=choice.groups, why=choice.reason)
         asked = layer.heads if wanted == "per-head" else int(wanted.removeprefix("grouped:"))
         groups = nearest_grouping(asked, layer.heads, width)

@@ -141,7 +141,7 @@ def masters(spec: Spec) -> int:
 
 
 @dataclass(frozen=True)
-class Crew:
+class GpuGroup:
     """The GPUs of a run: how many, each of `room` bytes (None: those of its kind), and whether both
     models are shared out over them."""
 
@@ -150,24 +150,24 @@ class Crew:
     room: float | None = None
 
 
-ALONE = Crew()
+ALONE = GpuGroup()
 
 
 def forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
     """What fits best: as many windows a pass as do, checkpointing where that is asked for, or fewer
     than `FEW` would fit."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
-    windows = -(-windows // crew.count)
-    crew = replace(crew, room=crew.room or gpu.memory_gb * 1e9)
+    windows = -(-windows // group.count)
+    group = replace(group, room=group.room or gpu.memory_gb * 1e9)
     found = None
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            step = Step(window, windows, micro, kept, options.matches_states)
-            found = _forecast(sizes, specs, step, gpu, crew)
+            step = StepSize(window, windows, micro, kept, options.matches_states)
+            found = _forecast(sizes, specs, step, gpu, group)
             if found.fits:
                 return found
             micro //= 2
@@ -176,7 +176,7 @@ def forecast(
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSize:
     """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs
     alone are `kept`, and whether the outputs of both models' blocks are there (`states`)."""
 
@@ -187,13 +187,15 @@ class Step:
     states: bool
 
 
-def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, crew: Crew) -> Forecast:
+def _forecast(
+    sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, group: GpuGroup
+) -> Forecast:
     tokens, kept = step.micro * step.window, step.kept
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
     inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
     speed = _speed(sizes, specs, step, gpu)
-    teacher, trained = _models(sizes, specs, crew)
+    teacher, trained = _models(sizes, specs, group)
     return Forecast(
         teacher=teacher,
         trained=trained,
@@ -203,14 +205,14 @@ def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, cre
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
         micro=step.micro,
         checkpointing=kept,
-        room=crew.room or 0.0,
-        tokens_per_second=speed * (crew.count * TOGETHER if crew.count > 1 else 1),
-        gpus=crew.count,
-        sharded=crew.sharded,
+        room=group.room or 0.0,
+        tokens_per_second=speed * (group.count * TOGETHER if group.count > 1 else 1),
+        gpus=group.count,
+        sharded=group.sharded,
     )
 
 
-def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu) -> float:
+def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu) -> float:
     """Tokens a second of one GPU: the time of a token's products and bytes, and its part of a step's."""
     products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.reached_tflops * 1e12)
     moved = MOVED * _inside(sizes) * sizes.blocks + LOGIT * sizes.vocabulary
@@ -224,15 +226,15 @@ def _inside(sizes: Sizes) -> float:
     return (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
 
 
-def _models(sizes: Sizes, specs: Mapping[str, Spec], crew: Crew) -> tuple[float, float]:
+def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[float, float]:
     """Bytes of the teacher, and of what is trained with its optimizer."""
     largest = max((masters(s) for s in specs.values() if s.quantized), default=0)
-    if not crew.sharded:
+    if not group.sharded:
         return sizes.parameters * HALF, sizes.trained * TRAINED + largest * ROUNDING
     inside = sizes.parameters - sizes.tables
     whole = 2 * inside / sizes.blocks  # the block that computes, and the next one
-    teacher = (inside / crew.count + whole + sizes.tables) * HALF
-    part = sizes.trained / crew.count * SLICED
+    teacher = (inside / group.count + whole + sizes.tables) * HALF
+    part = sizes.trained / group.count * SLICED
     return teacher, part + 2 * sizes.trained / sizes.blocks * (HALF + SINGLE)
 
 
@@ -266,9 +268,9 @@ def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: in
     """What healing the output of `plan` would take, JSON-ready; `least` are bytes of a GPU that it
     cannot do without."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
-    found = predicted(source, specs, options, gpu, Crew(gpus))
+    found = predicted(source, specs, options, gpu, GpuGroup(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)
-    least = min(predicted(source, specs, window, gpu, Crew(gpus)).total, found.total)
+    least = min(predicted(source, specs, window, gpu, GpuGroup(gpus)).total, found.total)
     trained = sum(masters(spec) for spec in specs.values())
     beside = {"least": least, "host": HOST_BYTES + SINGLE * trained}
     stored = sum(entry.nbytes for entry in source.entries.values())
@@ -284,7 +286,7 @@ def _beside(sizes: Mapping[str, float]) -> str:
 
 
 def predicted(
-    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
     """As `forecast`, for the dense model in `source`; where it does not fit several GPUs, shared out
     over them, unless `options` forbid it or some layer is packed."""
@@ -294,11 +296,11 @@ def predicted(
     if options.lora:
         added = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
         sizes = replace(sizes, trained=added)
-    found = forecast(sizes, specs, options, gpu, crew)
-    open_ = crew.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
+    found = forecast(sizes, specs, options, gpu, group)
+    open_ = group.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
     if found.fits or not open_:
         return found
-    return forecast(sizes, specs, options, gpu, replace(crew, sharded=True))
+    return forecast(sizes, specs, options, gpu, replace(group, sharded=True))
 
 
 def words(found: Forecast, gpu: str, speed: bool = True) -> str:
