@@ -51,7 +51,6 @@ class Push:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
         return sum(sizes)
 
@@ -234,7 +233,6 @@ def _lacks(front: dict[str, Any]) -> Iterator[str]:
 
 
 def printed(push: Push) -> dict[str, Any]:
-    """For the command's result."""
     return {
         "repository": push.repository,
         "files": len(push.files),

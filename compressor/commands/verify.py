@@ -24,7 +24,6 @@ def verify_output(folder: Path) -> dict[str, Any]:
 
 
 def verify_text(result: dict[str, Any]) -> str:
-    """`verify_output` in a line."""
     if "saved" in result:
         return (
             f"{result['output']}: {result['saved']}, which leaves no digests to compare: "

@@ -59,7 +59,6 @@ class Work:
 
     @property
     def target(self) -> torch.device:
-        """The device to compute on."""
         return self.processes.device
 
     def missing(self, keys: list[str]) -> list[str]:
@@ -154,7 +153,6 @@ def layer_seed(seed: int, module: str) -> int:
 
 
 def _layer(work: Work, job: LayerJob, key: str) -> None:
-    """Factorize one layer into the journal."""
     with layer_errors(job):
         tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
     work.journal.store(key, tensors, record)

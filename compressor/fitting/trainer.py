@@ -115,7 +115,6 @@ class CapturedPasses(Captured):
 
 
 def forget(tensors: Iterable[Tensor]) -> None:
-    """Drop their gradients."""
     for tensor in tensors:
         tensor.grad = None
 
@@ -147,7 +146,6 @@ class TrainedSet:
         self.banks.collect()
 
     def forget(self) -> None:
-        """Drop all gradients."""
         forget((*self.parameters, *self.masters.values()))
 
     @torch.no_grad()

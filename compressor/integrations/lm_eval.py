@@ -37,7 +37,6 @@ class Scores:
 
 
 def check_installed() -> None:
-    """Raise CapabilityError where lm_eval is not installed."""
     check_packages("--tasks", "lm_eval", extra="eval")
 
 

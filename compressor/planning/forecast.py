@@ -116,7 +116,6 @@ class Room:
 
 
 def room(work: Compression, gpus: int = 1) -> Room:
-    """Of a run on so many GPUs."""
     largest = max((_fit(layer, work.calibrated) for layer in work.plan.layers), default=0.0)
     block = work.bytes / work.sizes.blocks
     if not work.calibrated:

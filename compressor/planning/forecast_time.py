@@ -99,7 +99,6 @@ class Compression:
 
     @cached_property
     def batch_tokens(self) -> int:
-        """Of one batch."""
         return min(BATCH, self.recipe.samples) * self.recipe.seq_len
 
     @cached_property
@@ -119,7 +118,6 @@ class Compression:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether any are stored in few bits."""
         return any(spec.quantized for spec in self.specs)
 
     @cached_property
@@ -156,7 +154,6 @@ class Compression:
         return self.batches - held
 
     def layer_seconds(self, layer: PlannedLayer) -> float:
-        """Of one layer's fit."""
         spec, plain = layer.spec, layer.spec.plain
         products = 0 if isinstance(plain, DenseSpec) else 2 * predicted_cost(spec, self.calibrated)
         least = float(EACH)
@@ -186,7 +183,6 @@ def phases(work: Compression) -> dict[str, float]:
 
 
 def _streamed(work: Compression) -> float:
-    """Bytes that are read and written."""
     after = sum(layer.bits for layer in work.plan.layers) // 8
     stored = sum(entry.nbytes for entry in work.source.entries.values())
     known = max(stored, work.bytes + 2 * work.sizes.tables)

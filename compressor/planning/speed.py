@@ -64,7 +64,6 @@ def _decoded(spec: Spec, gpu: Gpu) -> float:
 
 
 def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
-    """Microseconds of a dense one."""
     return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 

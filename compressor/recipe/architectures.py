@@ -62,7 +62,6 @@ def find_family(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All shipped families, by name."""
     folder = files("blr.configs")
     names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
     tables = ((name.removesuffix(".yaml"), read_config_table(name)) for name in names)

@@ -100,7 +100,6 @@ class HealOptions(RunSettings):
 
     @property
     def files(self) -> list[str]:
-        """The user's texts."""
         return [name for name in self.data if name != SELF]
 
     @property

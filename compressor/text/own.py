@@ -97,7 +97,6 @@ def write_own_text(
 
 
 def _is_kept(journal: Journal, key: str, fits: Callable[[Tensor], bool]) -> bool:
-    """Whether `journal` holds a batch under `key`."""
     found = journal.load(key)
     return found is not None and "ids" in found[0] and fits(journal.tensors(key)["ids"])
 

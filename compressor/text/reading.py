@@ -124,7 +124,6 @@ def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
 
 
 def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
-    """SHA-256 of tokens and masks."""
     digest = hashlib.sha256()
     for batch, mask in zip(batches, masks, strict=True):
         digest.update(batch.numpy().tobytes() + mask.numpy().tobytes())

@@ -144,5 +144,4 @@ def interleaved(parts: list[Tensor]) -> Tensor:
 
 
 def digest(tokens: Tensor) -> str:
-    """SHA-256 of token ids."""
     return hashlib.sha256(tokens.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()

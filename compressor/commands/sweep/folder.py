@@ -275,7 +275,6 @@ class Folder:
         return 0.0 if found is None else found.seconds
 
     def spend(self, name: str, seconds: float) -> None:
-        """Keep them."""
         self.write(f"logs/{name}.spent.json", {"seconds": seconds})
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -50,18 +50,15 @@ class Point:
 
     @property
     def plain(self) -> bool:
-        """Whether it is quantization alone."""
         return ("method", DENSE) in self.settings
 
     @property
     def options(self) -> list[str]:
-        """Of `blr compress`."""
         found = [part for setting in self.settings for part in _option(*setting)]
         return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
 
 
 def _option(name: str, value: Any) -> list[str]:
-    """A setting as it is typed."""
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
