@@ -194,7 +194,10 @@ class Factor:
 
     def dense(self, *stored: Tensor) -> Tensor:
         """The dense tensor of what is stored; of float factors a view."""
-        matrix = STORAGES[self.storage].read(self, *stored)
+        return self.arranged(STORAGES[self.storage].read(self, *stored))
+
+    def arranged(self, matrix: Tensor) -> Tensor:
+        """The same of the matrix that is stored."""
         if not self.axes:
             return matrix
         if self.tile:
