@@ -213,7 +213,7 @@ class CompressRun(FolderRun):
             ),
         )
 
-    def facts(self, read: str) -> dict[str, Any]:
+    def facts(self, read: str) -> dict[str, object]:
         return {**self.made, "input_sha256": read}
 
     def _fit(self, read: str) -> Fitted:
@@ -236,10 +236,11 @@ class CompressRun(FolderRun):
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Weights are not in it: each layer's key covers its own, or all where statistics depend on
         them."""
         from blr.compressor.base.device import pick_device
+        from blr.compressor.text.reading import calibration_digest
 
         settings, device = self.settings, pick_device(self.settings.device).type
         return {
@@ -249,7 +250,7 @@ class CompressRun(FolderRun):
             "max_shard_size": settings.max_shard_size,
             "device": device,
             "threads": settings.threads if device == "cpu" else None,
-            "calibration": _calibration(settings),
+            "calibration": None if (text := settings.calibration) is None else calibration_digest(text),
             "heal": settings.heal,
             "versions": versions(),
         }
@@ -305,11 +306,3 @@ class CompressRun(FolderRun):
         spent = self.progress.spent
         rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
         return {what: round(time, 1) for what, time in (spent | rest).items()}
-
-
-def _calibration(settings: Settings) -> str | None:
-    if settings.calibration is None:
-        return None
-    from blr.compressor.text.reading import calibration_digest
-
-    return calibration_digest(settings.calibration)

@@ -51,7 +51,7 @@ class Spearman:
     pairs: int
 
 
-def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, Any]:
+def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
     """What `asked` says of the model in `folder`, JSON-ready; what is read is checked before the
     model."""
     pairs = read_pairs(asked.sts) if asked.sts else []
@@ -77,7 +77,7 @@ def _of_texts(
     model: Any, tokenizer: Any, tokens: list[Tensor], asked: EvalSettings, progress: Progress
 ) -> dict[str, Any]:
     """The result on one text, or those on several."""
-    size = asked.window or fitting_window(model, USUAL_WINDOW)
+    size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
     begins = beginning_of(tokenizer)
     how = size, asked.stride or size, asked.batch, progress, begins
     counted = _counted(size, asked.stride, tokenizer.convert_ids_to_tokens(list(begins)))
@@ -105,11 +105,6 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip:
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     return torch.tensor(ids)
-
-
-def fitting_window(model: Any, most: int) -> int:
-    """`most` tokens, or as many as the model has positions for."""
-    return min(most, context_of(model.config.to_dict()))
 
 
 @torch.inference_mode()
@@ -247,7 +242,12 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def embed(
-    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress, head: Sentences
+    model: Any,
+    tokenizer: Any,
+    sentences: list[str],
+    batch: int,
+    progress: Progress,
+    head: Sentences,
 ) -> Tensor:
     """Sentence embeddings [n, d] as `head` pools them, computed in batches of similar length."""
     order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))

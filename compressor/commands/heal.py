@@ -203,14 +203,14 @@ class HealRun(FolderRun):
         self.options = replace(self.options, checkpointing=kept, fsdp=shared, micro=micro)
 
     @contextmanager
-    def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+    def _tracked(self) -> Iterator[Callable[[dict[str, object]], None]]:
         """What is told of every logged line."""
         from blr.compressor.healing.tracking import Tracking
 
         name = self.options.track if self.processes.first else None
         tracking = Tracking(name or "", self.workspace.output.name, self.progress)
 
-        def tell(line: dict[str, Any]) -> None:
+        def tell(line: dict[str, object]) -> None:
             self._tell(line)
             tracking.log(line)
 
@@ -267,7 +267,7 @@ class HealRun(FolderRun):
         files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
         return FolderContents(shards, workspace.journal.reader(source), files)
 
-    def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, Any]:
+    def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
         """What the card, the report and the summary tell of the training, in which the blocks' outputs
         weighed `hidden`."""
         state, options = self.state, self.options
@@ -287,7 +287,7 @@ class HealRun(FolderRun):
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 
-    def facts(self, read: str) -> dict[str, Any]:
+    def facts(self, read: str) -> dict[str, object]:
         try:
             earlier = read_manifest(self.checkpoint.source.folder)
         except OutputError:  # one without its manifest
@@ -311,7 +311,7 @@ class HealRun(FolderRun):
         written = own_tokens(self.options, self._read(), self._parameters(), gpu)
         return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Without the number of processes."""
         from blr.compressor.healing.data import text_digests
 

@@ -74,7 +74,7 @@ def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
     return records | {name: _record(name, spec) for name, spec in packed.items()}
 
 
-def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _record(name: str, spec: dict[str, object]) -> dict[str, object]:
     return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
 
 
@@ -106,7 +106,7 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     }
 
 
-def _check_said(name: str, record: dict[str, Any]) -> None:
+def _check_said(name: str, record: dict[str, object]) -> None:
     kind, notes = record["type"], record["notes"]
     for error in (record["error"], record.get("weighted_error")):
         measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)

@@ -177,7 +177,7 @@ class Account(Told):
     input_sha256: str | None = None
 
 
-def _made(manifest: dict[str, Any], path: Path) -> str:
+def _made(manifest: dict[str, object], path: Path) -> str:
     """The command that makes the folder again, and with what. Raises InputError for an account that
     no `blr` has written."""
     told = {name: value for name, value in manifest.items() if value is not None}
@@ -192,7 +192,7 @@ def _made(manifest: dict[str, Any], path: Path) -> str:
     return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
 
 
-def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
+def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]:
     """The `model-index` of a card: what `blr eval` measured of `folder`, in the hub's terms."""
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -225,14 +225,14 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
         yield "sentence-similarity", "sts", "spearman", found.spearman
 
 
-def _lacks(front: dict[str, Any]) -> Iterator[str]:
+def _lacks(front: dict[str, object]) -> Iterator[str]:
     """What the hub, or a licence, wants said and the card does not say."""
     for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
         if not front.get(key):
             yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
 
 
-def printed(push: Push) -> dict[str, Any]:
+def printed(push: Push) -> dict[str, object]:
     return {
         "repository": push.repository,
         "files": len(push.files),

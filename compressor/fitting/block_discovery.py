@@ -81,7 +81,7 @@ def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
     last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
 
     def run(part: Tensor) -> Tensor:
-        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        def passed(number: int, entering: Tensor, positional: object, named: object) -> object:
             return model.handing(part if number == last else entering)
 
         ids = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
@@ -162,7 +162,7 @@ class _Seen:
         ):
             self.output = run_block(block, state, batch)
 
-    def _enter(self, name: str, given: Any) -> None:
+    def _enter(self, name: str, given: object) -> None:
         if isinstance(given, Tensor):
             self.inputs.append((name, given))
 

@@ -171,8 +171,8 @@ def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
 def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
     """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
 
-    def stand_in(number: int) -> Callable[..., Any]:
-        def forward(*positional: Any, **named: Any) -> Any:
+    def stand_in(number: int) -> Callable[..., object]:
+        def forward(*positional: object, **named: object) -> object:
             return run(number, parted(positional, named)[0], positional, named)
 
         return forward
@@ -193,11 +193,11 @@ def watched(
     """Meanwhile, whenever one of `modules` runs, `enter` is told its name and first positional input,
     and `leave` what it gives."""
 
-    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before(name: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
         if enter is not None and inputs:
             enter(name, inputs[0])
 
-    def behind(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def behind(name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if leave is not None:
             leave(name, output)
 

@@ -74,7 +74,7 @@ class BlockModel:
         self.handing: Handing = lambda hidden: hidden
         self.sample: Batch | None = None
         self.width = PROBE
-        self.plain = bool(family.groups) or self._norm() is not None
+        self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
 
     def __len__(self) -> int:
@@ -163,8 +163,9 @@ class BlockModel:
 
     def run(self, arguments: dict[str, Tensor]) -> Any:
         """What the model gives, without a cache and without advice."""
+        cache = {"use_cache": False} if self.model.can_generate() else {}
         with quiet_transformers():
-            return self.model(**arguments, **_without_cache(self.model))
+            return self.model(**arguments, **cache)
 
     def _entering(self, arguments: dict[str, Tensor]) -> tuple[Tensor, list[Arguments]]:
         """The states that enter the first block, and what every block is given beside its states."""
@@ -194,17 +195,15 @@ class BlockModel:
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """What lies beside the blocks and behind them: the last norm, and OPT's projection."""
-        norm, project = self._norm(), getattr(self._beside(), "project_out", None)
-        hidden = hidden if norm is None else norm(hidden)
-        return hidden if project is None else project(hidden)
+        for part in self._behind():
+            hidden = part(hidden)
+        return hidden
 
-    def _beside(self) -> nn.Module:
-        return self.model.get_submodule(self.path.rpartition(".")[0])
-
-    def _norm(self) -> Any:
-        """The last norm, None where there is none."""
-        beside = self._beside()
-        return next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
+    def _behind(self) -> list[nn.Module]:
+        """The last norm and the projection behind it, as far as there are such."""
+        beside = self.model.get_submodule(self.path.rpartition(".")[0])
+        norm = next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
+        return [part for part in (norm, getattr(beside, "project_out", None)) if part is not None]
 
     @cached_property
     def _converted(self) -> Parts | None:
@@ -265,7 +264,3 @@ def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
             if buffer is not None and buffer.device.type != "meta":
                 setattr(part, name, buffer.to(device))
     return module
-
-
-def _without_cache(model: Any) -> dict[str, Any]:
-    return {"use_cache": False} if model.can_generate() else {}

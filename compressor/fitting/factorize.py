@@ -119,7 +119,7 @@ class LayerJob:
         )
 
 
-def machine(device: torch.device) -> list[Any]:
+def machine(device: torch.device) -> list[object]:
     """What of a device the bits of results depend on."""
     return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
@@ -168,7 +168,7 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
     return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
-def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Fit one layer to its stored `weight`: factors as stored, on the CPU, and the record, with the
     error of what is stored."""
     work = moved(weight, job.device, working_dtype(job.device))
@@ -187,8 +187,8 @@ def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[st
 
 
 def keep_factors(
-    job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, object]
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Round fitted factors (packed ones are as they are) to the dtype they are stored in, on the CPU,
     and add type, spec, error and bits a weight to the layer's `record`."""
     spec, dtype = job.planned.spec, job.stored_dtype(weight)

@@ -144,7 +144,10 @@ class Refitting(TrainingLoop):
         def part(at: int) -> dict[str, Tensor]:
             if parts > 1 or not self._replayed(n, student, target):
                 self._part(batch, student, target, windows[at], batch.tokens)
-            return {"all": torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])}
+            found = [(p, p.grad) for p in self.parameters]
+            return {
+                "all": torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in found])
+            }
 
         total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -189,10 +192,6 @@ class Refitting(TrainingLoop):
         if self.root is not None:
             missed = missed @ self.root
         return missed.square().sum() / tokens
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:

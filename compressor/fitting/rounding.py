@@ -176,9 +176,10 @@ def quantize_factors(
         exact = even_columns(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
     back = dict(indices)
-    for name in _turns(spec):
+    solved = LAST if _is_solved(spec) else None  # comes last
+    for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
-        if name == LAST and _is_solved(spec):
+        if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
         elif metric is not None and isinstance(spec.of, PivotedSpec):
             rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
@@ -236,11 +237,6 @@ def _is_solved(spec: QuantizedSpec) -> bool:
     return known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
 
 
-def _turns(spec: QuantizedSpec) -> list[str]:
-    """The factors as they are rounded."""
-    return sorted(spec.shapes(), key=lambda name: name == LAST and _is_solved(spec))
-
-
 def _solved(
     spec: QuantizedSpec,
     rounded: dict[str, Tensor],
@@ -284,9 +280,7 @@ def _float8(
     apart = costs.order.dim() == matrix.dim()
     rows = matrix.unflatten(-2, (costs.order.shape[-2], -1)) if apart else matrix
     found = [t.flatten(-3, -2) if apart else t for t in round_fp8(rows, costs, spec.group, dtype)]
-    stored = dict(zip(stored_names(name), found, strict=True))
-    check_scales(name, stored)
-    return stored
+    return _checked(name, dict(zip(stored_names(name), found, strict=True)))
 
 
 def _by_compensation(
@@ -302,8 +296,7 @@ def _by_compensation(
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
-    check_scales(name, stored)
-    return stored, found.latent
+    return _checked(name, stored), found.latent
 
 
 def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor | None:
@@ -317,12 +310,10 @@ def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor |
 def _pack(
     spec: QuantizedSpec, name: str, factor: Tensor, dtype: torch.dtype, costs: Tensor | None = None
 ) -> dict[str, Tensor]:
-    stored = pack_factor(spec, name, factor, dtype, costs)
-    check_scales(name, stored)
-    return stored
+    return _checked(name, pack_factor(spec, name, factor, dtype, costs))
 
 
-def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
+def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Raise NumericsError for scales of a factor that are not finite."""
     for tensor in stored.values():
         if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
@@ -330,6 +321,7 @@ def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
                 f"scales of {name} are not finite in {tensor.dtype}; take a model in bfloat16 or "
                 "float32, or leave the layer out"
             )
+    return stored
 
 
 def _square(tensor: Tensor) -> float:

@@ -161,7 +161,10 @@ class SensitivitySweep:
                 weight = block.get_parameter(f"{name}.weight").double()
                 weight = weight.mT if model.family.transposed else weight
                 gram = sums[group.modules[0], "in"]
-                mine[stored] = _named_curve(stored, weight, gram, sums[name, "out"])
+                try:
+                    mine[stored] = curve(weight, gram, sums[name, "out"])
+                except NumericsError as error:
+                    raise NumericsError(f"{stored}: {error}") from error
         if kept:
             self.work.journal.store(self.keys[index], kept, {})
         self.curves |= self.processes.merged(mine)
@@ -209,13 +212,6 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     below = logits.softmax(-1).cumsum(-1)
     chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-
-
-def _named_curve(module: str, weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    try:
-        return curve(weight, gram, output)
-    except NumericsError as error:
-        raise NumericsError(f"{module}: {error}") from error
 
 
 def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class CapturedPasses(Captured):
     memory that the next replay writes to. Raises RuntimeError where no graph can hold them."""
 
     def __init__(
-        self, passes: Callable[..., Any], parameters: Sequence[nn.Parameter], *inputs: Tensor
+        self, passes: Callable[..., object], parameters: Sequence[nn.Parameter], *inputs: Tensor
     ) -> None:
         self.parameters = parameters
         with own_stream():  # libraries set themselves up in the first passes

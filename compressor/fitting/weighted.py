@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ class Outputs:
 
 def fit_weighted(
     job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (`metric_for`, or
     None). Returns what is stored, on the CPU, with latent numbers, and the record, with
     `weighted_error`, the relative error of the outputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
@@ -76,7 +76,7 @@ class State(Best):
         merits = self.before, self.best_merits
         return all(found.keys() == set(names) for found in merits) and bool(self.log and self.values)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """All but the tensors, JSON-ready."""
         return {name: value for name, value in vars(self).items() if name != "values"}
 
@@ -122,7 +122,7 @@ def load_state(
     return state, pair.parted(_named(tensors, MASTER)), moments
 
 
-def _read_state(record: Any) -> State | None:
+def _read_state(record: object) -> State | None:
     """A record as a state, None for one that this version has not written."""
     try:
         return RECORD.validate_json(json.dumps(record))

@@ -24,7 +24,7 @@ class Tracking:
         self.name, self.title, self.progress = name, title, progress
         self.tracker = self._made() if name else None
 
-    def _made(self) -> Any:
+    def _made(self) -> object:
         check_tracker(self.name)
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -68,7 +68,7 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
     return _scores(found, lm_eval.__version__)
 
 
-def _manager(names: list[str], path: Path | None) -> Any:
+def _manager(names: list[str], path: Path | None) -> object:
     """What finds the tasks; those of the harness, a long list, only if `path` has not all."""
     from lm_eval.tasks import TaskManager
 

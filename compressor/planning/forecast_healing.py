@@ -90,7 +90,7 @@ class Forecast:
 
 
 def sizes_of(
-    config: Mapping[str, Any], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
+    config: Mapping[str, object], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
 ) -> Sizes:
     """Of the dense model with `config`, whose layers `specs` replace; `stored` parameters are in its
     files."""
@@ -323,10 +323,6 @@ def words(found: Forecast, gpu: str, speed: bool = True) -> str:
         return f"healing does not fit: {need}; {REMEDY}"
     how = " with --fsdp" if found.sharded else ""
     how += (" and" if how else " with") + " --checkpointing" if found.checkpointing else ""
-    told = f", {_pace(found.tokens_per_second)} tokens/s (predicted)" if speed else ""
+    pace, over = found.tokens_per_second, f"over {FASTEST:,.0f}"  # nobody has measured smaller models
+    told = f", {f'about {pace:,.0f}' if pace <= FASTEST else over} tokens/s (predicted)" if speed else ""
     return f"healing{how}: {need}, {found.micro} windows a pass{told}"
-
-
-def _pace(speed: float) -> str:
-    """Tokens a second, where a model is not so small that nobody has measured it."""
-    return f"about {speed:,.0f}" if speed <= FASTEST else f"over {FASTEST:,.0f}"

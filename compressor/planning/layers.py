@@ -67,7 +67,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             "(SqueezeBERT's are convolutions, I-BERT's of a kind of their own)"
         )
     if kept := [layer.entry for layer in layers if not layer.entry.is_float]:
-        notes.append(_untouched(kept))
+        dtypes = ", ".join(sorted({entry.dtype for entry in kept}))
+        notes.append(
+            f"{len(kept)} weights stored as {dtypes} are copied untouched, not compressed, "
+            f"from {kept[0].name} on"
+        )
         if len(kept) == len(layers):
             raise InputError(
                 f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
@@ -84,10 +88,11 @@ def _family(source: Source, notes: list[str]) -> Family:
     """The one that lists the model type, or what the model that transformers builds has of layers."""
     if found := find_family(source.model_type):
         return found
-    if source.library is DIFFUSERS:
+    if source.library is DIFFUSERS:  # its classes begin with a capital letter
+        known = sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
         raise InputError(
             f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
-            f"of diffusers that has one: {', '.join(_known())}"
+            f"of diffusers that has one: {', '.join(known)}"
         )
     from blr.compressor.loading.discover import discover_family
 
@@ -99,25 +104,12 @@ def _family(source: Source, notes: list[str]) -> Family:
     return found
 
 
-def _known() -> list[str]:
-    """Classes of diffusers that have a table: alone they begin with a capital letter."""
-    return sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
-
-
 def _experts(source: Source, layers: list[Layer]) -> float:
     """The share of the parameters that are experts' and in no layer."""
     found = {layer.entry.name for layer in layers}
     entries = source.entries.values()
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in found]
     return sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1)
-
-
-def _untouched(entries: list[TensorEntry]) -> str:
-    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
-    return (
-        f"{len(entries)} weights stored as {dtypes} are copied untouched, not compressed, "
-        f"from {entries[0].name} on"
-    )
 
 
 def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:

@@ -112,8 +112,11 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
 
 def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     """`recipe` with one of `_storages`. Raises UsageError where a rule has no use for such a one."""
+    solver = {"solver", "rounds"} if settings["method"] == DENSE else set()  # none fits plain weights
+    left = {"tokens_per_second", "method", *PACED} | solver
+    given = recipe.model_dump(exclude_unset=True)
     try:
-        return make_recipe(**_without(recipe, settings["method"]), **settings)
+        return make_recipe(**{n: value for n, value in given.items() if n not in left}, **settings)
     except UsageError as error:
         wanted = recipe.tokens_per_second
         raise UsageError(
@@ -121,14 +124,7 @@ def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
         ) from None
 
 
-def _without(recipe: Recipe, method: str) -> dict[str, Any]:
-    """What it says beside the speed, for another `method`: plain weights are fitted by no solver."""
-    given = recipe.model_dump(exclude_unset=True)
-    left = {"tokens_per_second", "method", *PACED} | ({"solver", "rounds"} if method == DENSE else set())
-    return {name: value for name, value in given.items() if name not in left}
-
-
-def _storages(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _storages(recipe: Recipe) -> Iterator[dict[str, object]]:
     """By falling bits."""
     yield {"method": DENSE, "quantize": "int8"}
     yield {"method": DENSE, "quantize": "int4"}

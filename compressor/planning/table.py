@@ -119,7 +119,7 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
 
 
-def _sizes(result: dict[str, Any]) -> str:
+def _sizes(result: dict[str, object]) -> str:
     asked = f" (asked for {result['requested_cf']:g})" if result["requested_cf"] else ""
     return f"cf {result['cf']:.3f}{asked}, {result['bits']:.3f} bits a weight"
 

@@ -48,7 +48,7 @@ STRUCTURED = frozenset(
 )
 
 
-def stores_alone(data: Mapping[str, Any]) -> bool:
+def stores_alone(data: Mapping[str, object]) -> bool:
     """Whether the settings of a recipe name `quantize`, and neither a structure nor a size; nor do its
     rules, beside the methods of their own."""
     rules = data.get("rules")

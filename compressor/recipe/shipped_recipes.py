@@ -27,7 +27,7 @@ BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under anot
 
 
 def load_recipe(
-    recipe: Recipe | str | Path | None, overrides: Mapping[str, Any] | None = None
+    recipe: Recipe | str | Path | None, overrides: Mapping[str, object] | None = None
 ) -> Recipe:
     """The resolved recipe of a name or path, with `overrides` on top, which also replace the same
     settings of its rules, but for layers that a rule keeps dense. Another method takes pattern,
@@ -100,7 +100,7 @@ def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, Any]:
+def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, object]:
     """The data of a recipe with everything it extends merged in; each file's keys are checked."""
     where = path.resolve()
     if where in seen or len(seen) >= MAX_CHAIN:
@@ -134,7 +134,7 @@ def _parent(path: Path, file: RecipeFile, parent: str) -> Path:
     return path.parent / target
 
 
-def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
+def _checked(file: RecipeFile, data: dict[str, object]) -> Recipe:
     """`data` as a recipe: errors left now are of settings that do not fit together."""
     try:
         return Recipe.model_validate(data)
@@ -142,7 +142,9 @@ def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
         raise RecipeError(explain(file, error, Recipe)) from None
 
 
-def _overridden(rule: Mapping[str, Any], default: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _overridden(
+    rule: Mapping[str, object], default: str, overrides: Mapping[str, object]
+) -> dict[str, object]:
     """A rule without what the command line decides; `default` is the recipe's own method."""
     if rule.get("method") == DENSE:
         return dict(rule)

@@ -85,7 +85,7 @@ def shipped_gpus() -> list[str]:
     return sorted(path.stem for path in shipped_table("any").parent.glob("*.yaml"))
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
+def read_table(path: Path) -> list[dict[str, object]]:
     """The rules in `path` as plain data; [] when there is no such file. Raises RecipeError for no
     table."""
     if not os.path.exists(path):
@@ -94,7 +94,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     return [rule.model_dump(exclude_none=True, exclude_defaults=True) for rule in table.rules]
 
 
-def measured_rules(gpu: str) -> list[dict[str, Any]]:
+def measured_rules(gpu: str) -> list[dict[str, object]]:
     """Rules for a GPU, the user's before the shipped ones; a table of the user that cannot be read is
     a warning."""
     rules = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
@@ -217,11 +217,11 @@ class PointChain:
         ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
         return f"{said[-1] if said else 'it said nothing'} ({ended})"
 
-    def _record(self, found: Judged) -> dict[str, Any]:
+    def _record(self, found: Judged) -> dict[str, object]:
         """Raises InputError for what the commands have not written so."""
         if not found.perplexities:
             raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
-        record: dict[str, Any] = {"perplexities": [text.perplexity for text in found.perplexities]}
+        record: dict[str, object] = {"perplexities": [text.perplexity for text in found.perplexities]}
         if self.compress is not None:
             output = self.folder.output(self.name)
             report = read_kept(output / REPORT, OutputReport, ANEW, InputError)

@@ -92,14 +92,14 @@ def read_judgement(path: Path) -> Judged:
         return Judged()
 
 
-def point_digest(recipe: dict[str, Any], heal: float | None) -> str:
+def point_digest(recipe: dict[str, object], heal: float | None) -> str:
     """SHA-256 of what makes a point of a model: its recipe, but for the GPU that times are predicted
     for, and its minutes of healing."""
     asked = {name: value for name, value in recipe.items() if name != "gpu"}
     return hashlib.sha256(canonical_json([asked, heal or None])).hexdigest()
 
 
-def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
+def is_made(output: Path, digest: str, common: dict[str, object]) -> bool:
     """Whether `output` is, by its manifest, what a sweep with these settings makes of the point with
     this `digest`."""
     try:
@@ -124,7 +124,7 @@ class Folder:
     `points` are those of this run with their digests; that of the dense model is empty."""
 
     def __init__(
-        self, path: Path, common: dict[str, Any], points: Mapping[str, str] | None = None
+        self, path: Path, common: dict[str, object], points: Mapping[str, str] | None = None
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.common = json.loads(json.dumps(common))
@@ -193,7 +193,7 @@ class Folder:
         if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
             ownership.in_the_way(path, OTHERS)
 
-    def _is_own(self, name: str, digest: str, common: dict[str, Any] | None = None) -> bool:
+    def _is_own(self, name: str, digest: str, common: dict[str, object] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
     def _clear(self, earlier: SweepNote) -> None:
@@ -245,7 +245,7 @@ class Folder:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
 
-    def _differs(self, found: dict[str, Any]) -> NoReturn:
+    def _differs(self, found: dict[str, object]) -> NoReturn:
         raise OutputError(
             f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
             "again with those, choose another --output, or pass --restart to begin it anew"
@@ -281,7 +281,7 @@ class Folder:
         """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
         self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
 
-    def write(self, name: str, content: dict[str, Any] | str) -> None:
+    def write(self, name: str, content: dict[str, object] | str) -> None:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         write_stream(self.path / name, [text.encode()])

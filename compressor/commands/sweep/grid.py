@@ -58,7 +58,7 @@ class Point:
         return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
 
 
-def _option(name: str, value: Any) -> list[str]:
+def _option(name: str, value: object) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
@@ -69,7 +69,7 @@ def _shown(number: float) -> str:
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
-def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
+def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[Point, Recipe]:
     """Every point with its recipe, plain quantization first; `common` are settings of all that have a
     use for them. Raises UsageError: settings that do not fit or are of no use, a point twice, or
     none."""
@@ -112,7 +112,7 @@ def _refuse_halves(grid: Grid) -> None:
         )
 
 
-def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: bool) -> None:
+def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
     """Raise UsageError for a setting that no point has a use for."""
     recipes = [make_recipe(**common | dict(point.settings)) for point in points]
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
@@ -121,7 +121,7 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: 
             refuse(name, common[name], unused[0][name])
 
 
-def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
+def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
     """Its settings, with those of all that it has a use for."""
     own = dict(point.settings)
     unused = idle(make_recipe(**common | own), common, calibrated=True)
@@ -136,7 +136,7 @@ def _structured(grid: Grid) -> Iterator[Point]:
         yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
 
 
-def _form(method: str) -> tuple[tuple[str, Any], ...]:
+def _form(method: str) -> tuple[tuple[str, object], ...]:
     """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
     plain = method.removesuffix(PIVOT)
     return (("method", plain), *((("pivot", True),) if plain != method else ()))
@@ -173,7 +173,7 @@ def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple
         raise UsageError(f"{option} {found}: expected {wanted} with commas between") from None
 
 
-def common_options(common: dict[str, Any], point: Point) -> Sequence[str]:
+def common_options(common: dict[str, object], point: Point) -> Sequence[str]:
     """`common` settings as options of `blr compress`."""
     found: list[str] = []
     for name, value in _fitting(point, common).items():

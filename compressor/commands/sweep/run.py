@@ -61,7 +61,8 @@ def sweep(
     progress.loading()
     progress.expect(READING, SWEEPING)
     source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
-    place = Folder(output, _common(source, settings, progress), _digests_of(recipes))
+    made = {p.name: point_digest(r.model_dump(mode="json"), p.heal) for p, r in recipes.items()}
+    place = Folder(output, _common(source, settings, progress), {DENSE: "", **made})
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
         _run(chains, settings, progress)
@@ -73,15 +74,7 @@ def sweep(
     return result
 
 
-def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
-    """Of every point by its name, and of the model itself, which nothing is made of."""
-    made = {
-        point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()
-    }
-    return {DENSE: "", **made}
-
-
-def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
     """What all points of a sweep have in common, and another run of it must have as well: models and
     texts by what they hold, whatever they are called."""
     from blr.compressor.base.device import pick_device
@@ -103,7 +96,7 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     }
 
 
-def _begun(source: Source) -> dict[str, Any]:
+def _begun(source: Source) -> dict[str, object]:
     """What the tokenizer puts before every text, if anything: losses without it are others."""
     from blr.compressor.loading.load import load_tokenizer
     from blr.compressor.text.reading import beginning_of
