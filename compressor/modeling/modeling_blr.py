@@ -131,10 +131,8 @@ class Storage:
 def _empty_packed(factor: Factor) -> tuple[Tensor, ...]:
     *rows, K = factor.stored_shape
     groups = -(-K // factor.group) if factor.group else 1
-    width, kind = (
-        groups * factor.group * factor.bits // 8,
-        torch.int8 if factor.bits == 8 else torch.uint8,
-    )
+    width = groups * factor.group * factor.bits // 8
+    kind = torch.int8 if factor.bits == 8 else torch.uint8
     if factor.storage == "float8":
         width, kind = K, E4M3
     return torch.zeros(*rows, width, dtype=kind), torch.zeros(*rows, groups)
